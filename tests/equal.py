@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from distlab.blocks.data import ByteCorpus, python_documentation
+from distlab.blocks.clip import clip_gradients_
+from distlab.blocks.data import ByteCorpus, python_documentation, rank_slice
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.data_parallel import Bucketed, Overlapped, average_flat, average_per_parameter
-from distlab.large_batch import LAMB
+from distlab.comm import recorded
+from distlab.data_parallel import (
+    Bucketed,
+    DataParallel,
+    Overlapped,
+    average_flat,
+    average_per_parameter,
+    loss_weight,
+    train_step,
+)
+from distlab.large_batch import LAMB, LARS, Trust
+from distlab.pipeline import Pipeline, find_tied, split_sequential
 from distlab.rng import generator
 from distlab.sharding import (
     FullyShard,
@@ -75,6 +90,233 @@ def alone(optimizer_name, dtype=torch.float64, clip=None, batches=1):
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return finals(model)
+
+
+class Net(torch.nn.Module):
+    """A weight used twice, a frozen bias, a layer that some samples use; parameters of two types, if mixed."""
+
+    def __init__(self, rare=True, mixed=False):
+        super().__init__()
+        width = 9
+        self.entry, self.head = torch.nn.Linear(6, width), torch.nn.Linear(width, 3)
+        self.first, self.second = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.rare = torch.nn.Linear(width, width) if rare else None
+        self.double()
+        if mixed:
+            self.rare.float()
+            self.head.float()
+
+    def forward(self, x):
+        h = self.entry(x.to(self.entry.weight.dtype))
+        h = torch.tanh(self.second(torch.tanh(self.first(torch.tanh(h)))))
+        chosen = x.sum(1) > 2  # data decides: some micro-batches of some ranks have none
+        if self.rare is not None and chosen.any():
+            more = self.rare(h[chosen].to(self.rare.weight.dtype)).to(h.dtype)
+            h = h.index_put((chosen,), more, accumulate=True)
+        return self.head(h.to(self.head.weight.dtype)).double()
+
+
+class Task(NamedTuple):
+    """What is trained: `make(rank)` gives other weights on every rank, `batch(step)` the samples of all ranks."""
+
+    make: Callable
+    batch: Callable
+    loss: Callable = torch.nn.functional.mse_loss  # of outputs and targets, a mean over samples
+    more_loss: Callable | None = None  # of the model, the same in any number of ranks
+
+
+def net(rank, **options):
+    torch.manual_seed(rank)
+    return Net(**options)
+
+
+def thirteen(step):
+    """Return thirteen samples: no number of ranks above 1 divides them."""
+    x = torch.randn(13, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return x, x[:, :3].sin() + 1
+
+
+ROUTED = Task(net, thirteen)
+MIXED = Task(lambda rank: net(rank, mixed=True), thirteen)
+DENSE = Task(lambda rank: net(rank, rare=False), thirteen)
+BYTES = Task(awkward_model, lambda step: corpus().batch(step, BATCH_SIZE, seed=1), GPT.loss)
+
+
+def own_samples(inputs, targets):
+    """Return this rank's part of a batch, and what its mean loss counts."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = slice(*rank_slice(len(inputs), rank, world_size))
+    mine = inputs[own], targets[own]
+    return *mine, loss_weight(len(mine[0]), len(inputs), world_size)
+
+
+@dataclass
+class Way:
+    """What a technique makes of a model on each rank."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    synchronize: Callable | None = None  # after the last backward of a step
+    no_sync: Callable = nullcontext  # around the others
+    share: Callable = own_samples  # of a whole batch: this rank's inputs, targets and weight
+    clip: Callable | None = None  # to a norm; returns the norm before
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def state(self):
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def clip_to(self, norm):
+        return self.clip(norm) if self.clip else clip_gradients_(self.model.named_parameters(), norm)
+
+
+def replicas(**options):
+    """Return the technique of data parallelism, in small buckets."""
+
+    def technique(model, make):
+        made = DataParallel(model, **{"bucket_bytes": 600, "first_bucket_bytes": 200, **options})
+        return Way(model, make(model.parameters()), made.synchronize, made.no_sync)
+
+    return technique
+
+
+def one_process(model, make):
+    """Return the technique of the oracle."""
+    clip = lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)  # noqa: E731
+    return Way(model, make(model.parameters()), share=lambda x, y: (x, y, 1.0), clip=clip)
+
+
+class Row(NamedTuple):
+    """A way to train a task; a rank's samples may be cut into micro-batches, gradients clipped."""
+
+    task: Task
+    optimizer: str | Callable  # a name of those below, or what makes one of parameters
+    technique: Callable = one_process
+    dtype: torch.dtype = torch.float64
+    cut: Callable | None = None
+    clip: float | None = None
+
+    def alone(self):
+        return self._replace(technique=one_process, cut=None)
+
+
+ROW_OPTIMIZERS = OPTIMIZERS | {
+    "lars": lambda parameters: LARS(parameters, 1.0, weight_decay=0.01, trust=Trust(coefficient=0.01)),
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "decayed": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "steady": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, weight_decay=0.01),
+}
+
+
+def train(row, steps=range(10), state=None):
+    """Train by a row, on from the states of model and optimizer if there are any; return the way with its numbers."""
+    task, on_ranks = row.task, row.technique is not one_process and dist.is_initialized()
+    model = task.make(dist.get_rank() if on_ranks else 0)
+    if row.dtype != torch.float64:
+        model.to(row.dtype)
+    way = row.technique(model, ROW_OPTIMIZERS.get(row.optimizer, row.optimizer))
+    if state is not None:
+        way.model.load_state_dict(state[0])
+        way.optimizer.load_state_dict(state[1])
+    for step in steps:
+        *batch, weight = way.share(*task.batch(step))
+        if (row.cut, row.clip, task.more_loss) == (None, None, None):
+            step_of = {"loss_fn": task.loss, "synchronize": way.synchronize, "weight": weight}
+            way.losses.append(train_step(way.model, way.optimizer, batch=tuple(batch), **step_of).item())
+        else:
+            clipped_step(row, way, batch, weight)
+    return way
+
+
+def clipped_step(row, way, batch, weight):
+    """Update once, from micro-batches."""
+    parts = list(zip(*map(row.cut, batch), strict=True)) if row.cut else [batch]
+    way.optimizer.zero_grad()
+    way.losses.append(0.0)
+    for index, (x, y) in enumerate(parts):
+        with way.no_sync() if index + 1 < len(parts) else nullcontext():
+            loss = row.task.loss(way.model(x), y) * weight * len(x) / len(batch[0])
+            (loss + row.task.more_loss(way.model) if row.task.more_loss else loss).backward()
+        way.losses[-1] += loss.item()
+    if way.synchronize is not None:
+        way.synchronize()
+    if row.clip:
+        way.norms.append(way.clip_to(row.clip).item())
+    way.optimizer.step()
+
+
+@cache
+def trained_alone(row, steps=10):
+    """Train by a row of one process, with one thread as ranks have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        way = train(row, range(steps))
+        return way.state(), way.norms, way.losses
+    finally:
+        torch.set_num_threads(before)
+
+
+def outcome(row):
+    way = train(row)
+    return way.state(), way.norms
+
+
+def assert_rows_equal_one_process(pool, rows):
+    """Ten updates by each row end as in one process, and with the same bits on every rank.
+
+    A rank may hold a part of the model: what it has is compared, and together they have all.
+    """
+    results = pool.run(lambda: {name: outcome(row) for name, row in rows.items()})
+    for name, row in rows.items():
+        wanted, wanted_norms, _ = trained_alone(row.alone())
+        bound = 1e-10 if row.dtype == torch.float64 and row.task is not MIXED else 1e-5
+        first, first_norms = results[0][name]
+        for state, norms in (result[name] for result in results):
+            assert difference(state, {key: wanted[key] for key in state}) <= bound, name
+            both = state.keys() & first.keys()
+            assert all(torch.equal(state[key], first[key]) for key in both), f"{name}: ranks differ"
+            assert norms == first_norms, f"{name}: ranks scale by different numbers"
+            assert max((abs(a - b) for a, b in zip(norms, wanted_norms, strict=True)), default=0.0) <= bound, name
+        assert {key for result in results for key in result[name][0]} == wanted.keys(), name
+        assert row.clip is None or max(wanted_norms) > row.clip, f"{name}: nothing was clipped"
+
+
+def train_in_stages(row, schedule, steps=range(10), split=split_sequential):
+    """Train by a pipeline of all ranks; return it, this rank's stages, and the loss of each step."""
+    stages = split(row.task.make(0), schedule.num_stages)
+    own = {number: stages[number] for number, home in enumerate(schedule.home) if home == dist.get_rank()}
+    pipeline = Pipeline(own, schedule, loss=row.task.loss, tied=find_tied(stages))
+    optimizer, losses = ROW_OPTIMIZERS[row.optimizer](pipeline.parameters()), []
+    for step in steps:
+        pipeline.zero_grad()
+        losses.append(pipeline.step(*row.task.batch(step)))
+        optimizer.step()
+    return pipeline, own, losses
+
+
+def assert_stages_equal(own, expected, name=""):
+    """The stages of this rank are those parts of one process's model."""
+    state = {key: value for stage in own.values() for key, value in stage.state_dict().items()}
+    assert not any(value.is_meta for value in state.values()), name
+    assert difference(state, {key: expected[key] for key in state}) <= 1e-10, name
+    return state
+
+
+def same_everywhere(vector):
+    """Whether all ranks hold the same numbers."""
+    gathered = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, vector)
+    return all(torch.equal(one, gathered[0]) for one in gathered)
+
+
+def calls_of(function):
+    """Run a function; return this rank's calls: (operation, bytes)."""
+    with recorded() as seen:
+        function()
+    return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
 
 
 def finals(model):

@@ -15,42 +15,32 @@ LENGTHS = (0, 1, 3, 12, 120, 121, 1003)
 BYTES = 4
 
 
-def sent(name, length, args=(), options=None):
-    """Return (bytes, messages, other collectives used) of one call, as this rank's recorder saw it."""
-    tensor = torch.full((length,), float(dist.get_rank()))
-    with recorded() as recording:
-        getattr(collectives, name)(tensor, *args, **(options or {}))
-    return measured(recording.records, dist.get_rank())
-
-
-def measured(records, rank):
-    others = set(records.ops(rank)) - {"send", "recv"}
-    return records.sent_bytes(rank), records.num_calls("send"), others
-
-
-def sent_at_all_lengths(name, args=(), options=None):
-    return [sent(name, length, args, options) for length in LENGTHS]
-
-
 def chunk_bytes(length, n):
     return [BYTES * (length // n + (index < length % n)) for index in range(n)]
 
 
-def check(ranks, world_size, name, expected, args=(), options=None):
-    """Compare each rank's bytes and messages with expected(length, rank) -> (bytes, messages)."""
-    for rank, measured in enumerate(ranks(world_size).run(sent_at_all_lengths, name, args, options)):
-        for length, (num_bytes, messages, others) in zip(LENGTHS, measured, strict=True):
-            assert (num_bytes, messages) == expected(length, rank), f"{name}, length {length}, rank {rank}"
-            assert not others, f"{name} used {others}"
+def check(name, expected, args=(), options=None):
+    """Compare this rank's bytes and messages with expected(length, rank) -> (bytes, messages)."""
+    rank = dist.get_rank()
+    for length in LENGTHS:
+        tensor = torch.full((length,), float(rank))
+        with recorded() as recording:
+            getattr(collectives, name)(tensor, *args, **(options or {}))
+        records, where = recording.records, f"{name}, length {length}, rank {rank}"
+        assert (records.sent_bytes(rank), records.num_calls("send")) == expected(length, rank), where
+        assert set(records.ops(rank)) <= {"send", "recv"}, where
 
 
 def num_filled(chunks, absent):
     return sum(size > 0 for index, size in enumerate(chunks) if index not in absent)
 
 
-@pytest.mark.soak_where(n=(2, 5))
-@pytest.mark.parametrize("n", WORLD_SIZES)
-def test_rings(ranks, n):
+@pytest.mark.soak_where(world_size=(2, 5))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.on_ranks
+def test_rings(world_size):
+    n = world_size
+
     def all_reduce(length, rank):
         chunks = chunk_bytes(length, n)
         after = (rank + 1) % n
@@ -67,18 +57,20 @@ def test_rings(ranks, n):
     def naive(length, rank):
         return (n - 1) * BYTES * length, (n - 1) * (length > 0)
 
-    check(ranks, n, "ring_all_reduce", all_reduce)
-    check(ranks, n, "plain_ring_all_reduce", all_reduce)
-    check(ranks, n, "ring_reduce_scatter", reduce_scatter)
-    check(ranks, n, "ring_all_gather", all_gather)
-    check(ranks, n, "naive_ring_all_reduce", naive)
+    check("ring_all_reduce", all_reduce)
+    check("plain_ring_all_reduce", all_reduce)
+    check("ring_reduce_scatter", reduce_scatter)
+    check("ring_all_gather", all_gather)
+    check("naive_ring_all_reduce", naive)
     if n > 1:
         assert all_reduce(1200, 0) == (2 * (n - 1) * 1200 * BYTES / n, 2 * (n - 1))  # the field's formula
 
 
-@pytest.mark.soak_where(n=(2, 5))
-@pytest.mark.parametrize("n", WORLD_SIZES)
-def test_pieces_of_a_ring_change_messages_but_no_byte(ranks, n):
+@pytest.mark.soak_where(world_size=(2, 5))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.on_ranks
+def test_pieces_of_a_ring_change_messages_but_no_byte(world_size):
+    n = world_size
     piece_bytes = 64
 
     def all_reduce(length, rank):
@@ -90,12 +82,15 @@ def test_pieces_of_a_ring_change_messages_but_no_byte(ranks, n):
         messages = 2 * sum(filled) - filled[rank] - filled[after]
         return 2 * sum(chunks) - chunks[rank] - chunks[after], messages
 
-    check(ranks, n, "ring_all_reduce", all_reduce, options={"piece_bytes": piece_bytes})
+    check("ring_all_reduce", all_reduce, options={"piece_bytes": piece_bytes})
 
 
-@pytest.mark.soak_where(n=(2, 5))
-@pytest.mark.parametrize("n", WORLD_SIZES)
-def test_broadcasts_and_trees(ranks, n):
+@pytest.mark.soak_where(world_size=(2, 5))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.on_ranks
+def test_broadcasts_and_trees(world_size):
+    n = world_size
+
     def num_children(place):
         lowest = place & -place or 1 << n.bit_length()
         return sum(1 for j in range(n.bit_length()) if 1 << j < lowest and place + (1 << j) < n)
@@ -114,21 +109,24 @@ def test_broadcasts_and_trees(ranks, n):
         def reduce(length, rank, root=root):
             return (rank != root) * BYTES * length, (rank != root and length > 0)
 
-        check(ranks, n, "ring_broadcast", chain, (root,), {"piece_bytes": 100})
-        check(ranks, n, "tree_broadcast", broadcast, (root,))
-        check(ranks, n, "tree_reduce", reduce, (root,))
+        check("ring_broadcast", chain, (root,), {"piece_bytes": 100})
+        check("tree_broadcast", broadcast, (root,))
+        check("tree_reduce", reduce, (root,))
 
     def all_reduce(length, rank):
         count = num_children(rank) + (rank > 0)
         return count * BYTES * length, count * (length > 0)
 
-    check(ranks, n, "tree_all_reduce", all_reduce)
+    check("tree_all_reduce", all_reduce)
     assert num_children(0) == math.ceil(math.log2(n))
 
 
-@pytest.mark.soak_where(n=(2, 5))
-@pytest.mark.parametrize("n", WORLD_SIZES)
-def test_double_tree(ranks, n):
+@pytest.mark.soak_where(world_size=(2, 5))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.on_ranks
+def test_double_tree(world_size):
+    n = world_size
+
     def expected(length, rank):
         num_bytes = messages = 0
         for parents, half in zip(double_tree(n), chunk_bytes(length, 2), strict=True):
@@ -137,11 +135,10 @@ def test_double_tree(ranks, n):
             messages += edges * (half > 0)
         return num_bytes, messages
 
-    check(ranks, n, "double_tree_all_reduce", expected)
+    check("double_tree_all_reduce", expected)
 
 
-@pytest.mark.parametrize("n", range(1, 130))
-def test_shape_of_the_double_tree(n):
+def check_shape_of_the_double_tree(n):
     halves = 0.5, 0.5  # of S
     inner = []
     sent_parts = [0.0] * n
@@ -157,6 +154,11 @@ def test_shape_of_the_double_tree(n):
         inner.append({parent for parent in parents if parent is not None})
     assert len(inner[0] & inner[1]) <= n % 2
     assert max(sent_parts) <= 2
+
+
+def test_shape_of_the_double_tree():
+    for n in range(1, 130):
+        check_shape_of_the_double_tree(n)
 
 
 def halving_bytes(n, length, rank):
@@ -178,8 +180,11 @@ def halving_bytes(n, length, rank):
     return down, up
 
 
-@pytest.mark.parametrize("n", [*WORLD_SIZES, 8])
-def test_halving_and_doubling(ranks, n):
+@pytest.mark.soak_where(world_size=(2, 4))
+@pytest.mark.parametrize("world_size", [*WORLD_SIZES, 8])
+@pytest.mark.on_ranks
+def test_halving_and_doubling(world_size):
+    n = world_size
     pairs = n - (1 << (n.bit_length() - 1))
 
     def extra(size):
@@ -201,37 +206,31 @@ def test_halving_and_doubling(ranks, n):
     def all_gather(length, rank):
         return expected(length, rank, chunk_bytes(length, n)[rank], BYTES * length, (1,))
 
-    check(ranks, n, "halving_doubling_all_reduce", all_reduce)
-    check(ranks, n, "halving_reduce_scatter", reduce_scatter)
-    check(ranks, n, "doubling_all_gather", all_gather)
+    check("halving_doubling_all_reduce", all_reduce)
+    check("halving_reduce_scatter", reduce_scatter)
+    check("doubling_all_gather", all_gather)
     if n in (2, 4, 8):
         steps = n.bit_length() - 1
         assert all_reduce(1600, 1) == (2 * (n - 1) * 1600 * BYTES // n, 2 * steps)
 
 
-def hierarchical_costs(num_machines, num_local):
-    rank = dist.get_rank()
-    machines = [[m * num_local + i for i in range(num_local)] for m in range(num_machines)]
+@pytest.mark.parametrize(("world_size", "m"), [(4, 2), (3, 1), (8, 4)])
+@pytest.mark.on_ranks
+def test_hierarchical(world_size, m):
+    g = world_size // m
+    machine, place = divmod(dist.get_rank(), g)
+    machines = [[other * g + i for i in range(g)] for other in range(m)]
     local, _ = dist.new_subgroups_by_enumeration(machines)
     cross, _ = dist.new_subgroups_by_enumeration([list(places) for places in zip(*machines, strict=True)])
-    measured = []
     for length in LENGTHS:
-        tensor = torch.full((length,), float(rank))
+        tensor = torch.full((length,), float(dist.get_rank()))
         with recorded() as recording:
             collectives.hierarchical_all_reduce(tensor, local, cross)
-        measured.append((recording.records.sent_bytes(rank), recording.records.num_calls("send")))
-    return measured
-
-
-@pytest.mark.parametrize(("m", "g"), [(2, 2), (1, 3), (4, 2)])
-def test_hierarchical(ranks, m, g):
-    for rank, measured in enumerate(ranks(m * g).run(hierarchical_costs, m, g)):
-        machine, place = divmod(rank, g)
-        for length, (num_bytes, messages) in zip(LENGTHS, measured, strict=True):
-            chunks = chunk_bytes(length, g)
-            parts = chunk_bytes(chunks[place] // BYTES, m)
-            after, across = (place + 1) % g, (machine + 1) % m
-            inside = 2 * sum(chunks) - chunks[place] - chunks[after]
-            assert num_bytes == inside + 2 * sum(parts) - parts[machine] - parts[across]
-            if length >= m * g:
-                assert messages == 2 * (g - 1) + 2 * (m - 1)
+        chunks = chunk_bytes(length, g)
+        parts = chunk_bytes(chunks[place] // BYTES, m)
+        after, across = (place + 1) % g, (machine + 1) % m
+        inside = 2 * sum(chunks) - chunks[place] - chunks[after]
+        sent = recording.records.sent_bytes(dist.get_rank())
+        assert sent == inside + 2 * sum(parts) - parts[machine] - parts[across]
+        if length >= m * g:
+            assert recording.records.num_calls("send") == 2 * (g - 1) + 2 * (m - 1)

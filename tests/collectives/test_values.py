@@ -1,8 +1,11 @@
 """Every algorithm against torch's own collective: values, equal bits on all ranks, and bits that repeat."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
+from equal import same_everywhere
 
 from distlab import collectives
 
@@ -41,11 +44,7 @@ def reference(tensor, op):
 
 def same_bits_everywhere(tensor):
     """Whether all ranks hold the same bytes."""
-    mine = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.zeros(0, dtype=torch.uint8)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    if mine.numel():
-        dist.all_gather(parts, mine)
-    return all(torch.equal(part, mine) for part in parts)
+    return not tensor.numel() or same_everywhere(tensor.contiguous().view(-1).view(torch.uint8))
 
 
 def tolerance(dtype):
@@ -54,74 +53,62 @@ def tolerance(dtype):
 
 
 def compare(name, shape, dtype, op, **options):
-    """Return what is wrong with one call, in words, or nothing."""
+    """Reduce twice, and as torch does."""
     where = f"{name} {shape} {dtype} {op} {options} on rank {dist.get_rank()}"
     mine = own_data(shape, dtype, dist.get_rank())
     got, again = mine.clone(), mine.clone()
-    if getattr(collectives, name)(got, op=op, **options) is not got:
-        return f"{where}: did not return its tensor"
+    assert getattr(collectives, name)(got, op=op, **options) is got, where
     getattr(collectives, name)(again, op=op, **options)
     expected = reference(mine, op)
-    if not torch.allclose(got, expected, rtol=tolerance(dtype), atol=tolerance(dtype)):
-        return f"{where}: got {got}, expected {expected}"
-    if not torch.equal(got, again):
-        return f"{where}: two runs differ"
-    if not same_bits_everywhere(got):
-        return f"{where}: ranks differ"
-    return None
-
-
-def all_lengths_and_dtypes(name):
-    found = [compare(name, (length,), torch.float32, "sum") for length in LENGTHS]
-    found += [compare(name, shape, torch.float32, "mean") for shape in ((), (3, 5), (2, 0, 3))]
-    found += [compare(name, (37,), dtype, op) for dtype in FLOATS for op in ("sum", "mean", "max", "min", "prod")]
-    found += [compare(name, (37,), dtype, op) for dtype in WHOLE for op in ("sum", "max", "min", "prod")]
-    found += [compare(name, (37,), torch.bool, op) for op in ("sum", "max", "min", "prod")]
-    found += [compare(name, (37,), torch.complex64, op) for op in ("sum", "mean")]
-    if name in ("ring_all_reduce", "double_tree_all_reduce"):  # cut into pieces, the last ones shorter
-        found += [compare(name, (length,), torch.float32, "sum", piece_bytes=64) for length in (0, 1, 5, 100, 1001)]
-    return [words for words in found if words]
+    assert torch.allclose(got, expected, rtol=tolerance(dtype), atol=tolerance(dtype)), where
+    assert torch.equal(got, again), f"{where}: two runs differ"
+    assert same_bits_everywhere(got), f"{where}: ranks differ"
 
 
 @pytest.mark.equality("collectives")
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", ALL_REDUCES)
-def test_all_reduce_equals_torch(ranks, name, world_size):
-    assert ranks(world_size).run(all_lengths_and_dtypes, name) == [[]] * world_size
-
-
-def some_lengths():
-    found = [compare(name, (n,), torch.float32, op) for name in ALL_REDUCES for n in (3, 1000) for op in ("sum", "min")]
-    return [words for words in found if words]
+@pytest.mark.on_ranks
+def test_all_reduce_equals_torch(world_size):
+    for name in ALL_REDUCES:
+        for length in LENGTHS:
+            compare(name, (length,), torch.float32, "sum")
+        for shape in ((), (3, 5), (2, 0, 3)):
+            compare(name, shape, torch.float32, "mean")
+        for dtype, op in product(FLOATS, ("sum", "mean", "max", "min", "prod")):
+            compare(name, (37,), dtype, op)
+        for dtype, op in product((*WHOLE, torch.bool), ("sum", "max", "min", "prod")):
+            compare(name, (37,), dtype, op)
+        for op in ("sum", "mean"):
+            compare(name, (37,), torch.complex64, op)
+    for name, length in product(("ring_all_reduce", "double_tree_all_reduce"), (0, 1, 5, 100, 1001)):
+        compare(name, (length,), torch.float32, "sum", piece_bytes=64)  # cut into pieces, the last ones shorter
 
 
 @pytest.mark.soak_where(world_size=(8,))
 @pytest.mark.parametrize("world_size", [5, 8])
-def test_all_reduce_at_odd_and_large_sizes(ranks, world_size):
-    assert ranks(world_size).run(some_lengths) == [[]] * world_size
-
-
-def naive_and_plain():
-    for name in ("naive_ring_all_reduce", "plain_ring_all_reduce"):
-        for length in LENGTHS:
-            mine = own_data((length,), torch.float32, dist.get_rank())
-            expected = reference(mine, "sum")
-            torch.testing.assert_close(getattr(collectives, name)(mine), expected)
-    plain = collectives.plain_ring_all_reduce(own_data((100,), torch.float32, dist.get_rank()))
-    piped = collectives.ring_all_reduce(own_data((100,), torch.float32, dist.get_rank()), piece_bytes=32)
-    naive = collectives.naive_ring_all_reduce(own_data((10_000,), torch.float32, dist.get_rank()))
-    return torch.equal(plain, piped), same_bits_everywhere(plain), same_bits_everywhere(naive)
+@pytest.mark.on_ranks
+def test_all_reduce_at_odd_and_large_sizes(world_size):
+    for name, length, op in product(ALL_REDUCES, (3, 1000), ("sum", "min")):
+        compare(name, (length,), torch.float32, op)
 
 
 @pytest.mark.equality("collectives")
 @pytest.mark.soak_where(world_size=(2, 3))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_first_versions_sum_too(ranks, world_size):
-    for pieces_change_no_bit, plain_equal, naive_equal in ranks(world_size).run(naive_and_plain):
-        assert pieces_change_no_bit
-        assert plain_equal
-        assert naive_equal == (world_size <= 2)  # two numbers add up alike in either order; three do not
+@pytest.mark.on_ranks
+def test_the_first_versions_sum_too(world_size):
+    rank = dist.get_rank()
+    for name, length in product(("naive_ring_all_reduce", "plain_ring_all_reduce"), LENGTHS):
+        mine = own_data((length,), torch.float32, rank)
+        expected = reference(mine, "sum")
+        torch.testing.assert_close(getattr(collectives, name)(mine), expected)
+    plain = collectives.plain_ring_all_reduce(own_data((100,), torch.float32, rank))
+    piped = collectives.ring_all_reduce(own_data((100,), torch.float32, rank), piece_bytes=32)
+    naive = collectives.naive_ring_all_reduce(own_data((10_000,), torch.float32, rank))
+    assert torch.equal(plain, piped), "pieces change no bit"
+    assert same_bits_everywhere(plain)
+    assert same_bits_everywhere(naive) == (world_size <= 2)  # two numbers add up alike in either order; three do not
 
 
 def scatter_and_gather(scatter, gather):
@@ -149,13 +136,18 @@ def scatter_and_gather(scatter, gather):
 @pytest.mark.equality("collectives")
 @pytest.mark.soak_where(world_size=(2, 3, 4))
 @pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
-def test_reduce_scatter_then_all_gather(ranks, world_size):
-    ranks(world_size).run(scatter_and_gather, "ring_reduce_scatter", "ring_all_gather")
-    ranks(world_size).run(scatter_and_gather, "halving_reduce_scatter", "doubling_all_gather")
+@pytest.mark.on_ranks
+def test_reduce_scatter_then_all_gather(world_size):
+    scatter_and_gather("ring_reduce_scatter", "ring_all_gather")
+    scatter_and_gather("halving_reduce_scatter", "doubling_all_gather")
 
 
-def broadcasts_and_reduces():
-    rank, n = dist.get_rank(), dist.get_world_size()
+@pytest.mark.equality("collectives")
+@pytest.mark.soak_where(world_size=(2, 3, 4))
+@pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
+@pytest.mark.on_ranks
+def test_broadcast_and_reduce_from_every_root(world_size):
+    rank, n = dist.get_rank(), world_size
     for root in range(n):
         for shape in ((), (0,), (1,), (4, 5), (1001,)):
             expected = own_data(shape, torch.bfloat16, root)
@@ -171,13 +163,8 @@ def broadcasts_and_reduces():
 
 
 @pytest.mark.equality("collectives")
-@pytest.mark.soak_where(world_size=(2, 3, 4))
-@pytest.mark.parametrize("world_size", [*WORLD_SIZES, 5])
-def test_broadcast_and_reduce_from_every_root(ranks, world_size):
-    ranks(world_size).run(broadcasts_and_reduces)
-
-
-def on_a_group_without_rank_zero():
+@pytest.mark.on_ranks(4)
+def test_ranks_are_counted_inside_the_group():
     members = [3, 1, 2]  # the group counts its ranks in this order or sorted; never from global rank 0
     group = dist.new_group(members)
     rank = dist.get_rank()
@@ -195,29 +182,21 @@ def on_a_group_without_rank_zero():
 
 
 @pytest.mark.equality("collectives")
-def test_ranks_are_counted_inside_the_group(ranks):
-    ranks(4).run(on_a_group_without_rank_zero)
-
-
-def on_a_mesh(num_machines, num_local):
-    rank = dist.get_rank()
+@pytest.mark.soak_where(num_machines=(4,), num_local=(2,))
+@pytest.mark.soak_where(num_machines=(2,), num_local=(4,))
+@pytest.mark.parametrize(
+    ("world_size", "num_machines", "num_local"), [(4, 2, 2), (4, 1, 4), (4, 4, 1), (1, 1, 1), (8, 2, 4), (8, 4, 2)]
+)
+@pytest.mark.on_ranks
+def test_hierarchical_equals_flat(world_size, num_machines, num_local):
     machines = [[m * num_local + i for i in range(num_local)] for m in range(num_machines)]
     local, _ = dist.new_subgroups_by_enumeration(machines)
     cross, _ = dist.new_subgroups_by_enumeration([list(places) for places in zip(*machines, strict=True)])
-    for length in LENGTHS:
-        for op in ("sum", "mean", "max"):
-            mine = own_data((length,), torch.float64, rank)
-            expected = reference(mine, op)
-            again = collectives.hierarchical_all_reduce(mine.clone(), local, cross, op=op)
-            got = collectives.hierarchical_all_reduce(mine, local, cross, op=op)
-            torch.testing.assert_close(got, expected)
-            assert torch.equal(got, again)
-            assert same_bits_everywhere(got)
-
-
-@pytest.mark.equality("collectives")
-@pytest.mark.soak_where(num_machines=(4,), num_local=(2,))
-@pytest.mark.soak_where(num_machines=(2,), num_local=(4,))
-@pytest.mark.parametrize(("num_machines", "num_local"), [(2, 2), (1, 4), (4, 1), (1, 1), (2, 4), (4, 2)])
-def test_hierarchical_equals_flat(ranks, num_machines, num_local):
-    ranks(num_machines * num_local).run(on_a_mesh, num_machines, num_local)
+    for length, op in product(LENGTHS, ("sum", "mean", "max")):
+        mine = own_data((length,), torch.float64, dist.get_rank())
+        expected = reference(mine, op)
+        again = collectives.hierarchical_all_reduce(mine.clone(), local, cross, op=op)
+        got = collectives.hierarchical_all_reduce(mine, local, cross, op=op)
+        torch.testing.assert_close(got, expected)
+        assert torch.equal(got, again)
+        assert same_bits_everywhere(got)

@@ -44,12 +44,12 @@ def test_equal_elements_and_periods_do_not_mislead_the_search():
     assert kept.sum() == 11.0
 
 
-@pytest.mark.parametrize("place", [0, 64, 70, 99_999])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_inf_are_never_left_out(place, value):
-    vector = normal(100_000)
-    vector[place] = value
-    assert place in top_k(vector, 100)[0].tolist()
+def test_nan_and_inf_are_never_left_out(value):
+    for place in (0, 64, 70, 99_999):
+        vector = normal(100_000)
+        vector[place] = value
+        assert place in top_k(vector, 100)[0].tolist()
 
 
 def test_random_indices_are_different_sorted_and_repeat():

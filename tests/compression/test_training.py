@@ -3,13 +3,26 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import (
+    DENSE,
+    Row,
+    Way,
+    assert_rows_equal_one_process,
+    calls_of,
+    net,
+    own_samples,
+    replicas,
+    same_everywhere,
+    thirteen,
+    train,
+)
 from torch import nn
 
+from distlab.blocks.data import rank_slice
 from distlab.comm import recorded
-from distlab.compression import RandomK, TopK, make_hook
-from distlab.data_parallel import DataParallel
+from distlab.compression import PlainTopK, PowerSGD, RandomK, TopK, make_hook
+from distlab.data_parallel import DataParallel, broadcast_parameters
 from distlab.plan.compression import Compression, exchanges
-from distlab.rng import generator
 
 COMPRESSIONS = {
     "top_k": Compression("top_k", ratio=0.1),
@@ -19,103 +32,49 @@ COMPRESSIONS = {
     "sign": Compression("sign"),
     "powersgd": Compression("powersgd", rank=1),
 }
-WHOLE = {"top_k": lambda: TopK(1.0), "random_k": lambda: RandomK(1.0), "random_k alone": lambda: RandomK(1.0, 7)}
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.05),  # late gradients and momentum add up
+BUCKETS = {"bucket_bytes": 600, "first_bucket_bytes": 200}
+
+
+def plainly(model, make):
+    broadcast_parameters(model)
+    plain = PlainTopK([one for one in model.parameters() if one.requires_grad], 1.0)
+    return Way(model, make(model.parameters()), plain.average)
+
+
+WHOLE = {
+    "top_k": replicas(hook=TopK(1.0)),
+    "random_k": replicas(hook=RandomK(1.0, 7)),
+    "random_k, no feedback": replicas(hook=RandomK(1.0, error_feedback=False)),
+    "powersgd": replicas(hook=PowerSGD(9, min_saving=1e-3)),
+    "plain": plainly,
 }
-BATCH_SIZE = 12
-BUCKETS = {"bucket_bytes": 3000, "first_bucket_bytes": 500}
-
-
-def model(rank=0):
-    """Other weights on every rank, a tied one, and a frozen one."""
-    source = generator(0, rank, "weights")
-    layers = nn.Sequential(
-        nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 17), nn.Tanh(), nn.Linear(17, 17), nn.Linear(17, 3)
-    )
-    layers[4].weight = layers[2].weight
-    layers = layers.double()
-    with torch.no_grad():
-        for parameter in layers.parameters():
-            parameter.normal_(std=0.3, generator=source)
-    layers[0].bias.requires_grad_(False)
-    return layers
-
-
-def share(step):
-    """This rank's part of the batch; everything where there is one process."""
-    source = torch.Generator().manual_seed(step)
-    inputs = torch.randn(BATCH_SIZE, 9, generator=source, dtype=torch.float64)
-    targets = inputs[:, :3].sin()
-    if not dist.is_initialized():
-        return inputs, targets
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return inputs[rank::world_size], targets[rank::world_size]
-
-
-def train(hook, optimizer_name, steps=range(10), state=None):
-    replica = model(dist.get_rank() if dist.is_initialized() else 0)
-    synchronize = DataParallel(replica, hook=hook, **BUCKETS).synchronize if hook is not None else lambda: None
-    optimizer = OPTIMIZERS[optimizer_name](replica.parameters())
-    if state is not None:
-        replica.load_state_dict(state[0])
-        optimizer.load_state_dict(state[1])
-    losses = []
-    for step in steps:
-        inputs, targets = share(step)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(replica(inputs), targets)
-        loss.backward()
-        synchronize()
-        optimizer.step()
-        losses.append(loss.item())
-    return replica, optimizer, losses
-
-
-def flat(replica):
-    return torch.cat([parameter.detach().flatten() for parameter in replica.parameters()])
+ROWS = {f"{name}, {updates}": Row(DENSE, updates, way) for name, way in WHOLE.items() for updates in ("sgd", "adam")}
 
 
 @pytest.mark.equality("compression")
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_hook_that_sends_everything_equals_one_process(ranks, world_size):
-    def run():
-        cases = [(name, optimizer_name) for name in WHOLE for optimizer_name in ("sgd", "adam")]
-        return {case: flat(train(WHOLE[case[0]](), case[1])[0]) for case in cases}
+def test_sending_everything_equals_one_process(ranks, world_size):
+    assert_rows_equal_one_process(ranks(world_size), ROWS)
 
-    results = ranks(world_size).run(run)
-    for (name, optimizer_name), parameters in results[0].items():
-        alone = flat(train(None, optimizer_name)[0])
-        assert (parameters - alone).abs().max() <= 1e-10, (name, optimizer_name)
-        assert all(torch.equal(result[name, optimizer_name], parameters) for result in results)
+
+def by(hook, optimizer="sgd"):
+    return Row(DENSE, optimizer, replicas(hook=hook))
 
 
 @pytest.mark.equality("compression")
 @pytest.mark.soak_where(world_size=(2,))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_compressed_replicas_stay_equal_repeat_and_go_on_bit_for_bit(ranks, world_size):
-    def run():
-        found = {}
-        for name, compression in COMPRESSIONS.items():
-            first = flat(train(make_hook(compression), "sgd")[0])
-            hook = make_hook(compression)
-            replica, optimizer, _ = train(hook, "sgd", range(5))
-            saved = hook.state_dict()
-            hook = make_hook(compression)
-            hook.load_state_dict(saved)
-            state = (replica.state_dict(), optimizer.state_dict())
-            found[name] = first, flat(train(hook, "sgd", range(5, 10), state)[0])
-        return found
-
-    results = ranks(world_size).run(run)
-    for name in COMPRESSIONS:
-        first = results[0][name][0]
-        for result in results:
-            assert torch.equal(result[name][0], first), f"{name}: replicas differ"
-            assert torch.equal(result[name][1], first), f"{name}: resumed differs from uninterrupted"
+@pytest.mark.on_ranks
+def test_compressed_replicas_stay_equal_repeat_and_go_on_bit_for_bit(world_size):
+    for name, compression in COMPRESSIONS.items():
+        whole = train(by(make_hook(compression))).state()
+        hook, resumed = make_hook(compression), make_hook(compression)
+        half = train(by(hook), range(5))
+        resumed.load_state_dict(hook.state_dict())
+        again = train(by(resumed), range(5, 10), (half.state(), half.optimizer.state_dict())).state()
+        assert all(map(same_everywhere, whole.values())), f"{name}: replicas differ"
+        assert all(torch.equal(whole[key], again[key]) for key in whole), f"{name}: resumed differs from uninterrupted"
 
 
 class Watched:
@@ -131,29 +90,50 @@ class Watched:
 
 @pytest.mark.on_ranks(2)
 def test_each_bucket_costs_what_the_plan_says():
-    measured = {}
     for name, compression in COMPRESSIONS.items():
-        hook, replica = Watched(make_hook(compression)), model()
-        replicas = DataParallel(replica, hook=hook, **BUCKETS)
+        hook, replica = Watched(make_hook(compression)), net(0, rare=False)
+        made = DataParallel(replica, hook=hook, **BUCKETS)
         for step in range(2):
             hook.seen.clear()
             replica.zero_grad()
-            inputs, targets = share(step)
+            inputs, targets, _ = own_samples(*thirteen(step))
             with recorded() as sent:
                 nn.functional.mse_loss(replica(inputs), targets).backward()
-                replicas.synchronize()
+                made.synchronize()
         predicted = [call for shapes in hook.seen for call in exchanges(compression, shapes, 8)]
         calls = [(call.op, call.num_bytes) for call in sent.records.calls(dist.get_rank())]
-        measured[name] = len(hook.seen), sorted(predicted), sorted(calls)
-    for name, (num_buckets, predicted, calls) in measured.items():
-        assert num_buckets >= 2, name
         flag = ("all_reduce", 4)  # DataParallel's own, once a step: whether a rank has something to tell
-        assert calls == sorted([*predicted, flag]), name
+        assert len(hook.seen) >= 2, name
+        assert sorted(calls) == sorted([*predicted, flag]), name
 
 
-def test_training_learns_with_every_compressor(ranks):
-    def run():
-        return {name: train(make_hook(c), "plain", range(50))[2] for name, c in COMPRESSIONS.items()}
-
-    for name, losses in ranks(2).run(run)[0].items():
+@pytest.mark.on_ranks(2)
+def test_training_learns_with_every_compressor():
+    for name, compression in COMPRESSIONS.items():
+        losses = train(by(make_hook(compression), "plain"), range(50)).losses  # late gradients and momentum add up
         assert sum(losses[-5:]) < 0.5 * sum(losses[:5]), (name, losses[:5], losses[-5:])
+
+
+@pytest.mark.on_ranks(3)
+def test_plain_top_k_loses_nothing_and_sends_what_it_says():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = net(0, rare=False)
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    watched = model.entry.weight
+    plain, moved, seen = PlainTopK(parameters, 0.1), 0, 0
+    for step in range(5):
+        inputs, targets = (part[slice(*rank_slice(13, rank, world_size))] for part in thirteen(step))
+        model.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        seen = seen + watched.grad
+        sent = calls_of(plain.average)
+        moved = moved + watched.grad
+        torch.optim.SGD(parameters, lr=0.1).step()
+    owed = plain.memories[watched].clone()
+    kept = [max(1, round(0.1 * p.numel())) for p in parameters]
+    assert same_everywhere(moved)
+    assert [num_bytes for _, num_bytes in sent] == [8 * k for k in kept for _ in ("places", "values")]
+    assert owed.abs().max() > 0
+    for total in (owed, seen):
+        dist.all_reduce(total)
+    torch.testing.assert_close(moved + owed / world_size, seen / world_size)

@@ -1,12 +1,12 @@
 """Ring and all-to-all attention equal attention over the whole sequence, both passes, and cost what they say."""
 
-from functools import cache
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from equal import same_everywhere
 
 import distlab.context_parallel.ring as ring_module
 from distlab.comm import recorded
@@ -57,38 +57,48 @@ def oracle(num_key_heads, options):
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), (query, key, value))]
 
 
-@cache
-def oracles(pool):
-    """Attend alone, on a rank: it has one thread, as the ranks have that attend together."""
-    return pool.run(lambda: {name: oracle(heads, options) for name, (_, heads, options) in CASES.items()})[0]
+def parts():
+    """This rank's part of query, key and value."""
+    return [scatter_sequence(tensor, dim=2).detach().requires_grad_() for tensor in whole_inputs(A)[0]]
 
 
-def in_parts(name):
-    """What the ranks find together, and what this rank sent: forward alone, then backward too."""
+def check(name):
+    """Find what attention over the whole sequence finds, at the documented cost; return it."""
     function, num_key_heads, options = CASES[name]
+    rank, n = dist.get_rank(), dist.get_world_size()
     whole, weight = whole_inputs(num_key_heads)
-    rank, sent = dist.get_rank(), []
     mine = [scatter_sequence(tensor, dim=2).detach().requires_grad_() for tensor in whole]
     with recorded() as seen:
         out = function(*mine, **options)
-    sent.append(seen.records)
+    forward = seen.records
     with recorded() as seen:
         found = torch.autograd.grad((out * scatter_sequence(weight, dim=2)).sum(), mine)
-    sent.append(seen.records)
-    counts = [(r.sent_bytes(rank), r.num_calls("send"), r.ring_equivalent_bytes(rank), r.num_calls()) for r in sent]
-    return [gather_sequence(tensor, dim=2).detach() for tensor in (out, *found)], counts
+    backward = seen.records
+    values = [gather_sequence(tensor, dim=2).detach() for tensor in (out, *found)]
+    assert difference(values, oracle(num_key_heads, options)) <= 1e-12, name
+    part = B * S // n * D * 8
+    if name.startswith("all"):
+        for records in (forward, backward):
+            assert records.ring_equivalent_bytes(rank) == (n - 1) * (2 * A + 2 * num_key_heads) * part // n, name
+            assert records.num_calls() == 2 * (n > 1), name
+    else:
+        for records, times in ((forward, 1), (backward, 1 if name == "plain" else 2)):
+            assert records.sent_bytes(rank) == times * (n - 1) * 2 * num_key_heads * part, name
+            assert records.num_calls("send") == times * (n - 1), name
+    return values
 
 
-def through_autograd(function):
+def check_through_autograd(function, alone):
     """The whole in and the whole out on every rank: gradients arrive whole through scatter and gather."""
     whole, weight = whole_inputs(A)
     out = gather_sequence(function(*(scatter_sequence(tensor, dim=-2) for tensor in whole)), dim=2)
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), whole)]
+    found = [out.detach(), *torch.autograd.grad((out * weight).sum(), whole)]
+    assert difference(found, alone) <= 1e-12
 
 
-def with_dropout(function):
-    """Return how far backward is from the difference quotient under one set of dropped weights, and rows' sums."""
-    mine = [scatter_sequence(tensor, dim=2).detach().requires_grad_() for tensor in whole_inputs(A)[0]]
+def check_dropout(function):
+    """Backward is the difference quotient under one set of dropped weights, which ranks draw apart."""
+    mine = parts()
     ways = [
         torch.randn(x.shape, dtype=x.dtype, generator=generator(7, dist.get_rank(), str(i))) for i, x in enumerate(mine)
     ]
@@ -106,7 +116,10 @@ def with_dropout(function):
         dist.all_reduce(both)
         seed_rank(3, dist.get_rank())
         sums = function(mine[0], mine[1], torch.ones_like(mine[2]), dropout=0.4)
-    return both.tolist(), sums
+    assert both[0].item() == pytest.approx(both[1].item(), rel=1e-6)
+    assert sums.mean().item() == pytest.approx(1.0, abs=0.1)
+    assert sums.std() > 0.1, "nothing was dropped"
+    assert dist.get_world_size() == 1 or not same_everywhere(sums), "ranks drop the same weights"
 
 
 def order_of_work():
@@ -130,67 +143,52 @@ def order_of_work():
     return done
 
 
-def odd_gradients():
-    """An expanded gradient, and none asked of keys and values: no hang, the same numbers."""
-    mine = [scatter_sequence(tensor, dim=2).detach() for tensor in whole_inputs(A)[0]]
-    query = mine[0].clone().requires_grad_()
-    ring_attention(query, *mine[1:]).sum().backward()  # an expanded gradient of stride 0
-    other = mine[0].clone().requires_grad_()
-    out = ring_attention(other, *(x.clone().requires_grad_() for x in mine[1:]))
+def check_odd_gradients():
+    """An expanded gradient of stride 0, and none asked of keys and values: no hang, the same numbers."""
+    query, key, value = (tensor.detach() for tensor in parts())
+    one, other = (query.clone().requires_grad_() for _ in range(2))
+    ring_attention(one, key, value).sum().backward()
+    out = ring_attention(other, key.clone().requires_grad_(), value.clone().requires_grad_())
     out.backward(torch.ones_like(out))
-    return torch.equal(query.grad, other.grad)
+    assert torch.equal(one.grad, other.grad)
 
 
-def in_half_precision():
-    """How far the output is from float64, and what backward sends: gradients travel as float32."""
-    mine = [scatter_sequence(tensor, dim=2).detach() for tensor in whole_inputs(A)[0]]
-    half = [x.to(torch.bfloat16).requires_grad_() for x in mine]
+def check_half_precision():
+    """Near float64; gradients travel as float32."""
+    n, mine = dist.get_world_size(), parts()
+    half = [x.detach().to(torch.bfloat16).requires_grad_() for x in mine]
     out = ring_attention(*half)
     with recorded() as seen:
         found = torch.autograd.grad(out.sum(), half)
     assert all(one.dtype == torch.bfloat16 for one in (out, *found))
-    return (out.double() - ring_attention(*mine)).abs().max().item(), seen.records.sent_bytes(dist.get_rank())
+    assert (out.double() - ring_attention(*mine)).abs().max().item() < 0.05
+    assert seen.records.sent_bytes(dist.get_rank()) == (n - 1) * 2 * B * A * S // n * D * (2 + 4)
 
 
 def kept_elements():
     """How many elements ring attention keeps for backward."""
-    mine = [scatter_sequence(tensor, dim=2).detach().requires_grad_() for tensor in whole_inputs(A)[0]]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        ring_attention(*mine)
+        ring_attention(*parts())
     return sum(kept)
 
 
-def in_pieces():
+def check_pieces():
     """Three positions a rank, one after the other: without a mask any order and any length will do."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     whole = [torch.randn(1, 2, 3 * num_ranks, D, dtype=torch.float64, generator=generator(1, 0, n)) for n in "qkv"]
     mine = [tensor[:, :, 3 * rank : 3 * rank + 3] for tensor in whole]
     wanted = F.scaled_dot_product_attention(*whole)[:, :, 3 * rank : 3 * rank + 3]
-    return (ring_attention(*mine, causal=False) - wanted).abs().max().item()
+    assert (ring_attention(*mine, causal=False) - wanted).abs().max() <= 1e-12
 
 
-def in_groups(alone):
+def check_groups(alone):
     """Two groups side by side, each with the whole sequence."""
     groups = [dist.new_group(members) for members in ([0, 1], [2, 3])]
     group = groups[dist.get_rank() // 2]
-    found = []
     for function in (ring_attention, all_to_all_attention):
-        parts = [scatter_sequence(tensor, group, dim=2) for tensor in whole_inputs(A)[0]]
-        found.append((gather_sequence(function(*parts, group=group), group, dim=2) - alone).abs().max().item())
-    return found
-
-
-def everything(alone):
-    found = {name: in_parts(name) for name in CASES}
-    found["again"] = in_parts("ring"), in_parts("all to all")
-    found["autograd"] = [through_autograd(function) for function in (ring_attention, all_to_all_attention)]
-    found["dropout"] = [with_dropout(ring_attention)]
-    found["order"] = order_of_work()
-    found["odd"], found["half"], found["kept"] = odd_gradients(), in_half_precision(), kept_elements()
-    found["pieces"] = in_pieces()
-    found["groups"] = in_groups(alone) if dist.get_world_size() == 4 else []
-    return found
+        mine = [scatter_sequence(tensor, group, dim=2) for tensor in whole_inputs(A)[0]]
+        assert (gather_sequence(function(*mine, group=group), group, dim=2) - alone).abs().max() <= 1e-12
 
 
 def difference(one, other):
@@ -199,44 +197,23 @@ def difference(one, other):
 
 @pytest.mark.soak_where(world_size=(1, 2, 3))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_the_whole_sequence_at_the_documented_cost(ranks, world_size):
-    n = world_size
-    alone = oracles(ranks(1))
-    results = ranks(n).run(everything, alone["ring"][0])
-    for name, (_, num_key_heads, _) in CASES.items():
-        wanted = alone[name]
-        for result in results:
-            values, (forward, backward) = result[name]
-            assert difference(values, wanted) <= 1e-12, name
-            part = B * S // n * D * 8
-            if name.startswith("all"):
-                moved = (n - 1) * (2 * A + 2 * num_key_heads) * part // n
-                assert forward[2] == backward[2] == moved, name
-                assert forward[3] == backward[3] == 2 * (n > 1), name
-            else:
-                moved = (n - 1) * 2 * num_key_heads * part
-                twice = 1 if name == "plain" else 2
-                assert forward[:2] == (moved, n - 1), name
-                assert backward[:2] == (twice * moved, twice * (n - 1)), name
-    for result in results:
-        for name, again in zip(("ring", "all to all"), result["again"], strict=True):
-            assert difference(result[name][0], again[0]) == 0.0, f"{name}: repeats bit for bit"
-            assert difference(result[name][0], results[0][name][0]) == 0.0, f"{name}: ranks differ"
-        for values in result["autograd"]:
-            assert difference(values, alone["ring"]) <= 1e-12
-        assert result["odd"]
-        apart, sent = result["half"]
-        assert apart < 0.05
-        assert sent == (n - 1) * 2 * B * A * S // n * D * (2 + 4)
-        assert result["kept"] == (4 * D + 1) * B * A * S // n
-        assert max([result["pieces"], *result["groups"]]) <= 1e-12
-        assert result["order"] == ["start", "attend", "arrive"] * (n - 1) + ["attend", "arrive"]
-        for (slope, quotient), sums in result["dropout"]:
-            assert slope == pytest.approx(quotient, rel=1e-6)
-            assert sums.mean().item() == pytest.approx(1.0, abs=0.1)
-            assert sums.std() > 0.1, "nothing was dropped"
-    for one, other in zip(results, results[1:], strict=False):
-        assert not torch.equal(one["dropout"][0][1], other["dropout"][0][1]), "ranks drop the same weights"
+@pytest.mark.on_ranks
+def test_equal_to_the_whole_sequence_at_the_documented_cost(world_size):
+    n, alone = world_size, oracle(A, {})
+    for name in CASES:
+        first, again = check(name), check(name)
+        assert difference(first, again) == 0.0, f"{name}: repeats bit for bit"
+        assert all(map(same_everywhere, first)), f"{name}: ranks differ"
+    for function in (ring_attention, all_to_all_attention):
+        check_through_autograd(function, alone)
+    check_dropout(ring_attention)
+    check_odd_gradients()
+    check_half_precision()
+    check_pieces()
+    assert kept_elements() == (4 * D + 1) * B * A * S // n
+    assert order_of_work() == ["start", "attend", "arrive"] * (n - 1) + ["attend", "arrive"]
+    if n == 4:
+        check_groups(alone[0])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])

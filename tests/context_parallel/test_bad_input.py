@@ -2,8 +2,10 @@
 
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
+from refused import message
 from torch import nn
 
 from distlab.blocks.models import GPT, GPTConfig
@@ -90,18 +92,9 @@ BAD = {
 }
 
 
-def messages():
-    found = {}
-    for name, (function, _) in BAD.items():
-        try:
-            function()
-            found[name] = "nothing was refused"
-        except ValueError as error:
-            found[name] = str(error)
-    return found
-
-
-def test_bad_input_is_refused_on_every_rank(ranks):
-    for result in ranks(3).run(messages):
-        for name, (_, words) in BAD.items():
-            assert re.search(words, result[name]), f"{name}: {result[name]}"
+@pytest.mark.on_ranks(3)
+def test_bad_input_is_refused_on_every_rank():
+    for name, (function, words) in BAD.items():
+        text = message(function)
+        assert text.startswith("ValueError: "), f"{name}: {text}"
+        assert re.search(words, text), f"{name}: {text}"

@@ -21,39 +21,29 @@ def calls_of(function):
     return value, sent, [(call.op, call.num_bytes) for call in seen.records.calls(rank) if call.op != "recv"]
 
 
-def measure():
-    n, found = dist.get_world_size(), {}
-    whole = torch.ones(B, S, H, requires_grad=True)
-    part, *found["scatter"] = calls_of(lambda: scatter_sequence(whole))
-    _, *found["scatter back"] = calls_of(part.sum().backward)
-    part = torch.ones(B, S // n, H, requires_grad=True)
-    joined, *found["gather"] = calls_of(lambda: gather_sequence(part))
-    _, *found["gather back"] = calls_of(joined.sum().backward)
-    tokens = torch.zeros(B, S, dtype=torch.long)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.on_ranks
+def test_a_sequence_and_a_model_send_what_they_say(world_size):
+    n, size = world_size, 4 * B * S * H
+    whole, part = torch.ones(B, S, H, requires_grad=True), torch.ones(B, S // n, H, requires_grad=True)
+    scattered, sent, _ = calls_of(lambda: scatter_sequence(whole))
+    assert sent == 0
+    _, sent, calls = calls_of(scattered.sum().backward)
+    assert (sent, len(calls)) == ((n - 1) * size // n, 1)
+    joined, _, calls = calls_of(lambda: gather_sequence(part))
+    assert sorted(calls) == sorted([("all_gather", 40), ("all_gather", size // n)])
+    assert calls_of(joined.sum().backward)[1:] == (0, [])
+    tokens, ring, forwards = torch.zeros(B, S, dtype=torch.long), 2 * (n - 1) * size // n, []  # of each block
     for check in (True, False):
-        model, *found["build"] = calls_of(lambda check=check: context_parallel(GPT(CONFIG), kind="ring", check=check))
-        parameters = [4 * parameter.numel() for parameter in model.parameters()]
-        loss, *found["forward", check] = calls_of(
+        model, _, calls = calls_of(lambda check=check: context_parallel(GPT(CONFIG), kind="ring", check=check))
+        parameters = sum(4 * parameter.numel() for parameter in model.parameters())
+        assert sum(num_bytes for op, num_bytes in calls if op == "broadcast") == parameters
+        loss, sent, calls = calls_of(
             lambda model=model: GPT.loss(model(scatter_sequence(tokens)), scatter_sequence(tokens))
         )
-        _, *found["backward", check] = calls_of(loss.backward)
-    return found, parameters
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_sequence_and_a_model_send_what_they_say(ranks, world_size):
-    n, whole = world_size, 4 * B * S * H
-    for found, parameters in ranks(n).run(measure):
-        assert found["scatter"] == found["gather back"] == [0, []]
-        sent, calls = found["scatter back"]
-        assert (sent, len(calls)) == ((n - 1) * whole // n, 1)
-        _, calls = found["gather"]
-        assert sorted(calls) == sorted([("all_gather", 40), ("all_gather", whole // n)])
-        sums = [num_bytes for op, num_bytes in found["build"][1] if op == "broadcast"]
-        assert sum(sums) == sum(parameters)
-        ring = 2 * (n - 1) * whole // n  # keys and values of each block
-        assert found["forward", False][0] == CONFIG.num_layers * ring
-        assert found["backward", False][0] == CONFIG.num_layers * 2 * ring
-        checks = [call for call in found["forward", True][1] if call[0] != "send"]
-        assert checks == [("all_gather", 40)]
-        assert [call for call in found["forward", True][1] if call[0] == "send"] == found["forward", False][1]
+        forwards.append([call for call in calls if call[0] == "send"])
+        assert [call for call in calls if call[0] != "send"] == [("all_gather", 40)] * check
+        assert check or sent == CONFIG.num_layers * ring
+        _, sent, _ = calls_of(loss.backward)
+        assert check or sent == CONFIG.num_layers * 2 * ring
+    assert forwards[0] == forwards[1]

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch.distributed as dist
 from equal import square
 from refused import message
 
-from distlab.comm import RankError, recorded
-from distlab.data_parallel import DataParallel
+from distlab.comm import recorded
+from distlab.data_parallel import DataParallel, micro_weights
 from distlab.trace import SpanWriter
 
 
@@ -57,28 +58,25 @@ def assert_equal(gradients, expected):
 
 
 ALL = ("first", "second", "third")
-USES = [
-    pytest.param([ALL, ("first", "third")], id="one rank skips a layer"),
-    pytest.param([("first", "second"), ("first",)], id="a layer nobody uses"),
-    pytest.param([("third",), ("second",), ("first",)], id="each rank a different layer"),
-    pytest.param([ALL, ("third", "second", "first"), ("second", "first", "third")], id="each rank a different order"),
-]
+USES = {  # of each rank
+    "one rank skips a layer": [ALL, ("first", "third"), ALL],
+    "a layer nobody uses": [("first", "second"), ("first",), ("first",)],
+    "each rank a different layer": [("third",), ("second",), ("first",)],
+    "each rank a different order": [ALL, ("third", "second", "first"), ("second", "first", "third")],
+}
 
 
-@pytest.mark.parametrize("uses", USES)
-def test_zeros_for_what_is_unused_equal_one_process(ranks, uses):
-    def gradients():
+@pytest.mark.on_ranks(3)
+def test_zeros_for_what_is_unused_equal_one_process():
+    rank = dist.get_rank()
+    for uses in USES.values():
         model = branches()
         replicas = DataParallel(model, bucket_bytes=200, first_bucket_bytes=50, unused="zeros")
-        rank = dist.get_rank()
         for names in (uses[rank], ALL, uses[rank]):  # at the end with views in place, full of what is used no longer
             model.zero_grad()
             model(data(rank), names).square().mean().backward()
             replicas.synchronize()
-        return gradients_of(model)
-
-    for result in ranks(len(uses)).run(gradients):
-        assert_equal(result, whole_batch_gradients(uses))
+        assert_equal(gradients_of(model), whole_batch_gradients(uses))
 
 
 @pytest.mark.on_ranks(3)
@@ -98,31 +96,18 @@ def test_an_unused_parameter_is_named_on_every_rank():
     assert_equal(gradients_of(model), whole_batch_gradients([ALL] * 3))
 
 
-def test_synchronize_without_backward_is_an_error_and_no_hang(ranks):
-    def train():
-        model = branches()
-        replicas = DataParallel(model)
-        if dist.get_rank() == 0:
-            model(data(0), ALL).sum().backward()
-        replicas.synchronize()
-
-    with pytest.raises(RankError, match="6 parameters got no gradient on some rank"):
-        ranks(2).run(train)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.on_ranks(2)
-def test_both_ways_of_zeroing_keep_gradients_in_the_buckets(set_to_none):
+def test_both_ways_of_zeroing_keep_gradients_in_the_buckets():
     model = branches()
     replicas = DataParallel(model, bucket_bytes=200)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     places = []
-    for _ in range(3):
+    for set_to_none in (True, True, False, False):
         optimizer.zero_grad(set_to_none=set_to_none)
         model(data(dist.get_rank()), ALL).square().mean().backward()
         replicas.synchronize()
         places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
-    assert places[0] == places[1] == places[2]
+    assert places == places[:1] * 4
     assert_equal(gradients_of(model), whole_batch_gradients([ALL] * 2))
 
 
@@ -137,107 +122,49 @@ def test_gradients_that_are_never_zeroed_add_up_as_in_one_process():
 
 
 @pytest.mark.on_ranks(2)
-def test_accumulation_sends_once_and_equals_one_process():
-    expected = whole_batch_gradients([ALL] * 2)
-    more = whole_batch_gradients([("second",)] * 2)
-    expected = {name: g if more[name] is None else g + more[name] for name, g in expected.items()}
-    model = branches()
-    replicas = DataParallel(model, bucket_bytes=200, unused="zeros")
-    rank = dist.get_rank()
-    with recorded() as sent:
-        with replicas.no_sync():
-            model(data(rank), ALL).square().mean().backward()
-        model(data(rank), ("second",)).square().mean().backward()  # first and third only accumulated
-        replicas.synchronize()
-    gradients = gradients_of(model)
-    assert sent.records.num_calls() == replicas.num_buckets
-    assert_equal(gradients, expected)
+def test_an_update_sends_once_whatever_number_of_micro_batches():
+    """Where forward ran does not matter, nor that the last backward may be inside the block as well."""
+    model = torch.nn.Linear(3, 2)
+    replicas = DataParallel(model)
+    x = torch.ones(2, 3)
+    counts = []
+    for forward_inside, last_inside in [(True, False), (False, False), (True, True)]:
+        replicas.zero_grad()
+        with recorded() as sent:
+            for _ in range(3):
+                loss = None if forward_inside else model(x).sum()
+                with replicas.no_sync():
+                    (model(x).sum() if loss is None else loss).backward()
+            with replicas.no_sync() if last_inside else nullcontext():
+                model(x).sum().backward()
+            replicas.synchronize()
+        counts.append((sent.records.num_calls(), model.bias.grad.tolist()))
+    assert counts == [(1, [8.0, 8.0])] * 3
 
 
-def test_ranks_with_different_models_are_named_at_construction(ranks):
-    def build(change):
-        torch.manual_seed(dist.get_rank())
-        model = Branches()
-        if dist.get_rank() == 1:
-            change(model)
-        DataParallel(model)
-
-    def wider(model):
-        model.second = torch.nn.Linear(4, 5)
-
-    def frozen(model):
-        model.first.bias.requires_grad_(False)
-
-    def other_type(model):
-        model.third.double()
-
-    for change in (wider, frozen, other_type):
-        with pytest.raises(RankError, match=r"ranks disagree on parameters(.|\n)*rank 1 has"):
-            ranks(2).run(build, change)
+@pytest.mark.on_ranks(2)
+def test_a_rank_without_samples_can_still_take_part():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    replicas = DataParallel(model, unused="zeros")
+    if dist.get_rank() == 0:
+        (model(torch.ones(2, 3)).sum() * micro_weights([2], 2, 2)[0]).backward()
+    replicas.synchronize()
+    assert model.bias.grad.tolist() == [2.0, 2.0]
 
 
-def test_options_that_cannot_be_are_refused(ranks):
-    def build(options, freeze):
-        model = Branches()
-        if freeze:
-            model.requires_grad_(False)
-        return message(lambda: DataParallel(model, **options))
-
-    for options, freeze, words in [
-        ({"unused": "ignore"}, False, "unused is 'ignore'; choose one of error, zeros"),
-        ({"bucket_bytes": 0}, False, "bucket_bytes is 0"),
-        ({"bucket_bytes": -5}, False, "bucket_bytes is -5"),
-        ({"first_bucket_bytes": 0}, False, "first_bucket_bytes is 0"),
-        ({}, True, "no parameter of the module requires a gradient"),
-    ]:
-        assert all(words in text for text in ranks(2).run(build, options, freeze))
-
-
-def test_tied_parameters_are_sent_once_and_frozen_ones_never(ranks):
-    def train():
-        model = branches()
-        model.second.weight = model.first.weight
-        model.third.requires_grad_(False)
-        replicas = DataParallel(model)
-        model(data(dist.get_rank()), ALL).square().mean().backward()
-        replicas.synchronize()
-        return replicas.num_bytes, model.third.weight.grad, model.first.weight.grad
-
-    def alone():
-        model = branches()
-        model.second.weight = model.first.weight
-        (sum(model(data(rank), ALL).square().mean() for rank in range(2)) / 2).backward()
-        return model.first.weight.grad
-
-    expected = alone()
-    for num_bytes, frozen, tied in ranks(2).run(train):
-        assert num_bytes == 256  # 8 * (16 + 4 + 4 gradients and a flag) = 200, rounded up to 2 ranks x 64
-        assert frozen is None
-        assert torch.allclose(tied, expected, rtol=0, atol=1e-13)
-
-
-def test_a_parameter_that_thaws_later_is_an_error(ranks):
-    def train():
-        model = branches()
-        model.third.requires_grad_(False)
-        replicas = DataParallel(model)
-        model.third.bias.requires_grad_(True)
-        model(data(0), ALL).sum().backward()
-        replicas.synchronize()
-
-    with pytest.raises(RankError, match="third.bias was frozen when DataParallel was built"):
-        ranks(2).run(train)
-
-
-def test_a_sparse_gradient_is_refused_by_name(ranks):
-    def train():
-        model = torch.nn.Embedding(5, 2, sparse=True)
-        replicas = DataParallel(model)
-        model(torch.tensor([1, 2])).sum().backward()
-        replicas.synchronize()
-
-    with pytest.raises(RankError, match="got a sparse gradient.*: weight.*sparse=False"):
-        ranks(2).run(train)
+@pytest.mark.on_ranks(2)
+def test_tied_parameters_are_sent_once_and_frozen_ones_never():
+    model, alone = branches(), branches()
+    for one in (model, alone):
+        one.second.weight = one.first.weight
+        one.third.requires_grad_(False)
+    replicas = DataParallel(model)
+    model(data(dist.get_rank()), ALL).square().mean().backward()
+    replicas.synchronize()
+    (sum(alone(data(rank), ALL).square().mean() for rank in range(2)) / 2).backward()
+    assert replicas.num_bytes == 256  # 8 * (16 + 4 + 4 gradients and a flag) = 200, rounded up to 2 ranks x 64
+    assert_equal(gradients_of(model), gradients_of(alone))
 
 
 @pytest.mark.on_ranks(2)
@@ -269,17 +196,16 @@ def test_parameters_of_every_shape_and_kind():
     assert complex_ == [2.0, 2.0]
 
 
-def test_two_groups_average_apart_and_two_groups_of_one_rank_together(ranks):
-    def train():
-        first, second = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
-        row, column = map(DataParallel, (first, second), square())
-        x = torch.full((1, 2), float(dist.get_rank()))
-        (first(x) + second(x)).sum().backward()
-        row.synchronize()
-        column.synchronize()
-        return first.weight.grad[0, 0].item(), second.weight.grad[0, 0].item()
-
-    assert ranks(4).run(train) == [(0.5, 1.0), (0.5, 2.0), (2.5, 1.0), (2.5, 2.0)]
+@pytest.mark.on_ranks(4)
+def test_two_groups_average_apart_and_two_groups_of_one_rank_together():
+    first, second = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    row, column = map(DataParallel, (first, second), square())
+    x = torch.full((1, 2), float(dist.get_rank()))
+    (first(x) + second(x)).sum().backward()
+    row.synchronize()
+    column.synchronize()
+    found = first.weight.grad[0, 0].item(), second.weight.grad[0, 0].item()
+    assert found == [(0.5, 1.0), (0.5, 2.0), (2.5, 1.0), (2.5, 2.0)][dist.get_rank()]
 
 
 def test_communication_starts_before_backward_ends(ranks):

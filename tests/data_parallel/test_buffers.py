@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from equal import same_everywhere
 from hypothesis import given, settings, strategies as st
 from refused import message
 from torch import nn
 
-from distlab.comm import RankError, recorded
+from distlab.comm import recorded
 from distlab.data_parallel import DataParallel, SyncBatchNorm, broadcast_buffers, convert_sync_batchnorm
 from distlab.data_parallel.buffers import local_statistics, merge
 
@@ -58,27 +59,21 @@ def three_steps(case, layer, part):
 
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_forward_backward_and_running_statistics_equal_one_process(ranks, world_size):
-    sizes = PARTS[world_size]
-
-    def run():
-        rank = dist.get_rank()
-        part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        return [three_steps(case, convert_sync_batchnorm(make_layer(case)), part) for case in CASES]
-
-    results = ranks(world_size).run(run)
-    for index, case in enumerate(CASES):
-        expected = three_steps(case, make_layer(case), slice(None))
-        mine = [result[index] for result in results]
-        for name, value in expected.items():
-            if name.endswith("gradient"):  # of a parameter: each rank has that of its own samples
-                found = sum(result[name] for result in mine)
-            elif name.startswith(("output", "input", "eval")):
-                found = torch.cat([result[name] for result in mine])
+@pytest.mark.on_ranks
+def test_forward_backward_and_running_statistics_equal_one_process(world_size):
+    sizes, rank = PARTS[world_size], dist.get_rank()
+    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    for case in CASES:
+        whole = three_steps(case, make_layer(case), slice(None))
+        for name, found in three_steps(case, convert_sync_batchnorm(make_layer(case)), part).items():
+            expected = whole[name]
+            if name.startswith(("output", "input", "eval")):
+                expected = expected[part]
+            elif name.endswith("gradient"):  # of a parameter: each rank has that of its own samples
+                dist.all_reduce(found)
             else:
-                found = mine[0][name]
-                assert all(torch.equal(found, result[name]) for result in mine), f"{case}: {name} differs by rank"
-            assert torch.allclose(found, value, rtol=0, atol=1e-10), f"{case}: {name}"
+                assert same_everywhere(found), f"{case}: {name} differs by rank"
+            assert torch.allclose(found, expected, rtol=0, atol=1e-10), f"{case}: {name}"
 
 
 @settings(max_examples=80, deadline=None)
@@ -133,38 +128,29 @@ def test_construction_of_its_own_agrees_once():
     assert counts == [2, 1]
 
 
-def test_half_precision_is_normalised_in_float32(ranks):
-    def run():
-        layer = SyncBatchNorm(2)
-        x = (300 + torch.randn(8, 2, generator=torch.Generator().manual_seed(dist.get_rank()))).half()
-        out = layer(x.requires_grad_())
-        out.sum().backward()
-        return x.detach(), out.detach(), x.grad.dtype
-
-    results = ranks(2).run(run)
-    expected = nn.BatchNorm1d(2)(torch.cat([x for x, _, _ in results]).float())
-    found = torch.cat([out for _, out, _ in results])
-    assert found.dtype == results[0][2] == torch.float16
-    assert torch.allclose(found.float(), expected, rtol=0, atol=2e-3)  # 2^-11 of values up to 4
+@pytest.mark.on_ranks(2)
+def test_half_precision_is_normalised_in_float32():
+    parts = [(300 + torch.randn(8, 2, generator=torch.Generator().manual_seed(rank))).half() for rank in range(2)]
+    x = parts[dist.get_rank()].clone().requires_grad_()
+    out = SyncBatchNorm(2)(x)
+    out.sum().backward()
+    expected = nn.BatchNorm1d(2)(torch.cat(parts).float()).chunk(2)[dist.get_rank()]
+    assert out.dtype == x.grad.dtype == torch.float16
+    assert torch.allclose(out.float(), expected, rtol=0, atol=2e-3)  # 2^-11 of values up to 4
 
 
-def test_running_statistics_drift_apart_unless_synchronised_or_broadcast(ranks):
+@pytest.mark.on_ranks(2)
+def test_running_statistics_drift_apart_unless_synchronised_or_broadcast():
     """Nothing else ever says so: DataParallel averages gradients alone."""
-
-    def run():
-        found = []
-        for converts, broadcasts in ((False, False), (False, True), (True, False)):
-            model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
-            model = convert_sync_batchnorm(model) if converts else model
-            replicas = DataParallel(model)
-            model(torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
-            replicas.synchronize()
-            if broadcasts:
-                broadcast_buffers(model)
-            found.append(model[0].running_mean.tolist())
-        return found
-
-    assert [one == other for one, other in zip(*ranks(2).run(run), strict=True)] == [False, True, True]
+    for converts, broadcasts in ((False, False), (False, True), (True, False)):
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model = convert_sync_batchnorm(model) if converts else model
+        replicas = DataParallel(model)
+        model(torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
+        replicas.synchronize()
+        if broadcasts:
+            broadcast_buffers(model)
+        assert same_everywhere(model[0].running_mean) == (converts or broadcasts)
 
 
 @pytest.mark.on_ranks(2)
@@ -186,82 +172,74 @@ def test_buffers_of_all_types_are_broadcast_and_parameters_left_alone():
     assert records.payload_bytes(rank) == 2 + 4 * 5 + 8
 
 
-def test_conversion_keeps_objects_names_sharing_and_mode(ranks):
-    def run():
-        shared = nn.BatchNorm1d(4, momentum=None)
-        model = nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.Linear(4, 4), shared, shared)})
-        model["c"] = nn.BatchNorm3d(2, affine=False, eps=0.1).eval()
-        model["d"] = nn.SyncBatchNorm(3, track_running_stats=False)
-        model["d"].weight.requires_grad_(False)
-        before = dict(model.named_parameters())
-        torchs = copy.deepcopy(model)
-        converted = convert_sync_batchnorm(model)
-        after = dict(model.named_parameters())
-        a, b = converted["a"], converted["b"]
-        return {
-            "in place": converted is model,
-            "parameters": all(after[name] is before[name] for name in before) and len(after) == len(before),
-            "sharing": a is b[1] is b[2] and isinstance(a, SyncBatchNorm),
-            "mode": a.training and not converted["c"].training,
-            "options": converted["c"].eps == 0.1 and a.momentum is None and not converted["d"].weight.requires_grad,
-            "checkpoints": torchs.load_state_dict(converted.state_dict()).missing_keys == [],
-            "none left": all(type(m) is not nn.BatchNorm1d for m in converted.modules()),
-            "alone": isinstance(convert_sync_batchnorm(nn.BatchNorm2d(2)), SyncBatchNorm),
-            "nothing to do": type(convert_sync_batchnorm(nn.Linear(1, 1))) is nn.Linear,
-        }
-
-    assert [name for name, right in ranks(2).run(run)[1].items() if not right] == []
+@pytest.mark.on_ranks(2)
+def test_conversion_keeps_objects_names_sharing_and_mode():
+    shared = nn.BatchNorm1d(4, momentum=None)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.Linear(4, 4), shared, shared)})
+    model["c"] = nn.BatchNorm3d(2, affine=False, eps=0.1).eval()
+    model["d"] = nn.SyncBatchNorm(3, track_running_stats=False)
+    model["d"].weight.requires_grad_(False)
+    before = dict(model.named_parameters())
+    torchs = copy.deepcopy(model)
+    converted = convert_sync_batchnorm(model)
+    after = dict(model.named_parameters())
+    a, b, c, d = converted["a"], converted["b"], converted["c"], converted["d"]
+    assert converted is model
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert a is b[1] is b[2]
+    assert all(type(layer) is SyncBatchNorm for layer in (a, c, d))
+    assert (a.training, c.training, c.eps, a.momentum, d.weight.requires_grad) == (True, False, 0.1, None, False)
+    assert torchs.load_state_dict(converted.state_dict()).missing_keys == []
+    assert isinstance(convert_sync_batchnorm(nn.BatchNorm2d(2)), SyncBatchNorm)
+    assert type(convert_sync_batchnorm(nn.Linear(1, 1))) is nn.Linear
 
 
-def test_bad_input_is_an_error_on_every_rank(ranks):
-    def lazy():
-        convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()))
-
-    def other_layers():
-        convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2, eps=1e-5 if dist.get_rank() else 1e-3)))
-
-    def other_sizes():
-        SyncBatchNorm(2 + dist.get_rank())(torch.randn(4, 2 + dist.get_rank()))
-
-    def other_momentum():
-        SyncBatchNorm(2, momentum=0.1 * dist.get_rank())(torch.randn(4, 2))
-
-    def one_value():
-        SyncBatchNorm(2)(torch.randn(int(dist.get_rank() == 1), 2))
-
-    def no_value():
-        SyncBatchNorm(2)(torch.randn(0, 2, 5))
-
-    def twice_differentiated():
-        x = torch.randn(4, 2, requires_grad=True)
-        first = torch.autograd.grad(SyncBatchNorm(2)(x).square().sum(), x, create_graph=True)
-        first[0].sum().backward()
-
-    cases = {
-        lazy: "ValueError: 1: a lazy layer has no channels yet; run one batch",
-        other_layers: "ValueError: ranks disagree on batch norms",
-        other_sizes: "ValueError: ranks disagree on SyncBatchNorm",
-        other_momentum: "ValueError: ranks disagree on SyncBatchNorm",
-        one_value: "ValueError: rank {rank}: SyncBatchNorm got 1 values per channel from all ranks together",
-        no_value: "ValueError: rank {rank}: SyncBatchNorm got 0 values per channel",
-        twice_differentiated: "RuntimeError: trying to differentiate twice",
-        lambda: SyncBatchNorm(0): "ValueError: SyncBatchNorm: num_features 0 must be at least 1",
-        lambda: SyncBatchNorm(2, eps=0): "ValueError: SyncBatchNorm: num_features 2 must be at least 1, eps 0 above 0",
-        lambda: SyncBatchNorm(2, momentum=1.5): "momentum 1.5 in [0, 1] or None",
-        lambda: SyncBatchNorm(2)(
-            torch.randn(3, 4)
-        ): "ValueError: SyncBatchNorm of 2 channels expects [B, 2, ...]; got [3, 4]",
-        lambda: SyncBatchNorm(2)(torch.randn(2)): "got [2]: pass samples first",
-    }
-
-    for rank, texts in enumerate(ranks(2).run(lambda: [message(action) for action in cases])):
-        for text, words in zip(texts, cases.values(), strict=True):
-            assert words.format(rank=rank) in text
+def lazy():
+    convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()))
 
 
-def test_a_rank_that_fails_alone_ends_the_job(ranks):
-    def run():
-        SyncBatchNorm(2)(torch.randn(4, 2 + dist.get_rank()))
+def other_layers():
+    convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2, eps=1e-5 if dist.get_rank() else 1e-3)))
 
-    with pytest.raises(RankError, match=r"expects \[B, 2, ...\]; got \[4, 3\]"):
-        ranks(2).run(run)
+
+def other_sizes():
+    SyncBatchNorm(2 + dist.get_rank())(torch.randn(4, 2 + dist.get_rank()))
+
+
+def twice_differentiated():
+    x = torch.randn(4, 2, requires_grad=True)
+    first = torch.autograd.grad(SyncBatchNorm(2)(x).square().sum(), x, create_graph=True)
+    first[0].sum().backward()
+
+
+DISAGREE, FEW = (
+    "ValueError: ranks disagree on",
+    "ValueError: rank {rank}: SyncBatchNorm got",
+)
+BAD = [
+    (lazy, "ValueError: 1: a lazy layer has no channels yet; run one batch"),
+    (other_layers, f"{DISAGREE} batch norms"),
+    (other_sizes, f"{DISAGREE} SyncBatchNorm"),
+    (lambda: SyncBatchNorm(2, momentum=0.1 * dist.get_rank())(torch.randn(4, 2)), f"{DISAGREE} SyncBatchNorm"),
+    (
+        lambda: SyncBatchNorm(2)(torch.randn(int(dist.get_rank() == 1), 2)),
+        f"{FEW} 1 values per channel from all ranks together",
+    ),
+    (lambda: SyncBatchNorm(2)(torch.randn(0, 2, 5)), f"{FEW} 0 values per channel"),
+    (twice_differentiated, "RuntimeError: trying to differentiate twice"),
+    (lambda: SyncBatchNorm(0), "ValueError: SyncBatchNorm: num_features 0 must be at least 1"),
+    (lambda: SyncBatchNorm(2, eps=0), "ValueError: SyncBatchNorm: num_features 2 must be at least 1, eps 0 above 0"),
+    (lambda: SyncBatchNorm(2, momentum=1.5), "momentum 1.5 in [0, 1] or None"),
+    (
+        lambda: SyncBatchNorm(2)(torch.randn(3, 4)),
+        "ValueError: SyncBatchNorm of 2 channels expects [B, 2, ...]; got [3, 4]",
+    ),
+    (lambda: SyncBatchNorm(2)(torch.randn(2)), "got [2]: pass samples first"),
+]
+
+
+@pytest.mark.on_ranks(2)
+def test_bad_input_is_an_error_on_every_rank():
+    for action, words in BAD:
+        assert words.format(rank=dist.get_rank()) in message(action)

@@ -3,19 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import calls_of
 from torch import nn
 
 from distlab.blocks.gradients.gradient_status import find_faults, gather_reports
-from distlab.comm import recorded
 from distlab.data_parallel import DistributedSampler, HorovodOptimizer, convert_sync_batchnorm
 
 AGREEMENT = ("all_gather", 40)
-
-
-def calls_of(function):
-    with recorded() as seen:
-        function()
-    return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
 
 
 @pytest.mark.on_ranks(2)

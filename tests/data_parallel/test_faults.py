@@ -1,15 +1,18 @@
 """Whatever goes wrong with a gradient on one rank is named on every rank, and no rank waits for ever."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
-from equal import Mean
+from equal import Mean, same_everywhere
 from refused import message
 
 from distlab.blocks.clip import NotFiniteError
+from distlab.blocks.data import rank_slice
 from distlab.blocks.gradients.gradient_status import NOT_FINITE, SPARSE, TWICE, UNUSED, USED, Reports
 from distlab.comm import recorded
-from distlab.data_parallel import DataParallel, SyncBatchNorm
+from distlab.data_parallel import DataParallel, SyncBatchNorm, micro_weights
 
 
 class Words(torch.nn.Module):
@@ -110,82 +113,68 @@ CASES = [  # what is done before a backward pass and after it, whether training 
 ]
 
 
-def every_case(hooked, unused):
-    """Return what each case says, and what one clean step makes after it, to show that every rank can go on."""
-    found = []
-    for before, after, goes_on, _ in CASES:
-        torch.manual_seed(0)
-        model = Words()
-        every = {everything: "error", replaced: "zeros"}.get(before, unused)
-        replicas = DataParallel(model, **BUCKETS, hook=Mean() if hooked else None, unused=every)
+def goes_on_after(case, unused, hook):
+    """Meet a fault; return what one clean step makes after it."""
+    before, after, goes_on, words = case
+    torch.manual_seed(0)
+    model = Words()
+    every = {everything: "error", replaced: "zeros"}.get(before, unused)
+    replicas = DataParallel(model, **BUCKETS, hook=hook, unused=every)
 
-        def act(model=model, replicas=replicas, before=before, after=after):
-            before(model, replicas)
-            if after is not not_finite:
-                loss_of(model).backward()
-            after(model, replicas)
-            replicas.synchronize()
+    def act():
+        before(model, replicas)
+        if after is not not_finite:
+            loss_of(model).backward()
+        after(model, replicas)
+        replicas.synchronize()
 
-        found.append((message(act), clean_step(model, replicas) if goes_on else 0.0))
-    return found
+    text = message(act)
+    assert all(word in text for word in (f"rank {dist.get_rank()}: ", *words)), (case, text)
+    return clean_step(model, replicas) if goes_on else 0.0
 
 
 @pytest.mark.parametrize(("world_size", "hooked"), [(2, False), (2, True), (3, False)])
-def test_a_fault_of_one_rank_is_named_on_every_rank_and_training_can_go_on(ranks, world_size, hooked):
+@pytest.mark.on_ranks
+def test_a_fault_of_one_rank_is_named_on_every_rank_and_training_can_go_on(world_size, hooked):
     unused = "error" if world_size == 2 else "zeros"
-    results = ranks(world_size).run(every_case, hooked, unused)
-    for number, (*case, _, words) in enumerate(CASES):
-        for rank, result in enumerate(results):
-            text, after = result[number]
-            assert f"rank {rank}: " in text, (case, text)
-            assert all(word in text for word in words), (case, text)
-            assert after == results[0][number][1], f"{case}: replicas differ afterwards"
+    after = [goes_on_after(case, unused, Mean() if hooked else None) for case in CASES]
+    assert same_everywhere(torch.tensor(after)), "replicas differ afterwards"
 
 
-def test_a_step_with_nothing_to_tell_pays_nothing_and_a_hooked_one_four_bytes(ranks):
-    def count(hooked, check_finite):
+@pytest.mark.on_ranks(2)
+def test_a_step_with_nothing_to_tell_pays_nothing_and_a_hooked_one_four_bytes():
+    for hooked, check_finite in product((False, True), (False, True)):
         model = Words()
-        hook = Mean() if hooked else None
-        replicas = DataParallel(model, **BUCKETS, hook=hook, check_finite=check_finite)
+        replicas = DataParallel(model, **BUCKETS, hook=Mean() if hooked else None, check_finite=check_finite)
         with recorded() as sent:
             loss_of(model).backward()
             replicas.synchronize()
-        return (
-            sent.records.num_calls(),
-            sent.records.payload_bytes(dist.get_rank()),
-            replicas.num_buckets,
-            replicas.num_bytes,
-        )
-
-    for check_finite in (True, False):
-        for calls, num_bytes, num_buckets, bucket_bytes in ranks(2).run(count, False, check_finite):
-            assert (calls, num_bytes) == (num_buckets, bucket_bytes)
-        for calls, num_bytes, num_buckets, bucket_bytes in ranks(2).run(count, True, check_finite):
-            assert (calls, num_bytes) == (num_buckets + 1, bucket_bytes + 4)
-            assert bucket_bytes == 4 * (5 * 4 + 4 * 4 + 4 + 4 * 2 + 2)  # gradients, and nothing else
+        assert sent.records.num_calls() == replicas.num_buckets + hooked
+        assert sent.records.payload_bytes(dist.get_rank()) == replicas.num_bytes + 4 * hooked
+        if hooked:
+            assert replicas.num_bytes == 4 * (5 * 4 + 4 * 4 + 4 + 4 * 2 + 2)  # gradients, and nothing else
 
 
-def test_unchecked_nan_reaches_every_rank_as_it_is(ranks):
-    def train(hooked):
+@pytest.mark.on_ranks(2)
+def test_unchecked_nan_reaches_every_rank_as_it_is():
+    for hook in (Mean(), None):
         model = Words()
-        replicas = DataParallel(model, hook=Mean() if hooked else None, check_finite=False)
+        replicas = DataParallel(model, hook=hook, check_finite=False)
         (loss_of(model) * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
         replicas.synchronize()
-        return bool(model.head.weight.grad.isnan().all())
-
-    assert ranks(2).run(train, False) == ranks(2).run(train, True) == [True, True]
+        assert model.head.weight.grad.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.on_ranks(2)
-def test_large_gradients_that_are_finite_pass(dtype):
+def test_large_gradients_that_are_finite_pass():
     """Their sum overflows, or would in their own type; they do not."""
-    model = torch.nn.Linear(300, 1, bias=False).to(dtype)
-    replicas = DataParallel(model)
-    large = torch.finfo(dtype).max / 2
-    (model.weight * torch.full((300,), large, dtype=dtype)).sum().backward()
-    replicas.synchronize()
-    assert model.weight.grad.float().tolist() == [[torch.tensor(large, dtype=dtype).float().item()] * 300]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        model = torch.nn.Linear(300, 1, bias=False).to(dtype)
+        replicas = DataParallel(model)
+        large = torch.full((300,), torch.finfo(dtype).max / 2, dtype=dtype)
+        (model.weight * large).sum().backward()
+        replicas.synchronize()
+        assert torch.equal(model.weight.grad[0], large)
 
 
 @pytest.mark.on_ranks(2)
@@ -214,19 +203,6 @@ def test_a_hook_gets_the_undivided_gradients_in_one_order():
     assert [len(seen) for seen in hook.seen] == [10, 4, 16, 20]
 
 
-def test_options_that_differ_between_ranks_are_an_error_on_every_rank(ranks):
-    def build(options):
-        return message(lambda: DataParallel(Words(), **options[dist.get_rank()]))
-
-    for options, words in [
-        ([{"bucket_bytes": 0}, {}], "bucket_bytes"),
-        ([{}, {"unused": "ignore"}], "ignore"),
-        ([{"hook": Mean()}, {}], "Mean"),
-        ([{"check_finite": False}, {}], "check_finite"),
-    ]:
-        assert all(words in text for text in ranks(2).run(build, options))
-
-
 def test_what_is_judged_and_how_it_is_worded():
     names = ["a", "b"]
     fine = Reports([[USED, USED]] * 2, [[], []])
@@ -243,17 +219,75 @@ def test_what_is_judged_and_how_it_is_worded():
         assert words in str(error)
 
 
-def norms_beside_buckets():
-    texts = []
-    for group in (None, dist.group.WORLD, dist.new_group()):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 2), SyncBatchNorm(2, group))
-        texts.append(message(lambda model=model: DataParallel(model, unused="zeros").close()))
-        DataParallel(model).close()  # every rank takes the same way, or is told
-    return texts
+def differing(*options):
+    """Build with other options on each rank."""
+    return lambda: DataParallel(Words(), **options[dist.get_rank()])
 
 
-def test_a_norm_that_shares_the_group_is_refused_where_ranks_may_branch(ranks):
-    for default, world, own in ranks(2).run(norms_beside_buckets):
-        assert "1 sums over the group of the buckets" in default
-        assert default == world
-        assert own == "no error"
+def changed(change):
+    """Build from a model that one rank has changed."""
+    model = Words()
+    if dist.get_rank() == 1:
+        change(model)
+    DataParallel(model)
+
+
+def only_one_backward():
+    model = Words()
+    replicas = DataParallel(model)
+    if dist.get_rank() == 0:
+        loss_of(model).backward()
+    replicas.synchronize()
+
+
+def thawed_later():
+    model = Words()
+    model.head.requires_grad_(False)
+    replicas = DataParallel(model)
+    model.head.bias.requires_grad_(True)
+    loss_of(model).backward()
+    replicas.synchronize()
+
+
+def norm_beside_buckets(group=None):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), SyncBatchNorm(2, group() if group else None))
+    DataParallel(model, unused="zeros").close()
+
+
+DISAGREE = "ranks disagree on parameters"
+BAD = [
+    (lambda: DataParallel(Words(), unused="ignore"), "unused is 'ignore'; choose one of error, zeros"),
+    (lambda: DataParallel(Words(), bucket_bytes=0), "bucket_bytes is 0"),
+    (lambda: DataParallel(Words(), bucket_bytes=-5), "bucket_bytes is -5"),
+    (lambda: DataParallel(Words(), first_bucket_bytes=0), "first_bucket_bytes is 0"),
+    (lambda: DataParallel(Words().requires_grad_(False)), "no parameter of the module requires a gradient"),
+    (differing({"bucket_bytes": 0}, {}), "bucket_bytes"),
+    (differing({}, {"unused": "ignore"}), "ignore"),
+    (differing({"hook": Mean()}, {}), "Mean"),
+    (differing({"check_finite": False}, {}), "check_finite"),
+    (lambda: changed(lambda model: setattr(model, "middle", torch.nn.Linear(4, 5))), DISAGREE),
+    (lambda: changed(lambda model: model.middle.bias.requires_grad_(False)), DISAGREE),
+    (lambda: changed(lambda model: model.head.double()), DISAGREE),
+    (only_one_backward, "5 parameters got no gradient on some rank"),
+    (thawed_later, "head.bias was frozen when DataParallel was built"),
+    (norm_beside_buckets, "1 sums over the group of the buckets"),
+    (lambda: norm_beside_buckets(lambda: dist.group.WORLD), "1 sums over the group of the buckets"),
+    (lambda: norm_beside_buckets(dist.new_group), "no error"),
+]
+
+
+@pytest.mark.on_ranks(2)
+def test_what_cannot_be_is_refused_on_every_rank():
+    for action, words in BAD:
+        text = message(action)
+        assert words in text
+        assert words != DISAGREE or "rank 1 has" in text
+
+
+def test_shares_that_cannot_be_are_refused_before_anything_is_sent():
+    for num_local, num_total in [([3, 3], 5), ([-1], 5), ([0], 0)]:
+        with pytest.raises(ValueError, match="their sum over all ranks"):
+            micro_weights(num_local, num_total, 2)
+    for rank in range(3):
+        with pytest.raises(ValueError, match="a batch of 2 leaves some of 3 ranks without a sample"):
+            rank_slice(2, rank, 3)

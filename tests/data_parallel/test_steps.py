@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from equal import averaging
+from equal import averaging, same_everywhere
 
 from distlab.comm import recorded
 from distlab.data_parallel import (
@@ -11,6 +11,7 @@ from distlab.data_parallel import (
     Overlapped,
     broadcast_parameters,
     loss_weight,
+    micro_weights,
     train_step,
 )
 from distlab.data_parallel.steps import in_buckets
@@ -44,101 +45,86 @@ BUCKETS = (672, 1680, 4960, 1760 + 4)  # as DataParallel's capacities cut them; 
 ROUNDED_BYTES = sum(-(-num_bytes // 128) * 128 for num_bytes in BUCKETS)  # up to a cache line for each of 2 ranks
 
 
-def measure(way):
-    model = mixed_model()
-    rank = dist.get_rank()
-    with recorded() as construction:
-        if way == "data_parallel":
-            synchronize = DataParallel(model, bucket_bytes=4_000, first_bucket_bytes=1_000).synchronize
-        else:
-            broadcast_parameters(model)
-            synchronize = averaging(way, model, 4_000)
-    loss = forward(model)
-    with recorded() as step:
-        loss.backward()
-        dist.barrier()  # marks the end of backward in the record
-        synchronize()
-    return (
-        step.records.ops(rank),
-        step.records.payload_bytes(rank, "all_reduce"),
-        construction.records.num_calls("broadcast"),
-        construction.records.payload_bytes(rank, "broadcast"),
-    )
-
-
 NUM_BUCKETS = 3  # two of float32 (at least 4,000 bytes, and the rest) and one of float64
 
 
-@pytest.mark.parametrize(
-    ("way", "num_during", "num_after", "num_bytes"),
-    [
-        ("per_parameter", 0, NUM_PARAMETERS, GRADIENT_BYTES),
-        ("flat", 0, 2, GRADIENT_BYTES),
-        ("bucketed", 0, NUM_BUCKETS, GRADIENT_BYTES),
-        ("overlapped", NUM_BUCKETS, 0, GRADIENT_BYTES),
-        ("data_parallel", NUM_BUCKETS, 1, ROUNDED_BYTES),  # a small first bucket; the last waits for synchronize
-    ],
-)
-def test_calls_and_bytes_are_as_documented(ranks, way, num_during, num_after, num_bytes):
-    frozen, mask, count = 20 * 4, 3, 8
-    for ops, all_reduce_bytes, num_broadcasts, broadcast_bytes in ranks(2).run(measure, way):
-        assert ops == ("all_reduce",) * num_during + ("barrier",) + ("all_reduce",) * num_after  # and nothing else
-        assert all_reduce_bytes == num_bytes
-        assert num_broadcasts == 4  # float32, float64, bool, int64
-        assert broadcast_bytes == GRADIENT_BYTES + frozen + mask + count
+WAYS = {  # calls during backward, calls after it, bytes of all
+    "per_parameter": (0, NUM_PARAMETERS, GRADIENT_BYTES),
+    "flat": (0, 2, GRADIENT_BYTES),
+    "bucketed": (0, NUM_BUCKETS, GRADIENT_BYTES),
+    "overlapped": (NUM_BUCKETS, 0, GRADIENT_BYTES),
+    "data_parallel": (NUM_BUCKETS, 1, ROUNDED_BYTES),  # a small first bucket; the last waits for synchronize
+}
 
 
-def test_broadcast_makes_all_replicas_the_first_ranks(ranks):
-    def make():
+@pytest.mark.on_ranks(2)
+def test_calls_and_bytes_are_as_documented():
+    rank, frozen, mask, count = dist.get_rank(), 20 * 4, 3, 8
+    for way, (num_during, num_after, num_bytes) in WAYS.items():
         model = mixed_model()
-        model[3].weight = torch.nn.Parameter(torch.randn(20, 20).t())  # a transposed layout
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        broadcast_parameters(model)
-        return before, model.state_dict(), model[1].weight is model[0].weight
-
-    results = ranks(3).run(make)
-    first_before = results[0][0]
-    assert not torch.equal(results[1][0]["5.weight"], first_before["5.weight"])
-    for _, after, tied in results:
-        assert tied
-        assert all(torch.equal(after[name], first_before[name]) for name in first_before)
-
-
-def test_broadcast_starts_at_the_first_rank_of_a_group(ranks):
-    def make():
-        groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-        model = torch.nn.Linear(2, 2)
-        torch.nn.init.constant_(model.weight, dist.get_rank())
-        broadcast_parameters(model, groups[dist.get_rank() % 2])
-        return model.weight[0, 0].item()
-
-    assert ranks(4).run(make) == [0.0, 1.0, 0.0, 1.0]
+        with recorded() as construction:
+            if way == "data_parallel":
+                synchronize = DataParallel(model, bucket_bytes=4_000, first_bucket_bytes=1_000).synchronize
+            else:
+                broadcast_parameters(model)
+                synchronize = averaging(way, model, 4_000)
+        loss = forward(model)
+        with recorded() as step:
+            loss.backward()
+            dist.barrier()  # marks the end of backward in the record
+            synchronize()
+        sums = step.records.ops(rank)
+        assert sums == ("all_reduce",) * num_during + ("barrier",) + ("all_reduce",) * num_after, way  # nothing else
+        assert step.records.payload_bytes(rank, "all_reduce") == num_bytes, way
+        assert construction.records.num_calls("broadcast") == 4, way  # float32, float64, bool, int64
+        sent = construction.records.payload_bytes(rank, "broadcast")
+        assert sent == GRADIENT_BYTES + frozen + mask + count, way
 
 
-def test_overlapped_buckets_start_in_order_whatever_the_order_of_gradients(ranks):
-    def average(world_order):
-        torch.manual_seed(0)
-        layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-        overlapped = Overlapped(layers, None, 288)  # a layer each
-        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-        for index in world_order if dist.get_rank() else range(4):  # rank 1 runs its layers in a different order
-            x = layers[index](x)
-        with recorded() as sent:
-            x.sum().backward()
-            mine = [p.grad.clone() for p in layers.parameters()]
-            overlapped.synchronize()
-        return mine, [p.grad for p in layers.parameters()], sent.records.num_calls("all_reduce")
-
-    (mine0, mean0, calls0), (mine1, mean1, calls1) = ranks(2).run(average, [2, 0, 3, 1])
-    assert calls0 == calls1 == 4
-    for a, b, mean, other in zip(mine0, mine1, mean0, mean1, strict=True):
-        assert torch.equal(mean, other)
-        assert torch.allclose(mean, (a + b) / 2)
+@pytest.mark.on_ranks(3)
+def test_broadcast_makes_all_replicas_the_first_ranks():
+    model = mixed_model()
+    model[3].weight = torch.nn.Parameter(torch.randn(20, 20).t())  # a transposed layout
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    broadcast_parameters(model)
+    assert model[1].weight is model[0].weight
+    for name, value in model.state_dict().items():
+        assert same_everywhere(value.contiguous())
+        assert dist.get_rank() or torch.equal(value, before[name])
+    assert torch.equal(before["5.weight"], model[5].weight) == (dist.get_rank() == 0)
 
 
-@pytest.mark.parametrize("way", ["per_parameter", "flat", "bucketed", "overlapped"])
-def test_a_parameter_that_one_rank_did_not_use_counts_as_zeros(ranks, way):
-    def average():
+@pytest.mark.on_ranks(4)
+def test_broadcast_starts_at_the_first_rank_of_a_group():
+    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, dist.get_rank())
+    broadcast_parameters(model, groups[dist.get_rank() % 2])
+    assert model.weight[0, 0].item() == dist.get_rank() % 2
+
+
+@pytest.mark.on_ranks(2)
+def test_overlapped_buckets_start_in_order_whatever_the_order_of_gradients():
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+    overlapped = Overlapped(layers, None, 288)  # a layer each
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for index in [2, 0, 3, 1] if dist.get_rank() else range(4):  # rank 1 runs its layers in a different order
+        x = layers[index](x)
+    with recorded() as sent:
+        x.sum().backward()
+        means = [p.grad.clone() for p in layers.parameters()]
+        overlapped.synchronize()
+    assert sent.records.num_calls("all_reduce") == 4
+    for parameter, mean in zip(layers.parameters(), means, strict=True):
+        dist.all_reduce(mean)
+        assert torch.allclose(parameter.grad, mean / 2)
+        assert same_everywhere(parameter.grad)
+
+
+@pytest.mark.on_ranks(2)
+def test_a_parameter_that_one_rank_did_not_use_counts_as_zeros():
+    for way in ("per_parameter", "flat", "bucketed", "overlapped"):
         torch.manual_seed(0)
         layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))
         synchronize = averaging(way, layers, 40)
@@ -148,15 +134,10 @@ def test_a_parameter_that_one_rank_did_not_use_counts_as_zeros(ranks, way):
             if dist.get_rank() == 0:
                 x = layers[1](x)
             x.sum().backward()
-            mine = None if layers[1].bias.grad is None else layers[1].bias.grad.clone()
+            assert (layers[1].bias.grad is None) == (dist.get_rank() == 1)
             synchronize()
-        return mine, layers[1].bias.grad, layers[2].bias.grad
-
-    (mine, used, unused), (nothing, other, _) = ranks(2).run(average)
-    assert nothing is None
-    assert torch.equal(used, mine / 2)
-    assert torch.equal(used, other)
-    assert torch.equal(unused, torch.zeros(3))
+        assert layers[1].bias.grad.tolist() == [0.5] * 3, way
+        assert layers[2].bias.grad.tolist() == [0.0] * 3, way
 
 
 def test_buckets_hold_the_last_parameters_first_and_one_data_type_each():
@@ -175,6 +156,13 @@ def test_weighted_means_of_unequal_shares_are_the_mean_of_all(shares, num_total)
     weighted = [part.mean() * loss_weight(len(part), num_total, len(shares)) for part in parts]
     assert torch.allclose(sum(weighted) / len(shares), samples.mean(), atol=1e-15)
     assert loss_weight(4, 8, 2) == 1.0
+
+
+def test_micro_weights_are_those_of_the_mean_over_all():
+    assert micro_weights([4, 4], 8, 1) == [0.5, 0.5]
+    assert micro_weights([3, 1], 12, 2) == [0.5, 1 / 6]
+    assert micro_weights([], 5, 2) == []  # a rank without samples takes part with zeros
+    assert micro_weights([0, 2], 4, 2) == [0.0, 1.0]
 
 
 def test_a_step_marks_what_it_does():

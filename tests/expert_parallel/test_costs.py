@@ -35,52 +35,41 @@ def mixture():
     return MixtureOfExperts(Router(HIDDEN, EXPERTS), [nn.Linear(HIDDEN, HIDDEN) for _ in range(EXPERTS)])
 
 
-def measure():
-    rank, found = dist.get_rank(), {}
-    full = mixture()
-    layer, found["build"] = calls_of(lambda: ExpertParallel.from_full(full))
-    sizes = [4 * tensor.numel() for tensor in full.state_dict().values()]
+@pytest.mark.on_ranks(2)
+def test_each_exchange_sends_what_it_says():
+    rank, full = dist.get_rank(), mixture()
+    layer, calls = calls_of(lambda: ExpertParallel.from_full(full))
+    broadcast = sorted(size for op, size in calls if op == "broadcast")
+    assert broadcast == sorted(4 * tensor.numel() for tensor in full.state_dict().values())
     x = torch.randn(6, HIDDEN, generator=generator(0, rank, "x"))
     layer(x).sum().backward()
-    _, found["load"] = calls_of(layer.total_load)
-    condition = Condition("", torch.float32, True, True)
-    counts = [rank + 1, 1, 2]
-    heard, found["counts"] = calls_of(
-        lambda: trade_counts(counts, [2, 3], condition, device=torch.device("cpu"), group=None)
+    assert calls_of(layer.total_load)[1] == [("all_reduce", 8 * (2 * EXPERTS + 2))]
+    traded = {"device": torch.device("cpu"), "group": None}
+    heard, calls = calls_of(
+        lambda: trade_counts([rank + 1, 1, 2], [2, 3], Condition("", torch.float32, True, True), **traded)
     )
     assert [len(row) for row in heard] == [2 - rank, 2 - rank]
+    assert calls == [("all_to_all", 8 * (EXPERTS + 4 * 2))]
     rows = torch.randn(4, HIDDEN, requires_grad=True)  # one stays on rank 0, three go to rank 1
-    arrived, found["rows"] = calls_of(lambda: exchange_rows(rows, [1, 3], [1, 1] if rank == 0 else [3, 3]))
-    _, found["rows back"] = calls_of(arrived.sum().backward)
+    arrived, calls = calls_of(lambda: exchange_rows(rows, [1, 3], [1, 1] if rank == 0 else [3, 3]))
+    assert calls == [("all_to_all", 4 * 4 * HIDDEN)]
+    assert calls_of(arrived.sum().backward)[1] == [("all_to_all", 4 * arrived.numel())]
     everyone = [None, None]
     dist.all_gather_object(everyone, rows.detach())
-    wanted = torch.cat([one[:1] if rank == 0 else one[1:] for one in everyone])
-    assert torch.equal(arrived, wanted)
+    assert torch.equal(arrived, torch.cat([one[:1] if rank == 0 else one[1:] for one in everyone]))
     numbers = torch.ones(5, requires_grad=True)
-    total, found["sum"] = calls_of(lambda: sum_over_ranks(numbers))
-    _, found["sum back"] = calls_of(total.sum().backward)
+    total, calls = calls_of(lambda: sum_over_ranks(numbers))
+    assert calls == calls_of(total.sum().backward)[1] == [("all_reduce", 4 * 5)]
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer, nn.Linear(HIDDEN, 2))
     (model(x).sum() * (rank + 1)).backward()
     model[2].bias.grad = None
     model[2].weight.grad = torch.ones(2, HIDDEN) if rank == 0 else None
     dense = [p for name, p in model.named_parameters() if ".experts." not in name]
-    _, found["gradients"] = calls_of(lambda: reduce_gradients(model))
-    _, found["clip"] = calls_of(lambda: clip_gradients_(model, 1e6))
+    _, calls = calls_of(lambda: reduce_gradients(model))
+    assert calls == [("all_reduce", 4 * (sum(p.numel() for p in dense) + len(dense)))]
+    assert calls_of(lambda: clip_gradients_(model, 1e6))[1] == [("all_reduce", 8)]
     assert model[2].bias.grad is None
     assert torch.equal(model[2].weight.grad, torch.full((2, HIDDEN), 0.5))
-    return found, sizes, 4 * (sum(p.numel() for p in dense) + len(dense)), arrived.numel() * 4
-
-
-def test_each_exchange_sends_what_it_says(ranks):
-    for found, sizes, dense, arrived in ranks(2).run(measure):
-        assert sorted(size for op, size in found["build"] if op == "broadcast") == sorted(sizes)
-        assert found["load"] == [("all_reduce", 8 * (2 * EXPERTS + 2))]
-        assert found["counts"] == [("all_to_all", 8 * (EXPERTS + 4 * 2))]
-        assert found["rows"] == [("all_to_all", 4 * 4 * HIDDEN)]
-        assert found["rows back"] == [("all_to_all", arrived)]
-        assert found["sum"] == found["sum back"] == [("all_reduce", 4 * 5)]
-        assert found["gradients"] == [("all_reduce", dense)]
-        assert found["clip"] == [("all_reduce", 8)]
 
 
 @pytest.mark.on_ranks(2)

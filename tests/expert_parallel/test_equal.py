@@ -1,8 +1,12 @@
 """Experts split over ranks train like one process that holds them all, and send what they say."""
 
+from functools import cache
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
+from equal import Row, Task, Way, assert_rows_equal_one_process, outcome
 from torch import nn
 
 from distlab.blocks.data import ByteCorpus, python_documentation
@@ -19,17 +23,12 @@ from distlab.expert_parallel import (
     reduce_gradients,
 )
 from distlab.expert_parallel.layer import own_experts
-from distlab.plan import split_evenly
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
 
 HIDDEN, EXPERTS = 6, 5  # no number of ranks above 1 divides the experts
 BALANCE, MAX_NORM = 0.1, 0.05
-CONFIG = GPTConfig(vocab_size=257, context=8, num_layers=2, num_heads=2, hidden_size=8)
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-}
+CONFIG = GPTConfig(vocab_size=257, context=7, num_layers=2, num_heads=2, hidden_size=8)
 
 
 def mixture(seed, *, top_k=2, num_experts=EXPERTS, capacity_factor=None):
@@ -50,126 +49,59 @@ def tokens_of(rank, step=0):
     return torch.randn(num, HIDDEN, dtype=torch.float64, generator=generator(step, rank, "tokens"))
 
 
-def target(x):
-    return x.flip(-1).tanh()
-
-
-def split_steps(layer, optimizer, num_steps=10):
-    """Run on each rank: losses weighed so that their mean over ranks is the mean over all tokens."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        x = tokens_of(rank, step)
-        total = sum(len(tokens_of(other, step)) for other in range(num_ranks))
-        error = (layer(x) - target(x)).square().sum() * num_ranks / total
-        (error + BALANCE * layer.balance_loss).backward()
-        reduce_gradients(layer)
-        optimizer.step()
-
-
-def whole_steps(layer, optimizer, num_ranks, num_steps=10):
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        x = torch.cat([tokens_of(rank, step) for rank in range(num_ranks)])
-        ((layer(x) - target(x)).square().sum() / len(x) + BALANCE * layer.balance_loss).backward()
-        optimizer.step()
-
-
-def once(top_k, with_gradient):
-    """Run on each rank: one pass; return output and all gradients."""
-    layer = ExpertParallel.from_full(mixture(dist.get_rank(), top_k=top_k))  # rank 0's values win
-    x = tokens_of(dist.get_rank()).requires_grad_(with_gradient[dist.get_rank()])
-    y = layer(x)
-    (y.sin().sum() * dist.get_world_size() + BALANCE * layer.balance_loss).backward()
-    reduce_gradients(layer)
-    found = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    return y.detach(), x.grad, found, layer.load, layer.total_load(), layer.balance_loss.item()
-
-
-def everything():
-    """Run on each rank what one world size is asked; return a name for each result."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    found = {}
-    for top_k in (1, 2):
-        found[f"once {top_k}"] = once(top_k, [True] * num_ranks)
-    found["some inputs"] = once(2, [other % 2 == 1 for other in range(num_ranks)])
-    for name in ("sgd", "adam", "sgd"):
-        layer = ExpertParallel.from_full(mixture(rank))
-        split_steps(layer, OPTIMIZERS[name](layer.parameters()))
-        state = {key: value.detach() for key, value in layer.state_dict().items()}
-        found[name if name not in found else "again"] = state
-    with recorded() as seen:
-        layer(tokens_of(rank, 1)).sum().backward()
-    found["bytes"] = {op: seen.records.payload_bytes(rank, op) for op in ("all_to_all", "all_reduce")}
-    found["all"] = seen.records.payload_bytes(rank)
-    found["calls"] = seen.records.rank(rank).num_calls()
-    found["rows"] = rows_here(layer, num_ranks)
-    return found
-
-
-def rows_here(layer, num_ranks):
-    """How many rows this rank's experts take of all ranks' tokens, and how many it sends."""
-    own = own_experts(EXPERTS, dist.get_rank(), num_ranks)
-    taken = layer.total_load().kept[own.start : own.stop]
-    return sum(layer.load.kept), sum(taken)
+def gradients_of(module):
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def difference(one, other):
     return max((value - other[name]).abs().max().item() for name, value in one.items() if value.numel())
 
 
+def once(top_k, with_gradient):
+    """One pass: outputs, gradients and counts are those of one process that has all ranks' tokens."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layer = ExpertParallel.from_full(mixture(rank, top_k=top_k))  # rank 0's values win
+    x = tokens_of(rank).requires_grad_(with_gradient)
+    y = layer(x)
+    (y.sin().sum() * world_size + BALANCE * layer.balance_loss).backward()
+    reduce_gradients(layer)
+    whole = mixture(0, top_k=top_k)
+    inputs = [tokens_of(other).requires_grad_() for other in range(world_size)]
+    outputs = whole(torch.cat(inputs))
+    (outputs.sin().sum() + BALANCE * whole.balance_loss).backward()
+    assert torch.allclose(y, outputs.split([len(one) for one in inputs])[rank], rtol=0, atol=1e-12)
+    # each rank's loss is n times its part of the whole one, so that their mean is the whole one
+    assert not with_gradient or torch.allclose(x.grad / world_size, inputs[rank].grad, rtol=0, atol=1e-12)
+    assert difference(gradients_of(layer), gradients_of(whole)) <= 1e-12
+    assert layer.balance_loss.item() == pytest.approx(whole.balance_loss.item(), abs=1e-12)
+    assert layer.load.tokens == len(x)
+    assert layer.load.choices == layer.load.kept
+    assert layer.total_load() == whole.load
+    assert sum(whole.load.choices) == top_k * len(outputs)
+    return gradients_of(layer)
+
+
 @pytest.mark.equality("expert_parallel")
 @pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_split_experts_equal_one_process(ranks, world_size):
-    results = ranks(world_size).run(everything)
-    for top_k in (1, 2):
-        check_once([result[f"once {top_k}"] for result in results], top_k, world_size)
-    for result in results:
-        for one, other in zip(result["some inputs"][2].values(), result["once 2"][2].values(), strict=True):
-            assert torch.equal(one, other)  # whether inputs require gradients changes nothing else
-    for name in ("sgd", "adam"):
-        layer = mixture(0)
-        whole_steps(layer, OPTIMIZERS[name](layer.parameters()), world_size)
-        for result in results:
-            assert difference(result[name], layer.state_dict()) <= 1e-10, name
-    covered = {key for result in results for key in result["sgd"]}
-    assert covered == set(mixture(0).state_dict()), "every parameter lives somewhere, under its name"
-    assert difference(mixture(0).state_dict(), layer.state_dict()) > 1e-2, "the updates are not trivial"
-    for result in results:
-        assert difference(result["sgd"], result["again"]) == 0.0
-        check_bytes(result, world_size)
-
-
-def check_once(results, top_k, world_size):
-    layer = mixture(0, top_k=top_k)
-    inputs = [tokens_of(rank).requires_grad_() for rank in range(world_size)]
-    y = layer(torch.cat(inputs))
-    (y.sin().sum() + BALANCE * layer.balance_loss).backward()
-    expected = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    parts = y.split([len(x) for x in inputs])
-    for x, part, (found, gradient, gradients, load, total, loss) in zip(inputs, parts, results, strict=True):
-        assert torch.allclose(found, part, rtol=0, atol=1e-12)
-        # each rank's loss is n times its part of the whole one, so that their mean is the whole one
-        assert torch.allclose(gradient / world_size, x.grad, rtol=0, atol=1e-12)
-        assert difference(gradients, expected) <= 1e-12
-        assert loss == pytest.approx(layer.balance_loss.item(), abs=1e-12)
-        assert load.tokens == len(x)
-        assert load.choices == load.kept
-        assert total == layer.load
-        assert sum(total.choices) == top_k * len(y)
-
-
-def check_bytes(result, world_size):
-    if world_size == 1:
-        assert (result["all"], result["calls"]) == (0, 0)
-        return
-    sent, taken = result["rows"]
+@pytest.mark.on_ranks
+def test_split_experts_equal_one_process(world_size):
+    rank = dist.get_rank()
+    once(1, True)
+    for one, other in zip(once(2, True).values(), once(2, rank % 2 == 1).values(), strict=True):
+        assert torch.equal(one, other)  # whether inputs require gradients changes nothing else
+    layer = ExpertParallel.from_full(mixture(rank))
+    with recorded() as seen:
+        layer(tokens_of(rank, 1)).sum().backward()
+    own = own_experts(EXPERTS, rank, world_size)
+    rows = sum(layer.load.kept) + sum(layer.total_load().kept[own.start : own.stop])  # sent, and taken here
+    calls = [(call.op, call.num_bytes) for call in seen.records.rank(rank)]
     counts = 8 * (EXPERTS + 4 * world_size)
-    assert result["bytes"]["all_to_all"] == 2 * (sent + taken) * HIDDEN * 8 + counts
-    assert result["bytes"]["all_reduce"] == 8 * (2 * EXPERTS + 1)  # the balance loss, which no loss used
-    assert sum(result["bytes"].values()) == result["all"]
-    assert result["calls"] == 6
+    sums = [num_bytes for op, num_bytes in calls if op == "all_reduce"]
+    assert len(calls) == (6 if world_size > 1 else 0)
+    assert sum(num_bytes for _, num_bytes in calls) == (2 * rows * HIDDEN * 8 + counts + sum(sums) if calls else 0)
+    assert sum(sums) == (8 * (2 * EXPERTS + 1) if calls else 0)  # the balance loss, which no loss used
+    assert {op for op, _ in calls} <= {"all_to_all", "all_reduce"}
 
 
 def gpt(rank):
@@ -190,81 +122,85 @@ def two_groups():
     return found
 
 
-def train_gpt(optimizer_name, world_size, *, split, way=""):
-    rank = dist.get_rank() if split else 0
-    group, replicas = two_groups() if way == "replicas" else (None, None)
-    corpus = ByteCorpus(python_documentation(), CONFIG.context)
-    model = gpt(0 if way == "replicas" else rank)
-    if split:
-        expert_parallel(model, group, balance_over=dist.group.WORLD if replicas else "group")
-    if way == "recomputed":
-        recompute_blocks(model)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    norms = []
-    for step in range(10):
-        optimizer.zero_grad()
-        inputs, targets = corpus.batch(step, 5, seed=1)
-        begin, end = split_evenly(5, world_size)[rank] if split else (0, 5)
-        loss = GPT.loss(model(inputs[begin:end]), targets[begin:end]) * (end - begin) / 5
-        (loss * (world_size if split else 1) + BALANCE * balance_loss(model)).backward()
-        if split:
-            reduce_gradients(model, group, replicas=replicas)
-            norms.append(clip_gradients_(model, MAX_NORM, group).item())
-        else:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+@cache
+def corpus():
+    return ByteCorpus(python_documentation(), CONFIG.context)
+
+
+def thirteen_tokens(step):
+    x = tokens_of(3, step)
+    return x, x.flip(-1).tanh()
+
+
+LAYER = Task(mixture, thirteen_tokens, more_loss=lambda layer: BALANCE * layer.balance_loss)
+MODEL = Task(
+    gpt, lambda step: corpus().batch(step, 5, seed=1), GPT.loss, more_loss=lambda model: BALANCE * balance_loss(model)
+)
+
+
+def split_layer(model, make):
+    layer = ExpertParallel.from_full(model)
+    return Way(layer, make(layer.parameters()), lambda: reduce_gradients(layer))
+
+
+def split_gpt(recomputed=False, replicated=False):
+    def technique(model, make):
+        group, replicas = two_groups() if replicated else (None, None)
+        if replicated:
+            model.load_state_dict(gpt(0).state_dict())
+        expert_parallel(model, group, balance_over=dist.group.WORLD if replicated else "group")
+        if recomputed:
+            recompute_blocks(model)
+        reduce = lambda: reduce_gradients(model, group, replicas=replicas)  # noqa: E731
+        clip = lambda norm: clip_gradients_(model, norm, group)  # noqa: E731
+        return Way(model, make(model.parameters()), reduce, clip=clip)
+
+    return technique
+
+
+LAYERS = {name: Row(LAYER, name, split_layer) for name in ("sgd", "adam")}
+CLIPPED = {"a GPT": Row(MODEL, "adam", split_gpt(), clip=MAX_NORM)}
+RECOMPUTED = {"recomputed": Row(MODEL, "sgd", split_gpt(recomputed=True), clip=MAX_NORM)}
+REPLICAS = {"replicas": Row(MODEL, "sgd", split_gpt(replicated=True), clip=MAX_NORM)}
+WORLDS = [(1, LAYERS | RECOMPUTED), (2, CLIPPED | RECOMPUTED), (3, LAYERS | CLIPPED), (4, REPLICAS)]
 
 
 @pytest.mark.equality("expert_parallel")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_gpt_with_experts_trains_like_one_process(ranks, world_size):
-    ways = {2: [("adam", ""), ("sgd", "recomputed")], 4: [("sgd", ""), ("sgd", "replicas")]}[world_size]
-    results = ranks(world_size).run(lambda: [train_gpt(name, world_size, split=True, way=way) for name, way in ways])
-    for index, (name, _) in enumerate(ways):
-        expected, expected_norms = train_gpt(name, world_size, split=False)
-        for result in results:
-            found, norms = result[index]
-            assert difference(found, expected) <= 1e-10, name
-            assert norms == pytest.approx(expected_norms, rel=1e-12)
-            assert norms == results[0][index][1], "all ranks scale by the same number"
-            assert max(norms) > MAX_NORM, "clipping was at work"
-        assert {key for result in results for key in result[index][0]} == set(expected)
+@pytest.mark.soak_where(world_size=(1,))
+@pytest.mark.parametrize(("world_size", "rows"), WORLDS, ids=["1", "2", "3", "4"])
+def test_experts_train_like_one_process(ranks, world_size, rows):
+    assert_rows_equal_one_process(ranks(world_size), rows)
 
 
-def limited(num_steps=3):
-    """Run on each rank: a capacity that binds; return outputs, gradients and the count of what was dropped."""
+@pytest.mark.on_ranks(3)
+def test_training_repeats_bit_for_bit():
+    (one, _), (other, _) = outcome(LAYERS["sgd"]), outcome(LAYERS["sgd"])
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.on_ranks(3)
+def test_capacity_drops_what_one_process_drops_of_each_ranks_tokens():
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    whole = mixture(0, capacity_factor=0.6)
     layer = ExpertParallel.from_full(mixture(rank, capacity_factor=0.6), balance_over="rank")
-    outputs = []
-    for step in range(1, num_steps):
-        y = layer(tokens_of(rank, step))
-        outputs.append(y.detach())
-        (y.square().sum() * num_ranks + layer.balance_loss).backward()
+    loads = {}
+    for step, other in product((1, 2), range(num_ranks)):
+        wanted = whole(tokens_of(other, step))
+        (wanted.square().sum() + whole.balance_loss / num_ranks).backward()
+        loads[step, other] = whole.load
+        if other == rank:
+            y = layer(tokens_of(rank, step))
+            assert torch.allclose(y, wanted, rtol=0, atol=1e-12)
+            (y.square().sum() * num_ranks + layer.balance_loss).backward()
     reduce_gradients(layer)
+    assert difference(gradients_of(layer), gradients_of(whole)) <= 1e-10
     with recorded() as seen, torch.no_grad():
         layer(tokens_of(rank, 1))
-    sent = seen.records.payload_bytes(rank, "all_to_all")
-    return outputs, {n: p.grad for n, p in layer.named_parameters()}, layer.load, layer.total_load(), sent
-
-
-def test_capacity_drops_what_one_process_drops_of_each_ranks_tokens(ranks):
-    world_size, layer = 3, mixture(0, capacity_factor=0.6)
-    results = ranks(world_size).run(limited)
-    loads = {}
-    for step in (1, 2):
-        for rank in range(world_size):
-            y = layer(tokens_of(rank, step))
-            assert torch.allclose(results[rank][0][step - 1], y, rtol=0, atol=1e-12)
-            (y.square().sum() + layer.balance_loss / world_size).backward()
-            loads[rank, step] = layer.load
-    expected = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    own = [own_experts(EXPERTS, rank, world_size) for rank in range(world_size)]
-    for rank, (_, gradients, load, total, sent) in enumerate(results):
-        assert difference(gradients, expected) <= 1e-10
-        assert load == loads[rank, 1]
-        assert load.dropped_choices > 0
-        assert total.dropped_choices == sum(loads[other, 1].dropped_choices for other in range(world_size))
-        assert total.dropped_tokens == sum(loads[other, 1].dropped_tokens for other in range(world_size))
-        taken = sum(total.kept[own[rank].start : own[rank].stop])
-        assert sent == (sum(load.kept) + taken) * HIDDEN * 8 + 8 * (EXPERTS + 4 * world_size)
+    total, every = layer.total_load(), [loads[1, other] for other in range(num_ranks)]
+    assert layer.load == loads[1, rank]
+    assert layer.load.dropped_choices > 0
+    assert total.dropped_choices == sum(load.dropped_choices for load in every)
+    assert total.dropped_tokens == sum(load.dropped_tokens for load in every)
+    own = own_experts(EXPERTS, rank, num_ranks)
+    rows = sum(layer.load.kept) + sum(total.kept[own.start : own.stop])
+    assert seen.records.payload_bytes(rank, "all_to_all") == rows * HIDDEN * 8 + 8 * (EXPERTS + 4 * num_ranks)

@@ -1,11 +1,11 @@
 """A GPT with everything that makes a mesh hard, trained on a mesh and by one process, which tests share."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
-from equal import difference
+from equal import Row, Task, difference, trained_alone
 
 from distlab.blocks.data import ByteCorpus, python_documentation
 from distlab.blocks.models import GPT, GPTConfig
@@ -68,23 +68,13 @@ def train(plan, optimizer="sgd", *, steps=3, **options):
     return state, losses, norms
 
 
+@cache
 def train_alone(optimizer="sgd", *, steps=3, balance=0.0, order=None, **options):
     """Do the same in one process, on whole batches."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks do
-    model = make_model(0, **options)
-    updates = OPTIMIZERS[optimizer](model.parameters())
-    losses, norms = [], []
-    for step in range(steps):
-        inputs, targets = batch_of(step)
-        updates.zero_grad()
-        loss = model.loss(model(inputs), targets)
-        (loss + (balance * balance_loss(model) if balance else 0.0)).backward()
-        losses.append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        updates.step()
-    torch.set_num_threads(threads)
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}, losses, norms
+    more = (lambda model: balance * balance_loss(model)) if balance else None
+    task = Task(partial(make_model, **options), batch_of, GPT.loss, more)
+    state, norms, losses = trained_alone(Row(task, OPTIMIZERS[optimizer], clip=MAX_NORM), steps)
+    return state, losses, norms
 
 
 def assert_equal_to_one_process(results, expected, name=""):

@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+import torch
 import torch.distributed as dist
 from hybrid_gpt import BATCH, CONFIG, LENGTH, batch_of, make_hybrid
 
@@ -16,12 +18,9 @@ L, S, H, V = CONFIG.num_layers, LENGTH, CONFIG.hidden_size, CONFIG.vocab_size
 def count(plan, **options):
     """Run on each rank: return what a step after the first sends, by ranks of the group and operation."""
     hybrid = make_hybrid(plan, **options)
-    for step in range(2):
-        if step == 1:
-            with recorded() as seen:
-                hybrid.train_step(*batch_of(step), max_norm=1.0)
-        else:
-            hybrid.train_step(*batch_of(step), max_norm=1.0)
+    hybrid.train_step(*batch_of(0), max_norm=1.0)
+    with recorded() as seen:
+        hybrid.train_step(*batch_of(1), max_norm=1.0)
     sent = {}
     for call in seen.records.rank(dist.get_rank()):
         if call.op != "recv":
@@ -54,52 +53,55 @@ def whole_mesh(num_ranks):
     return 8 * num_ranks + 16 + 8
 
 
-def test_tensor_pipeline_and_data_send_what_they_say(ranks):
+@pytest.mark.on_ranks(8)
+def test_tensor_pipeline_and_data_send_what_they_say():
     plan = Plan(data=2, tensor=2, pipeline=2, num_microbatches=2)
     b = BATCH // plan.data // plan.num_microbatches
     everyone = tuple(range(8))
-    for sent, members, sizes, place in ranks(8).run(lambda: count(plan)):
-        # 8 b S H (t-1)/t elements a layer and micro-batch: four all-reduces, which send 2 (t-1)/t of what they get.
-        num_sums = plan.num_microbatches * (4 * L // 2 + 1)  # and one more of embedding (forward) or output (backward)
-        loss = plan.num_microbatches * 3 * b * S * (place["pipeline"] == 1)
-        assert sent.pop((members["tensor"], "all_reduce")) == BYTES * (num_sums * b * S * H + loss)
-        # Activations or their gradients, a micro-batch at a time, and the own part of the tied weight's gradient.
-        assert sent.pop((members["pipeline"], "send")) == BYTES * (
-            plan.num_microbatches * b * S * H + math.ceil(V / 2) * H
-        )
-        assert sent.pop((members["pipeline"], "all_reduce")) == 2 * 8 * plan.pipeline  # shapes as before? a failure?
-        assert sent.pop((members["data"], "all_reduce")) == BYTES * sizes[0]
-        assert sent.pop((everyone, "all_reduce")) == whole_mesh(8)
-        assert not sent
+    sent, members, sizes, place = count(plan)
+    # 8 b S H (t-1)/t elements a layer and micro-batch: four all-reduces, which send 2 (t-1)/t of what they get.
+    num_sums = plan.num_microbatches * (4 * L // 2 + 1)  # and one more of embedding (forward) or output (backward)
+    loss = plan.num_microbatches * 3 * b * S * (place["pipeline"] == 1)
+    assert sent.pop((members["tensor"], "all_reduce")) == BYTES * (num_sums * b * S * H + loss)
+    # Activations or their gradients, a micro-batch at a time, and the own part of the tied weight's gradient.
+    assert sent.pop((members["pipeline"], "send")) == BYTES * (plan.num_microbatches * b * S * H + math.ceil(V / 2) * H)
+    assert sent.pop((members["pipeline"], "all_reduce")) == 2 * 8 * plan.pipeline  # shapes as before? a failure?
+    assert sent.pop((members["data"], "all_reduce")) == BYTES * sizes[0]
+    assert sent.pop((everyone, "all_reduce")) == whole_mesh(8)
+    assert not sent
 
 
-def test_experts_and_context_send_what_they_say(ranks):
+@pytest.mark.on_ranks(4)
+def test_experts_and_context_send_what_they_say():
     plan = Plan(expert=2, context=2)
     b, s = BATCH // 2, S // 2
-    num_experts, top_k, rows = 4, 2, 0
-    for sent, members, sizes, _ in ranks(4).run(lambda: count(plan, experts=num_experts)):
-        # A ring: keys and values once forward, and backward these and their gradients: 6 (n-1)/n B S H in all.
-        assert sent.pop((members["context"], "send")) == BYTES * L * 6 * b * s * H
-        dense, experts = sizes[0] - sizes[1], sizes[1]
-        assert sent.pop((members["context"], "all_reduce")) == bucket(experts, 2)
-        rows += sent.pop((members["expert"], "all_to_all")) - L * 8 * (num_experts + 4 * 2)  # how many rows will come
-        loads = L * 8 * (2 * num_experts + 1)  # how even it was
-        assert sent.pop((tuple(range(4)), "all_reduce")) == bucket(dense, 4) + loads + whole_mesh(4)
-        assert not sent
+    num_experts, top_k = 4, 2
+    sent, members, sizes, _ = count(plan, experts=num_experts)
+    # A ring: keys and values once forward, and backward these and their gradients: 6 (n-1)/n B S H in all.
+    assert sent.pop((members["context"], "send")) == BYTES * L * 6 * b * s * H
+    dense, experts = sizes[0] - sizes[1], sizes[1]
+    assert sent.pop((members["context"], "all_reduce")) == bucket(experts, 2)
+    rows = sent.pop((members["expert"], "all_to_all")) - L * 8 * (num_experts + 4 * 2)  # how many rows will come
+    loads = L * 8 * (2 * num_experts + 1)  # how even it was
+    assert sent.pop((tuple(range(4)), "all_reduce")) == bucket(dense, 4) + loads + whole_mesh(4)
+    assert not sent
     # Each choice of each token goes to its expert and comes back, and so do their gradients.
-    assert rows == BYTES * L * 4 * BATCH * S * top_k * H
+    rows = torch.tensor(rows)
+    dist.all_reduce(rows)
+    assert rows.item() == BYTES * L * 4 * BATCH * S * top_k * H
 
 
-def test_sharded_parameters_travel_along_their_copies_alone(ranks):
+@pytest.mark.on_ranks(4)
+def test_sharded_parameters_travel_along_their_copies_alone():
     plan = Plan(data=2, tensor=2, sharding=Sharding(stage=3))
-    for sent, members, (_, _, gathered, scattered), _ in ranks(4).run(lambda: count(plan)):
-        # What tensor left here is gathered for forward and for backward, and its gradient scattered: half each time.
-        same_units = 2 * 40  # do the copies run the same units, in forward and backward?
-        if sent.get((members["data"], "send")) is None:  # in shared memory: the group's own calls
-            assert sent.pop((members["data"], "reduce_scatter")) == BYTES * scattered
-            assert sent.pop((members["data"], "all_gather")) == BYTES * 2 * gathered // 2 + same_units
-        else:
-            assert sent.pop((members["data"], "send")) == BYTES * (2 * gathered + scattered) // 2
-            assert sent.pop((members["data"], "all_gather")) == same_units
-        assert sent.pop((tuple(range(4)), "all_reduce")) == whole_mesh(4)
-        assert {group for group, _ in sent} == {members["tensor"]}
+    sent, members, (_, _, gathered, scattered), _ = count(plan)
+    # What tensor left here is gathered for forward and for backward, and its gradient scattered: half each time.
+    same_units = 2 * 40  # do the copies run the same units, in forward and backward?
+    if sent.get((members["data"], "send")) is None:  # in shared memory: the group's own calls
+        assert sent.pop((members["data"], "reduce_scatter")) == BYTES * scattered
+        assert sent.pop((members["data"], "all_gather")) == BYTES * 2 * gathered // 2 + same_units
+    else:
+        assert sent.pop((members["data"], "send")) == BYTES * (2 * gathered + scattered) // 2
+        assert sent.pop((members["data"], "all_gather")) == same_units
+    assert sent.pop((tuple(range(4)), "all_reduce")) == whole_mesh(4)
+    assert {group for group, _ in sent} == {members["tensor"]}

@@ -2,40 +2,31 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from equal import calls_of
 from hybrid_gpt import batch_of, make_hybrid, make_model
 from torch import nn
 
-from distlab.comm import mesh_groups, recorded
+from distlab.comm import mesh_groups
 from distlab.comm.nodes.wire import ring_bytes
 from distlab.hybrid import StageAverages
 from distlab.pipeline import Pipeline
 from distlab.plan import Mesh, Plan, Sharding, make_schedule
 
 
-def calls_of(function):
-    """Return what a function returns, and this rank's calls: (operation, bytes)."""
-    with recorded() as seen:
-        value = function()
-    return value, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
-
-
 @pytest.mark.on_ranks(2)
 def test_a_shard_is_saved_and_a_whole_state_is_loaded_without_a_call():
     hybrid = make_hybrid(Plan(data=2))
-    _, saved = calls_of(hybrid.shard_state)
     state = hybrid.full_state_dict()
-    _, loaded = calls_of(lambda: hybrid.load_full_state_dict(state))
+    assert calls_of(hybrid.shard_state) == []
+    assert calls_of(lambda: hybrid.load_full_state_dict(state)) == []
     hybrid.close()
-    assert saved == []
-    assert loaded == []
 
 
 @pytest.mark.on_ranks(2)
 def test_sharded_states_scatter_gradients_and_gather_parameters():
     hybrid = make_hybrid(Plan(data=2, sharding=Sharding(stage=1)))
     hybrid.train_step(*batch_of(0), max_norm=1.0)
-    _, calls = calls_of(lambda: hybrid.train_step(*batch_of(1), max_norm=1.0))
+    calls = calls_of(lambda: hybrid.train_step(*batch_of(1), max_norm=1.0))
     size = sum(parameter.nbytes for parameter in make_model(0).parameters() if parameter.requires_grad)
     hybrid.close()
     halves = [(op, b) for op, b in calls if op in ("send", "all_gather", "reduce_scatter") and b > 100]
@@ -43,23 +34,20 @@ def test_sharded_states_scatter_gradients_and_gather_parameters():
     assert 0 <= sent - 2 * size // 2 < 0.01 * size  # padding apart
 
 
-def test_each_element_of_a_whole_state_comes_from_one_rank(ranks):
-    def measure(plan, experts):
-        hybrid = make_hybrid(plan, experts=experts)
-        _, calls = calls_of(hybrid.full_state_dict)
-        hybrid.close()
-        return calls
-
+@pytest.mark.on_ranks(2)
+def test_each_element_of_a_whole_state_comes_from_one_rank():
     for plan, experts in (
         (Plan(tensor=2), 0),
         (Plan(expert=2), 3),
         (Plan(data=2, sharding=Sharding(stage=3)), 0),
         (Plan(pipeline=2, num_microbatches=2), 0),
     ):
+        hybrid = make_hybrid(plan, experts=experts)
+        calls = calls_of(hybrid.full_state_dict)
+        hybrid.close()
         whole = sum(parameter.nbytes for parameter in make_model(0, experts=experts).parameters())
-        for calls in ranks(2).run(measure, plan, experts):
-            assert [op for op, _ in calls] == ["all_gather"] * 3, "how long names are, names, and bytes"
-            assert whole / 2 <= calls[-1][1] < whole * 1.01, "as many as the rank has that holds the most"
+        assert [op for op, _ in calls] == ["all_gather"] * 3, "how long names are, names, and bytes"
+        assert whole / 2 <= calls[-1][1] < whole * 1.01, "as many as the rank has that holds the most"
 
 
 @pytest.mark.on_ranks(2)
@@ -74,6 +62,6 @@ def test_a_stage_is_averaged_in_one_sum():
         averages.finish()
 
     step()
-    _, calls = calls_of(step)
+    calls = calls_of(step)
     pipeline.close()
     assert [num_bytes for op, num_bytes in calls if op == "all_reduce" and num_bytes >= 80] == [4 * 20]

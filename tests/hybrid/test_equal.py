@@ -88,30 +88,16 @@ PAIRS = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """What one process finds, by the options that matter to it."""
-    known = {}
-
-    def find(options):
-        key = str(sorted((name, value) for name, value in options.items() if name != "order"))
-        if key not in known:
-            known[key] = train_alone(**options)
-        return known[key]
-
-    return find
-
-
 @pytest.mark.equality("hybrid")
-def test_ten_updates_on_a_cube_of_ranks(ranks, alone):
+def test_ten_updates_on_a_cube_of_ranks(ranks):
     results = {}
     for name, (plan, options) in TEN.items():
         results[name] = ranks(8).run(lambda plan=plan, options=options: train(plan, **options))
-        assert_equal_to_one_process(results[name], alone(options), name)
+        assert_equal_to_one_process(results[name], train_alone(**options), name)
     for again, before in zip(results["again"], results["data x tensor x pipeline"], strict=True):
         for one, other in zip(again[1:], before[1:], strict=True):
             assert one == other[: len(one)], "losses and norms repeat bit for bit"
-    state, losses, norms = alone({"steps": 10})
+    state, losses, norms = train_alone(steps=10)
     assert min(norms) > MAX_NORM, "clipping was at work"
     assert max(losses) - min(losses) > 0.1, "it learns"
     for name, parameter in make_model(0).named_parameters():
@@ -123,24 +109,22 @@ def test_ten_updates_on_a_cube_of_ranks(ranks, alone):
     ("world_size", "runs"),
     [pytest.param(8, TRIPLES, marks=pytest.mark.soak, id="triples"), pytest.param(4, PAIRS, id="pairs")],
 )
-def test_every_combination(ranks, alone, world_size, runs):
+def test_every_combination(ranks, world_size, runs):
     for name, (plan, options) in runs.items():
         options = options | {"steps": 2}  # the second begins with weights and moments that the first left
         results = ranks(world_size).run(lambda plan=plan, options=options: train(plan, **options))
-        assert_equal_to_one_process(results, alone(options), name)
+        assert_equal_to_one_process(results, train_alone(**options), name)
 
 
-def test_a_mesh_of_one_rank_sends_nothing(ranks, alone):
+def test_a_mesh_of_one_rank_sends_nothing(ranks):
     def one(plan):
-        hybrid = make_hybrid(plan, experts=3, balance=0.1)
+        hybrid = make_hybrid(plan, **MIXED)
         with recorded() as seen:
             for step in range(3):
                 hybrid.train_step(*batch_of(step), max_norm=MAX_NORM)
-        state = hybrid.full_state_dict()
-        hybrid.close()
-        return state, seen.records.rank(0).num_calls()
+        assert seen.records.num_calls() == 0
+        return hybrid.full_state_dict()
 
     for plan in (Plan(), Plan(recompute="full", sharding=Sharding(stage=0))):
-        ((state, num_calls),) = ranks(1).run(one, plan)
-        assert num_calls == 0
-        assert difference(state, alone(dict(MIXED))[0]) <= 1e-10
+        (state,) = ranks(1).run(one, plan)
+        assert difference(state, train_alone(**MIXED)[0]) <= 1e-10

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import same_everywhere
 from hybrid_gpt import BATCH, CONFIG, OPTIMIZERS, batch_of, difference, make_hybrid, make_model, train_alone
 from torch import nn
 
@@ -69,21 +70,18 @@ def test_rules_name_what_does_not_fit():
     assert "a Linear" in problem_of(Plan(), nn.Linear(2, 2), order, 1)
 
 
-@pytest.mark.parametrize(
-    ("plan", "shape", "expected"),
-    [
+def test_a_batch_that_cannot_be_cut_is_named():
+    for plan, shape, expected in (
         (Plan(data=2, num_microbatches=3), (8, 8), "a batch of 8 cannot be cut evenly into data (2) x expert (1) x"),
         (Plan(context=2), (8, 6), "a sequence of 6 cannot be cut evenly over context (2); use a multiple of 4"),
         (Plan(tensor=4, sequence_parallel=True), (8, 6), "tensor (4) with sequence_parallel; use a multiple of 4"),
         (Plan(), (8, 12), "12 tokens do not fit a context of 11"),
         (Plan(), (0, 8), "a batch of 0"),
-    ],
-)
-def test_a_batch_that_cannot_be_cut_is_named(plan, shape, expected):
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    assert expected in problem_of_batch(plan, tokens, tokens, CONFIG.context)
-    assert "as many of both" in problem_of_batch(plan, tokens, tokens[:, 1:], CONFIG.context)
-    assert "pass tokens" in problem_of_batch(plan, tokens.double(), tokens, CONFIG.context)
+    ):
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        assert expected in problem_of_batch(plan, tokens, tokens, CONFIG.context)
+        assert "as many of both" in problem_of_batch(plan, tokens, tokens[:, 1:], CONFIG.context)
+        assert "pass tokens" in problem_of_batch(plan, tokens.double(), tokens, CONFIG.context)
 
 
 def message(function, kind=ValueError):
@@ -92,21 +90,17 @@ def message(function, kind=ValueError):
     return str(found.value)
 
 
-def refusals():
-    """Run on each rank: what it is told."""
+@pytest.mark.on_ranks(4)
+def test_all_ranks_hear_what_is_wrong_and_go_on():
     rank = dist.get_rank()
-    small = GPT(GPTConfig(vocab_size=5, context=4, num_layers=2, num_heads=2, hidden_size=4))
     hybrid = make_hybrid(Plan(data=2, tensor=2))
-    inputs, targets = batch_of(0)
-    before = hybrid.full_state_dict()
-    state = {**before, "more": inputs}
-    plan = Plan(data=4) if rank == 1 else Plan(data=2, tensor=2)
-    small = make_model(0) if rank != 2 else small
+    (inputs, targets), before = batch_of(0), hybrid.full_state_dict()
+    small = make_model(0) if rank != 2 else GPT(GPTConfig(5, 4, num_layers=2, num_heads=2, hidden_size=4))
     tied = "tied weights: the first and the last stage would shard one parameter apart"
     more = "more is [8, 8] in the state and nothing in the model"
     short = BATCH - (rank == 3)
     told = [
-        ("rank 1 has", message(lambda: make_hybrid(plan))),
+        ("rank 1 has", message(lambda: make_hybrid(Plan(data=4) if rank == 1 else Plan(data=2, tensor=2)))),
         ("rank 2 has", message(lambda: Hybrid(small, Plan(data=4), OPTIMIZERS["sgd"]))),
         ("= 2 does not fill 4 ranks", message(lambda: make_hybrid(Plan(data=2)))),
         ("2 layers cannot fill", message(lambda: make_hybrid(Plan(pipeline=4)))),
@@ -115,11 +109,10 @@ def refusals():
         ("rank 3 has", message(lambda: hybrid.step(inputs[:short], targets[:short]))),
         ("a batch of 3 cannot be cut", message(lambda: hybrid.step(inputs[:3], targets[:3]))),
         ("max_norm is 0.0", message(lambda: hybrid.clip_gradients_(0.0))),
-        (more, message(lambda: hybrid.load_full_state_dict(state))),
+        (more, message(lambda: hybrid.load_full_state_dict({**before, "more": inputs}))),
     ]
-    for stage in hybrid.stages.values():
-        for parameter in stage.parameters():
-            parameter.grad = torch.full_like(parameter, torch.nan if rank == 1 else 1.0)
+    for parameter in hybrid.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan if rank == 1 else 1.0)
     told.append(("(rank 1)", message(lambda: hybrid.clip_gradients_(1.0), NotFiniteError)))
     hybrid.zero_grad()
     hook = first_norm(hybrid).weight.register_hook(lambda gradient: gradient * (torch.inf if rank == 2 else 1.0))
@@ -128,18 +121,13 @@ def refusals():
     hook.remove()
     assert difference(before, hybrid.full_state_dict()) == 0.0, "nothing has changed"
     hybrid.zero_grad()
-    loss = hybrid.step(inputs, targets).item()
+    assert hybrid.step(inputs, targets).item() == pytest.approx(train_alone(steps=1)[1][0], abs=1e-12)
     hybrid.close()
     told.append(("been closed", message(lambda: hybrid.step(inputs, targets))))
-    return told, loss
-
-
-def test_all_ranks_hear_what_is_wrong_and_go_on(ranks):
-    results = ranks(4).run(refusals)
-    for told, loss in results:
-        assert told == results[0][0], "the same on every rank"
-        assert all(words in text for words, text in told), told
-        assert loss == pytest.approx(train_alone(steps=1)[1][0], abs=1e-12)
+    assert all(words in text for words, text in told), told
+    every = [None] * 4
+    dist.all_gather_object(every, told)
+    assert all(one == told for one in every), "the same on every rank"
 
 
 def raise_now(*_):
@@ -150,34 +138,28 @@ def first_norm(hybrid):
     return next(m for stage in hybrid.stages.values() for m in stage.modules() if isinstance(m, nn.LayerNorm))
 
 
-def fail_between_layers(plan, num_good):
-    """Run on each rank: rank 1 raises in a step after some good ones; all hear of it and go on."""
-    hybrid = make_hybrid(plan)
-    losses = [hybrid.train_step(*batch_of(step)).item() for step in range(num_good)]
-    hook = None
-    if dist.get_rank() == 1:
-        hook = first_norm(hybrid).register_forward_pre_hook(raise_now)
-    told = message(lambda: hybrid.train_step(*batch_of(0)), RuntimeError)
-    if hook is not None:
+PIPELINES = {"data": 2, "pipeline": 2, "num_microbatches": 2}
+
+
+@pytest.mark.on_ranks(4)
+def test_a_rank_that_raises_between_layers_is_named_and_training_goes_on():
+    """Rank 1 raises in a step after some good ones."""
+    sharded = Plan(**PIPELINES, sharding=Sharding(stage=1))
+    for plan, num_good in ((Plan(data=4), 0), (Plan(**PIPELINES), 0), (Plan(**PIPELINES), 1), (sharded, 1)):
+        hybrid = make_hybrid(plan)
+        losses = [hybrid.train_step(*batch_of(step)).item() for step in range(num_good)]
+        hook = first_norm(hybrid).register_forward_pre_hook(raise_now if dist.get_rank() == 1 else lambda *_: None)
+        told = message(lambda hybrid=hybrid: hybrid.train_step(*batch_of(0)), RuntimeError)
+        assert "ArithmeticError: no such number" in told
+        assert "zero_grad() to go on" in told
         hook.remove()
-    losses += [hybrid.train_step(*batch_of(step)).item() for step in range(num_good, 3)]
-    state = hybrid.full_state_dict()
-    hybrid.close()
-    return told, losses, state
-
-
-def test_a_rank_that_raises_between_layers_is_named_and_training_goes_on(ranks):
-    pipelines = Plan(data=2, pipeline=2, num_microbatches=2)
-    sharded = Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=1))
-    cases = [(Plan(data=4), 0), (pipelines, 0), (pipelines, 1), (sharded, 1)]
-    results = ranks(4).run(lambda: [fail_between_layers(*case) for case in cases])
-    for found in results:
-        for (told, losses, state), first in zip(found, results[0], strict=True):
-            assert "ArithmeticError: no such number" in told
-            assert "zero_grad() to go on" in told
-            assert (told, losses) == first[:2]
-            assert difference(state, first[2]) == 0.0, "ranks still agree"
-            assert losses[:1] == pytest.approx(train_alone(steps=1)[1], abs=1e-12), "nothing was updated before"
+        losses += [hybrid.train_step(*batch_of(step)).item() for step in range(num_good, 3)]
+        assert losses[0] == pytest.approx(train_alone(steps=1)[1][0], abs=1e-12), "nothing was updated before"
+        found = [None] * 4
+        dist.all_gather_object(found, [told, losses])
+        assert all(one == found[0] for one in found)
+        assert all(map(same_everywhere, hybrid.full_state_dict().values())), "ranks still agree"
+        hybrid.close()
 
 
 def fail_inside(plan, num_good, part):

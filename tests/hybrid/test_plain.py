@@ -1,9 +1,11 @@
 """The mesh on one screen: data x tensor x pipeline trains as one process, and each axis sends what it says."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
-from equal import OPTIMIZERS
+from equal import OPTIMIZERS, Row, Task, train as one_process
 
 from distlab.comm import mesh_groups, recorded
 from distlab.hybrid import plain_mesh_step
@@ -40,40 +42,37 @@ def train(axes, name):
     return place, first.detach(), second.detach(), losses, calls
 
 
-def whole(num_stages, name):
-    stages = [[w.clone().requires_grad_() for w in pair] for pair in weights_of(num_stages)]
-    optimizer, losses = OPTIMIZERS[name]([w for pair in stages for w in pair]), []
-    for step in range(STEPS):
-        x, target = batch(step)
-        optimizer.zero_grad()
-        for first, second in stages:
+class Whole(torch.nn.Module):
+    """All stages in one process."""
+
+    def __init__(self, num_stages):
+        super().__init__()
+        self.weights = torch.nn.ParameterList([weight for pair in weights_of(num_stages) for weight in pair])
+
+    def forward(self, x):
+        for first, second in zip(self.weights[::2], self.weights[1::2], strict=True):
             x = torch.tanh(x @ first) @ second
-        loss = (x - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return stages, losses
+        return x
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize(
     "axes",
     [
-        {"pipeline": 1, "data": 1, "tensor": 1},
         {"pipeline": 3, "data": 1, "tensor": 1},
         {"pipeline": 1, "data": 2, "tensor": 2},
         {"pipeline": 2, "data": 2, "tensor": 2},
     ],
     ids=str,
 )
-def test_a_mesh_trains_as_one_process(ranks, axes, name):
-    stages, losses = whole(axes["pipeline"], name)
-    sizes = torch.tensor(list(axes.values())).prod().item()
-    for place, first, second, theirs, _ in ranks(sizes).run(train, axes, name):
-        want = stages[place["pipeline"]]
-        torch.testing.assert_close(theirs, losses, rtol=1e-9, atol=0)
-        torch.testing.assert_close(first, want[0].detach().chunk(axes["tensor"], 1)[place["tensor"]])
-        torch.testing.assert_close(second, want[1].detach().chunk(axes["tensor"])[place["tensor"]])
+def test_a_mesh_trains_as_one_process(ranks, axes):
+    for name in ("sgd", "adam"):
+        alone = one_process(Row(Task(lambda _: Whole(axes["pipeline"]), batch), name), range(STEPS))
+        weights = list(alone.model.weights)
+        for place, first, second, theirs, _ in ranks(math.prod(axes.values())).run(train, axes, name):
+            want, tensor = weights[2 * place["pipeline"] :], place["tensor"]
+            torch.testing.assert_close(theirs, alone.losses, rtol=1e-9, atol=0)
+            torch.testing.assert_close(first, want[0].detach().chunk(axes["tensor"], 1)[tensor])
+            torch.testing.assert_close(second, want[1].detach().chunk(axes["tensor"])[tensor])
 
 
 def test_each_axis_sends_what_it_says(ranks):

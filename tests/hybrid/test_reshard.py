@@ -104,20 +104,18 @@ def test_another_plan_without_reshard_is_refused_and_nothing_changes(ranks, tmp_
     assert "saved by 4 ranks, this job has 2" in ranks(2).run(refused, PLANS["tensor 2"][1])[0]
 
 
-def test_a_rank_that_is_missing_is_named(ranks, tmp_path):
-    def fail():
-        hybrid = make_hybrid(Plan(data=2, tensor=2, sharding=Sharding(stage=3)), "adam")
-        states = [None] * 4
-        dist.all_gather_object(states, hybrid.shard_state())
-        other = {**states[0]["place"], "the plan": "another"}
-        for own in states:
-            own["place"] = other
-        hybrid.check_shards(states)
-        with pytest.raises(ValueError, match="the plan is .* here and another in .*cut the shards of all ranks anew"):
-            hybrid.check_shards(states[:3])
-        hybrid.close()
-
-    ranks(4).run(fail)
+@pytest.mark.on_ranks(4)
+def test_a_rank_that_is_missing_is_named():
+    hybrid = make_hybrid(Plan(data=2, tensor=2, sharding=Sharding(stage=3)), "adam")
+    states = [None] * 4
+    dist.all_gather_object(states, hybrid.shard_state())
+    other = {**states[0]["place"], "the plan": "another"}
+    for own in states:
+        own["place"] = other
+    hybrid.check_shards(states)
+    with pytest.raises(ValueError, match="the plan is .* here and another in .*cut the shards of all ranks anew"):
+        hybrid.check_shards(states[:3])
+    hybrid.close()
 
 
 @pytest.mark.soak_where(before=["FSDP 2 x tensor 2"])

@@ -1,5 +1,6 @@
 """What a step marks is what a simulated step shows, in the same order, so that one can be laid over the other."""
 
+import pytest
 import torch.distributed as dist
 from hybrid_gpt import BATCH, CONFIG, LENGTH, OPTIMIZERS, batch_of, make_model
 
@@ -22,20 +23,18 @@ PLANS = {
 
 
 def marked(plan, experts):
-    """Run on each rank: what the second of two steps marks, sums over copies that a recorder saw, and the stage."""
-    spans = SpanWriter(dist.get_rank())
+    """Return what the second of two steps marks, sums over copies that a recorder saw, and the stage."""
+    spans, rank = SpanWriter(dist.get_rank()), dist.get_rank()
     hybrid = Hybrid(make_model(0, experts=experts), plan, OPTIMIZERS["sgd"], spans=spans)
     hybrid.train_step(*batch_of(0))
     spans.clear()
     with recorded() as seen:
         hybrid.train_step(*batch_of(1))
-    copies = set()
-    for group in (hybrid._layout.copies, hybrid._layout.expert_copies):
-        copies.add(tuple(dist.get_process_group_ranks(group)))
-    rank = dist.get_rank()
+    groups = hybrid._layout.copies, hybrid._layout.expert_copies
+    copies = {tuple(dist.get_process_group_ranks(group)) for group in groups}
     calls = [call for call in seen.records.calls(rank) if call.op == "all_reduce" and call.group in copies]
     hybrid.close()
-    return list(spans.trace()), [(call.num_bytes, call.start_ns) for call in calls], hybrid.coordinates["pipeline"]
+    return list(spans.trace()), calls, hybrid.coordinates["pipeline"]
 
 
 def simulated(plan, experts):
@@ -48,33 +47,33 @@ def on(lane, spans):
     return sorted((span for span in spans if span.lane == lane), key=lambda span: (span.start_ns, span.end_ns))
 
 
-def test_a_measured_step_can_be_laid_over_a_simulated_one(ranks):
+def check_beside_a_simulated_step(spans, theirs):
+    mine, same = ([(s.kind, s.microbatch) for s in on("compute", each)] for each in (spans, theirs))
+    assert mine == same
+    lanes = {"communication", "scatter", "gather"}
+    assert {s.lane for s in spans} & lanes == {s.lane for s in theirs} & lanes
+    ways = {(s.stage, s.microbatch, s.name) for s in spans if s.lane in ("send", "receive")}
+    assert ways == {(s.stage, s.microbatch, s.name) for s in theirs if s.lane[:4] in ("send", "recv")}
+
+
+def check_sums_are_marked_while_they_travel(spans, calls, stage):
+    sums = on("communication", spans)
+    assert sums
+    for span in sums:
+        travelling = [call.num_bytes for call in calls if span.start_ns <= call.start_ns <= span.end_ns]
+        assert max(travelling) >= span.num_bytes, span.name
+    (wait,) = (span for span in spans if span.name == "synchronize")
+    assert max(span.end_ns for span in sums) <= wait.end_ns
+    if stage is not None:  # but for tied weights, a stage's are on their way before the step waits for them
+        begins = {span.name: span.start_ns < wait.start_ns for span in sums}
+        assert begins == {f"all_reduce stage {stage}": True, "all_reduce tied weights": False}
+
+
+@pytest.mark.on_ranks(4)
+def test_a_measured_step_can_be_laid_over_a_simulated_one():
     for name, (plan, experts) in PLANS.items():
-        found = ranks(4).run(marked, plan, experts)
-        expected = simulated(plan, experts)
-        for rank, (spans, *_) in enumerate(found):
-            assert {span.rank for span in spans} == {rank}
-            theirs = [span for span in expected if span.rank == rank]
-            mine, same = ([(s.kind, s.microbatch) for s in on("compute", each)] for each in (spans, theirs))
-            assert mine == same, (name, rank)
-            lanes = {"communication", "scatter", "gather"}
-            assert {s.lane for s in spans} & lanes == {s.lane for s in theirs} & lanes, (name, rank)
-            ways = {(s.stage, s.microbatch, s.name) for s in spans if s.lane in ("send", "receive")}
-            assert ways == {(s.stage, s.microbatch, s.name) for s in theirs if s.lane[:4] in ("send", "recv")}, name
-
-
-def test_sums_over_copies_are_marked_with_their_bytes_while_they_travel(ranks):
-    for name in ("pipeline", "experts"):
-        for rank, (spans, calls, stage) in enumerate(ranks(4).run(marked, *PLANS[name])):
-            sums = on("communication", spans)
-            assert sums, (name, rank)
-            for span in sums:
-                assert any(
-                    span.start_ns <= start_ns <= span.end_ns and num_bytes >= span.num_bytes
-                    for num_bytes, start_ns in calls
-                ), (name, rank, span.name)
-            (wait,) = (span for span in spans if span.name == "synchronize")
-            assert max(span.end_ns for span in sums) <= wait.end_ns
-            if name == "pipeline":  # but for tied weights, a stage's are on their way before the step waits for them
-                begins = {span.name: span.start_ns < wait.start_ns for span in sums}
-                assert begins == {f"all_reduce stage {stage}": True, "all_reduce tied weights": False}, rank
+        spans, calls, stage = marked(plan, experts)
+        assert {span.rank for span in spans} == {dist.get_rank()}
+        check_beside_a_simulated_step(spans, [s for s in simulated(plan, experts) if s.rank == dist.get_rank()])
+        if name in ("pipeline", "experts"):
+            check_sums_are_marked_while_they_travel(spans, calls, stage if name == "pipeline" else None)

@@ -27,62 +27,51 @@ def steps_of(hybrid, steps):
     return [hybrid.train_step(*batch_of(step), max_norm=0.5).item() for step in steps]
 
 
-def save_and_go_on(folder, name):
-    """Run on each rank: train, save, train on; then resume another mesh, whose weights are others, and do the same."""
+@pytest.mark.soak_where(name=("data x pipeline", "FSDP x tensor", "ZeRO-2 x pipeline"))  # their parts are in others
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.on_ranks(4)
+def test_training_goes_on_bit_for_bit(name, tmp_path):
+    """Train, save, train on; then resume a different mesh, whose weights are others, and do the same."""
     plan, options = RESUMED[name]
     first = make_hybrid(plan, "adam", **options)
     steps_of(first, range(2))
-    save(f"{folder}/{name}", 2, parts={"training": first})
-    losses = steps_of(first, range(2, 4))
-    state = first.full_state_dict()
+    save(tmp_path, 2, parts={"training": first})
+    losses, state = steps_of(first, range(2, 4)), first.full_state_dict()
     first.close()
     second = make_hybrid(plan, "adam", **options)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.add_(1.0)
-    load(f"{folder}/{name}", parts={"training": second})
-    again = steps_of(second, range(2, 4))
-    found = second.full_state_dict()
-    if dist.get_rank() == 0:
-        with pytest.raises(ValueError, match="the rank's place is"):
-            second.check_shards([{**second.shard_state(), "place": {**second._place(), "the rank's place": "there"}}])
-        with pytest.raises(ValueError, match=r"other is nothing here and \[1\] in the checkpoint"):
-            second.check_shards([{**second.shard_state(), "place": {**second._place(), "the model": {"other": [1]}}}])
+    load(tmp_path, parts={"training": second})
+    assert steps_of(second, range(2, 4)) == losses
+    assert difference(second.full_state_dict(), state) == 0.0
+    shard = second.shard_state()
+    for changed, words in (
+        ({"the rank's place": "there"}, "the rank's place is"),
+        ({"the model": {"other": [1]}}, r"other is nothing here and \[1\] in the checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            second.check_shards([{**shard, "place": {**shard["place"], **changed}}])
     second.close()
-    return losses, again, state, found
 
 
-@pytest.mark.soak_where(name=("data x pipeline", "FSDP x tensor", "ZeRO-2 x pipeline"))  # their parts are in others
-@pytest.mark.parametrize("name", RESUMED)
-def test_training_goes_on_bit_for_bit(ranks, tmp_path, name):
-    for losses, again, state, found in ranks(4).run(save_and_go_on, tmp_path, name):
-        assert losses == again
-        assert difference(state, found) == 0.0
-
-
-def carry(state, plans):
-    """Run on each rank: load a whole state into one plan, and what that saves into the next."""
-    for plan in plans:
-        hybrid = make_hybrid(plan, experts=3)
-        hybrid.load_full_state_dict(state)
-        state = hybrid.full_state_dict()
-        loss = hybrid.step(*batch_of(0)).item()
-        hybrid.close()
-    return state, loss
-
-
-def test_a_whole_state_goes_from_plan_to_plan_and_back(ranks):
+@pytest.mark.on_ranks(4)
+def test_a_whole_state_goes_from_plan_to_plan_and_back():
     model = make_model(7, experts=3)
     expected = model.loss(model(batch_of(0)[0]), batch_of(0)[1]).item()
-    plans = [
+    state = model.state_dict()
+    for plan in (
         Plan(expert=2, pipeline=2, num_microbatches=2),
         Plan(data=2, tensor=2, sharding=Sharding(stage=3)),
         Plan(expert=4, sharding=Sharding(stage=2)),
-    ]
-    for state, loss in ranks(4).run(carry, model.state_dict(), plans):
+    ):
+        hybrid = make_hybrid(plan, experts=3)
+        hybrid.load_full_state_dict(state)
+        state = hybrid.full_state_dict()
         assert list(state) == list(model.state_dict()), "the names of one process, in its order"
         assert difference(state, model.state_dict()) == 0.0
-        assert loss == pytest.approx(expected, abs=1e-12)
+        assert hybrid.step(*batch_of(0)).item() == pytest.approx(expected, abs=1e-12)
+        hybrid.close()
 
 
 HALF = {

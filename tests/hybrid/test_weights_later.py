@@ -1,11 +1,19 @@
 """I and W of tensor-parallel layers: W is later, sends nothing, and the sums are those of one backward pass."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_gpt import DEEP, UNTIED, assert_equal_to_one_process, batch_of, make_hybrid, make_model, train, train_alone
+from hybrid_gpt import (
+    CONFIG,
+    DEEP,
+    UNTIED,
+    assert_equal_to_one_process,
+    batch_of,
+    make_hybrid,
+    make_model,
+    train,
+    train_alone,
+)
 from torch import nn
 
 from distlab.comm import recorded
@@ -28,45 +36,39 @@ def gradients(model):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def parts_of_backward(sequence_parallel, tied):
-    """Run on each rank: one backward pass whole, and one in parts; what each found and sent."""
-    torch.manual_seed(0)
-    model = parallelize(make_model(0, **({} if tied else {"config": UNTIED})), sequence_parallel=sequence_parallel)
+def same(one, other):
+    """Gradients of the same parameters, up to rounding."""
+    assert one.keys() == other.keys()
+    for name, gradient in one.items():
+        assert (gradient is None) == (other[name] is None), name
+        assert gradient is None or (gradient - other[name]).abs().max() <= 1e-12, name
+
+
+@pytest.mark.on_ranks(2)
+def test_the_weights_of_parallel_layers_wait_and_w_sends_nothing():
+    """One backward pass whole, and one in parts."""
     inputs, targets = batch_of(0)
-    loss = model.loss(model(inputs), targets)
-    _, whole_sent = bytes_of(loss.backward)
-    whole = gradients(model)
-    model.zero_grad()
-    split = prepare_split(model)
-    loss = model.loss(model(inputs), targets)
-    work, sent = bytes_of(lambda: split.input_gradient([loss], [None]))
-    between = gradients(model)
-    _, later_sent = bytes_of(lambda: split.weight_gradient(work))
-    after, report = gradients(model), split.report
-    split.close()
-    return whole, between, after, report, (whole_sent, sent, later_sent)
-
-
-def test_the_weights_of_parallel_layers_wait_and_w_sends_nothing(ranks):
-    cases = [(False, True), (True, False)]
-    for found in ranks(2).run(lambda: [parts_of_backward(*case) for case in cases]):
-        for (sequence_parallel, _), (whole, between, after, report, sent) in zip(cases, found, strict=True):
-            whole_sent, i_sent, w_sent = sent
-            assert i_sent == whole_sent
-            assert i_sent[0] > 0
-            assert w_sent == (0, 0), "W sends nothing"
-            assert report.deferred_elements / report.num_elements > (0.9 if sequence_parallel else 0.94)
-            reasons = {name: why for name, why in report.kept if "norm" not in name}
-            assert reasons == (
-                {"position_embedding": "SequenceParallelPositions has no rule"} if sequence_parallel else {}
-            )
-            for name, gradient in whole.items():
-                waits = name.rpartition(".")[0] in report.deferred
-                if gradient is None:
-                    assert after[name] is None, name
-                    continue
-                assert (between[name] is None) == waits, name
-                assert (after[name] - gradient).abs().max() <= 1e-12, name
+    for sequence_parallel, config in ((False, CONFIG), (True, UNTIED)):
+        model = parallelize(make_model(0, config=config), sequence_parallel=sequence_parallel)
+        _, whole_sent = bytes_of(model.loss(model(inputs), targets).backward)
+        whole = gradients(model)
+        model.zero_grad()
+        split = prepare_split(model)
+        loss = model.loss(model(inputs), targets)
+        work, i_sent = bytes_of(lambda split=split, loss=loss: split.input_gradient([loss], [None]))
+        between, report = gradients(model), split.report
+        _, w_sent = bytes_of(lambda split=split, work=work: split.weight_gradient(work))
+        same(gradients(model), whole)
+        split.close()
+        assert i_sent == whole_sent
+        assert i_sent[0] > 0
+        assert w_sent == (0, 0), "W sends nothing"
+        assert report.deferred_elements / report.num_elements > (0.9 if sequence_parallel else 0.94)
+        reasons = {name: why for name, why in report.kept if "norm" not in name}
+        no_rule = {"position_embedding": "SequenceParallelPositions has no rule"}
+        assert reasons == (no_rule if sequence_parallel else {})
+        for name in [name for name, gradient in whole.items() if gradient is not None]:
+            assert (between[name] is None) == (name.rpartition(".")[0] in report.deferred), name
 
 
 @pytest.mark.on_ranks(2)
@@ -76,28 +78,17 @@ def test_layers_alone_equal_their_own_backward():
     column = ColumnParallelLinear.from_full(nn.Linear(6, 8), join_output=True)
     frozen = RowParallelLinear.from_full(nn.Linear(8, 6).requires_grad_(False))
     frozen.bias.requires_grad_(True)
-    made = []
-    for layer in (
-        column.double(),
-        frozen.double(),
-        RowParallelLinear.from_full(nn.Linear(8, 6, bias=False).double()),
-    ):
-        other = copy.copy(layer)
+    for layer in (column, frozen, RowParallelLinear.from_full(nn.Linear(8, 6, bias=False))):
+        layer.double()
         x = torch.randn(5, 6 if layer is column else 4, dtype=torch.float64)
-        leaves = [x.clone().requires_grad_() for _ in range(2)]
-        y = other(leaves[0])
-        y.square().sum().backward()
+        one, other = (x.clone().requires_grad_() for _ in range(2))
+        layer(one).square().sum().backward()
         expected = gradients(layer)
         layer.zero_grad()
         split = prepare_split(layer)
-        y = layer(leaves[1])
+        y = layer(other)
         split.full_backward([y], [2 * y.detach()])
-        made.append((leaves[0].grad, leaves[1].grad, expected, gradients(layer)))
-    for x, same_x, expected, grads in made:
-        assert (x - same_x).abs().max() <= 1e-12
-        for name, gradient in expected.items():
-            assert (gradient is None) == (grads[name] is None), name
-            assert gradient is None or (gradient - grads[name]).abs().max() <= 1e-12, name
+        same({"input": other.grad, **gradients(layer)}, {"input": one.grad, **expected})
 
 
 CASES = {

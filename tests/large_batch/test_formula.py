@@ -53,32 +53,30 @@ def falling(step):
     return 0.5 / (1 + step)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_lars_makes_the_papers_updates(weight_decay, momentum):
-    trust = Trust(adapt="all", coefficient=0.02)
-    got = train(lambda ws: LARS(ws, 1.0, momentum=momentum, weight_decay=weight_decay, trust=trust), tensors(), falling)
+def by_formula(update, first, **settings):
+    """Train as the papers write it, one tensor at a time; `first(weight)` is what it remembers at first."""
     wanted = [weight.detach().clone() for weight in tensors()]
-    buffers = [torch.zeros_like(weight) for weight in wanted]
+    memories = [first(torch.zeros_like(weight)) for weight in wanted]
     for step in range(STEPS):
         for index, gradient in enumerate(gradients(step)):
-            settings = {"lr": falling(step), "momentum": momentum, "weight_decay": weight_decay, "coefficient": 0.02}
-            wanted[index], buffers[index] = lars_update(wanted[index], gradient, buffers[index], **settings)
-    assert difference(got, wanted) <= 1e-10
+            made = update(wanted[index], gradient, memories[index], lr=falling(step), **settings)
+            wanted[index], memories[index] = made
+    return wanted
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.1), (0.9, 0.0), (0.9, 0.1)])
+def test_lars_makes_the_papers_updates(momentum, weight_decay):
+    settings, trust = {"momentum": momentum, "weight_decay": weight_decay}, Trust(adapt="all", coefficient=0.02)
+    got = train(lambda ws: LARS(ws, 1.0, **settings, trust=trust), tensors(), falling)
+    assert difference(got, by_formula(lars_update, lambda zeros: zeros, **settings, coefficient=0.02)) <= 1e-10
     assert difference(got, [weight.detach() for weight in tensors()]) > 1e-3
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
-def test_lamb_makes_the_papers_updates(weight_decay, betas):
-    trust = Trust(adapt="all")
-    got = train(lambda ws: LAMB(ws, 1.0, betas=betas, weight_decay=weight_decay, trust=trust), tensors(), falling)
-    wanted = [weight.detach().clone() for weight in tensors()]
-    moments = [Moments(torch.zeros_like(weight), torch.zeros_like(weight), 0) for weight in wanted]
-    for step in range(STEPS):
-        for index, gradient in enumerate(gradients(step)):
-            settings = {"lr": falling(step), "betas": betas, "weight_decay": weight_decay}
-            wanted[index], moments[index] = lamb_update(wanted[index], gradient, moments[index], **settings)
+@pytest.mark.parametrize(("betas", "weight_decay"), [((0.9, 0.999), 0.0), ((0.9, 0.999), 0.1), ((0.0, 0.5), 0.1)])
+def test_lamb_makes_the_papers_updates(betas, weight_decay):
+    settings = {"betas": betas, "weight_decay": weight_decay}
+    got = train(lambda ws: LAMB(ws, 1.0, **settings, trust=Trust(adapt="all")), tensors(), falling)
+    wanted = by_formula(lamb_update, lambda zeros: Moments(zeros, zeros, 0), **settings)
     scale = max(float(weight.abs().max()) for weight in wanted)
     assert difference(got, wanted) <= 1e-10 * max(1.0, scale)
     assert difference(got, [weight.detach() for weight in tensors()]) > 1e-3
@@ -139,37 +137,17 @@ def test_ratio_with_every_option():
         assert trust_ratio(6.0, float("nan"), limits) != trust_ratio(6.0, float("nan"), limits)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda ws, trust, **named: LARS(ws, 0.3, weight_decay=0.1, trust=trust, **named),
-        lambda ws, trust, **named: LAMB(ws, 0.3, weight_decay=0.1, trust=trust, **named),
-    ],
-    ids=["LARS", "LAMB"],
-)
-def test_no_option_is_accepted_and_ignored(make):
-    base = train(lambda ws: make(ws, Trust()), tensors())
-    for trust in (
-        Trust(adapt="all"),
-        Trust(adapt="none"),
-        Trust(coefficient=0.5),
-        Trust(max_ratio=0.01),
-        Trust(max_weight_norm=0.01),
-        Trust(ratio_eps=1.0),
-    ):
-        other = train(lambda ws, trust=trust: make(ws, trust), tensors())
-        assert difference(base, other) > 1e-6, trust
-
-
-def test_the_own_arguments_count():
-    base = train(lambda ws: LAMB(ws, 0.3, weight_decay=0.1), tensors())
-    for named in ({"bias_correction": False}, {"betas": (0.8, 0.999)}, {"betas": (0.9, 0.9)}, {"eps": 0.1}):
-        other = train(lambda ws, named=named: LAMB(ws, 0.3, weight_decay=0.1, **named), tensors())
-        assert difference(base, other) > 1e-6, named
-    base = train(lambda ws: LARS(ws, 0.3), tensors())
-    for named in ({"momentum": 0.5}, {"weight_decay": 0.1}, {"nesterov": True}):
-        other = train(lambda ws, named=named: LARS(ws, 0.3, **named), tensors())
-        assert difference(base, other) > 1e-6, named
+def test_no_option_is_accepted_and_ignored():
+    trusts = [{"adapt": "all"}, {"adapt": "none"}, {"coefficient": 0.5}, {"max_ratio": 0.01}, {"max_weight_norm": 0.01}]
+    trusts = [{"trust": Trust(**named)} for named in [*trusts, {"ratio_eps": 1.0}]]
+    of_lamb = [{"bias_correction": False}, {"betas": (0.8, 0.999)}, {"betas": (0.9, 0.9)}, {"eps": 0.1}]
+    of_lars = [{"momentum": 0.5}, {"weight_decay": 0.0}, {"nesterov": True}]
+    for optimizer, own in ((LAMB, of_lamb), (LARS, of_lars)):
+        base = train(lambda ws, make=optimizer: make(ws, 0.3, weight_decay=0.1), tensors())
+        for named in [*trusts, *own]:
+            settings = {"weight_decay": 0.1, **named}
+            other = train(lambda ws, make=optimizer, settings=settings: make(ws, 0.3, **settings), tensors())
+            assert difference(base, other) > 1e-6, named
 
 
 @pytest.mark.parametrize("optimizer_class", [LARS, LAMB])

@@ -1,100 +1,48 @@
 """LARS and LAMB behave as torch optimizers should: state, groups, missing gradients, bad input, and on many ranks."""
 
 import io
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from equal import DENSE, ROW_OPTIMIZERS, Row, assert_rows_equal_one_process, outcome, replicas, train
 from torch import nn
 
-from distlab.data_parallel import DataParallel, loss_weight, train_step
 from distlab.large_batch import LAMB, LARS, Trust
-from distlab.rng import generator
 
-OPTIMIZERS = {
-    "lars": lambda ps: LARS(ps, 1.0, weight_decay=0.01, trust=Trust(coefficient=0.01)),
-    "lamb": lambda ps: LAMB(ps, 0.02, weight_decay=0.01),
-}
+OPTIMIZERS = {name: ROW_OPTIMIZERS[name] for name in ("lars", "lamb")}
 BOTH = pytest.mark.parametrize("name", OPTIMIZERS)
-BATCH = 7
-
-
-def model_of(rank, dtype=torch.float64):
-    """A small net whose first bias is frozen; other weights on every rank."""
-    made = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            parameter.normal_(std=0.4, generator=generator(0, rank, name))
-    made[0].bias.requires_grad_(False)
-    return made
-
-
-def batch_of(step, rank=0, world_size=1, dtype=torch.float64):
-    draw = generator(step, 0, "batch")
-    inputs, targets = (
-        torch.randn(BATCH, 4, generator=draw, dtype=dtype),
-        torch.randn(BATCH, 3, generator=draw, dtype=dtype),
-    )
-    return inputs.tensor_split(world_size)[rank], targets.tensor_split(world_size)[rank]
-
-
-def train(name, dtype=torch.float64, steps=10):
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model = model_of(rank, dtype)
-    replica = DataParallel(model, bucket_bytes=100) if dist.is_initialized() else None
-    optimizer = OPTIMIZERS[name](model.parameters())
-    for step in range(steps):
-        inputs, targets = batch_of(step, rank, world_size, dtype)
-        train_step(
-            model,
-            optimizer,
-            batch=(inputs, targets),
-            loss_fn=nn.functional.mse_loss,
-            synchronize=replica.synchronize if replica else None,
-            weight=loss_weight(len(inputs), BATCH, world_size),
-        )
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def train_all():
-    return {(name, dtype): train(name, dtype) for name in OPTIMIZERS for dtype in (torch.float64, torch.float32)}
+ROWS = {name: Row(DENSE, name, replicas()) for name in OPTIMIZERS} | {
+    "lars, float32": Row(DENSE, "lars", replicas(), torch.float32)
+}
 
 
 @pytest.mark.equality("large_batch")
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, world_size):
-    alone = train_all()
-    results = ranks(world_size).run(train_all)
-    again = ranks(world_size).run(train_all)
-    for result, repeated in zip(results, again, strict=True):
-        for name in OPTIMIZERS:
-            exact, single = (name, torch.float64), (name, torch.float32)
-            assert float((result[exact] - alone[exact]).abs().max()) <= 1e-10
-            assert torch.equal(result[exact], results[0][exact]), "replicas differ"
-            assert torch.equal(result[single], repeated[single]), "does not repeat bit for bit"
-        assert float((result["lars", torch.float32] - alone["lars", torch.float32]).abs().max()) <= 1e-5
+    assert_rows_equal_one_process(ranks(world_size), ROWS)
+
+
+@pytest.mark.equality("large_batch")
+@pytest.mark.on_ranks(3)
+def test_training_repeats_bit_for_bit():
+    for name in OPTIMIZERS:
+        row = Row(DENSE, name, replicas(), torch.float32)
+        (one, _), (other, _) = outcome(row), outcome(row)
+        assert all(torch.equal(one[key], other[key]) for key in one), name
 
 
 @BOTH
 def test_state_makes_the_round_trip(name):
     """Saved, loaded with weights_only into an optimizer of other settings, and trained on: bit for bit the same."""
-    whole = train(name)
-    model = model_of(0)
-    optimizer = OPTIMIZERS[name](model.parameters())
-    for step in range(4):
-        train_step(model, optimizer, batch=batch_of(step), loss_fn=nn.functional.mse_loss)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    half, file = train(Row(DENSE, name), range(4)), io.BytesIO()
+    torch.save([half.state(), half.optimizer.state_dict()], file)
     file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    model = model_of(5)
-    model.load_state_dict(saved["model"])
-    optimizer = {"lars": LARS, "lamb": LAMB}[name](model.parameters(), 9.0, trust=Trust(adapt="none"))
-    optimizer.load_state_dict(saved["optimizer"])
-    for step in range(4, 10):
-        train_step(model, optimizer, batch=batch_of(step), loss_fn=nn.functional.mse_loss)
-    assert torch.equal(whole, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    other = partial({"lars": LARS, "lamb": LAMB}[name], lr=9.0, trust=Trust(adapt="none"))
+    again = train(Row(DENSE, other), range(4, 10), torch.load(file, weights_only=True)).state()
+    whole = train(Row(DENSE, name)).state()
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
 
 
 @BOTH
@@ -147,28 +95,28 @@ def test_a_closure_is_called_with_gradients_on(name):
 
 
 @BOTH
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_broken_gradient_is_seen_and_stays_at_home(name, broken):
-    weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-    optimizer = OPTIMIZERS[name](weights)
-    for weight in weights:
-        weight.grad = torch.ones(2, 2)
-    weights[0].grad[0, 0] = broken
-    optimizer.step()
-    assert not bool(weights[0].isfinite().all()), "hidden"
-    assert bool(weights[1].isfinite().all())
+def test_a_broken_gradient_is_seen_and_stays_at_home(name):
+    for broken in (float("nan"), float("inf")):
+        weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+        optimizer = OPTIMIZERS[name](weights)
+        for weight in weights:
+            weight.grad = torch.ones(2, 2)
+        weights[0].grad[0, 0] = broken
+        optimizer.step()
+        assert not bool(weights[0].isfinite().all()), "hidden"
+        assert bool(weights[1].isfinite().all())
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_norms_do_not_overflow(name, dtype):
+def test_half_precision_norms_do_not_overflow(name):
     """The sum of 10,000 squares of 300 is beyond float16."""
-    weight = nn.Parameter(torch.full((100, 100), 300.0, dtype=dtype))
-    weight.grad = torch.full_like(weight, 0.5)
-    optimizer = {"lars": LARS([weight], 10.0), "lamb": LAMB([weight], 0.01)}[name]
-    optimizer.step()
-    assert bool(weight.isfinite().all())
-    assert weight[0, 0].item() == pytest.approx(297.0, rel=0.01)
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = nn.Parameter(torch.full((100, 100), 300.0, dtype=dtype))
+        weight.grad = torch.full_like(weight, 0.5)
+        optimizer = {"lars": LARS([weight], 10.0), "lamb": LAMB([weight], 0.01)}[name]
+        optimizer.step()
+        assert bool(weight.isfinite().all())
+        assert weight[0, 0].item() == pytest.approx(297.0, rel=0.01)
 
 
 @BOTH
@@ -197,24 +145,21 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("make", "named", "words"), WRONG)
-def test_bad_arguments_are_refused(make, named, words):
-    with pytest.raises(ValueError, match=words):
-        make([nn.Parameter(torch.ones(2))], **named)
-    with pytest.raises(ValueError, match=words):  # and in a group's own settings
-        make([{"params": [nn.Parameter(torch.ones(2))], **named}], 0.1)
+WRONG_TRUST = [
+    ({"adapt": "some"}, "adapt is 'some'; pass one of matrices, all, none"),
+    ({"coefficient": 0.0}, "coefficient is 0.0"),
+    ({"max_ratio": -1.0}, "max_ratio is -1.0"),
+    ({"max_weight_norm": float("nan")}, "max_weight_norm is nan"),
+    ({"ratio_eps": -1e-6}, "ratio_eps is -1e-06"),
+]
 
 
-@pytest.mark.parametrize(
-    ("named", "words"),
-    [
-        ({"adapt": "some"}, "adapt is 'some'; pass one of matrices, all, none"),
-        ({"coefficient": 0.0}, "coefficient is 0.0"),
-        ({"max_ratio": -1.0}, "max_ratio is -1.0"),
-        ({"max_weight_norm": float("nan")}, "max_weight_norm is nan"),
-        ({"ratio_eps": -1e-6}, "ratio_eps is -1e-06"),
-    ],
-)
-def test_a_bad_trust_is_refused(named, words):
-    with pytest.raises(ValueError, match=words):
-        Trust(**named)
+def test_bad_arguments_are_refused():
+    for make, named, words in WRONG:
+        with pytest.raises(ValueError, match=words):
+            make([nn.Parameter(torch.ones(2))], **named)
+        with pytest.raises(ValueError, match=words):  # and in a group's own settings
+            make([{"params": [nn.Parameter(torch.ones(2))], **named}], 0.1)
+    for named, words in WRONG_TRUST:
+        with pytest.raises(ValueError, match=words):
+            Trust(**named)

@@ -1,5 +1,6 @@
 """What a pipeline sends: messages, shapes, tied gradients, losses, and whether a step failed."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,64 +32,44 @@ def calls_of(function):
     return value, [(call.op, call.num_bytes, call.peer) for call in seen.records.calls(dist.get_rank())]
 
 
-def steps():
-    """The calls of the plain step, and of a first and a second step of a pipeline of the same stages."""
-    rank = dist.get_rank()
-    schedule = gpipe(P, M)
+@pytest.mark.on_ranks(P)
+def test_each_hand_over_is_one_message_and_a_step_adds_two_small_sums():
+    rank, schedule, options = dist.get_rank(), gpipe(P, M), {"loss_fn": nn.functional.mse_loss, "num_microbatches": M}
     pipeline = Pipeline({rank: stage_of(rank)}, schedule, loss=nn.functional.mse_loss)
-    found = {}
-    for name in ("first", "second"):
-        loss, found[name] = calls_of(lambda: pipeline.step(*batch()))
-    _, found["loss"] = calls_of(lambda: pipeline.mean_loss(loss))
-    _, found["plain"] = calls_of(
-        lambda: plain_step(stage_of(rank), batch(), loss_fn=nn.functional.mse_loss, num_microbatches=M, between=[WIDTH])
-    )
+    _, first = calls_of(lambda: pipeline.step(*batch()))
+    loss, second = calls_of(lambda: pipeline.step(*batch()))
+    _, plain = calls_of(lambda: plain_step(stage_of(rank), batch(), between=[WIDTH], **options))
+    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < P]
+    for calls in (first, second, plain):
+        sent = sorted(call for call in calls if call[0] == "send")
+        assert sent == sorted(("send", MESSAGE, other) for other in neighbours for _ in range(M))
+    sums = [("all_reduce", 8 * P, -1)]
+    assert [call for call in second if call[0] not in ("send", "recv")] == 2 * sums
+    assert {op for op, *_ in plain} == {"send", "recv"}
+    shapes = [num_bytes for op, num_bytes, _ in first if op == "broadcast"]
+    assert len(shapes) == 2 * P  # of each stage: how long the answer is, and the answer
+    assert max(shapes) < 1_000
+    assert calls_of(lambda: pipeline.mean_loss(loss))[1] == [("broadcast", 16, P - 1)]
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-    _, found["state"] = calls_of(StageState({rank: stage_of(rank)}, optimizer).shard_state)
-    numbers, found["numbers"] = calls_of(lambda: gather_numbers(rank))
-    assert numbers == list(range(P))
-    _, found["refuse"] = calls_of(lambda: refuse_together(""))
-    _, found["raise"] = calls_of(lambda: raise_together(None, schedule))
+    assert calls_of(StageState({rank: stage_of(rank)}, optimizer).shard_state)[1] == []
+    assert calls_of(lambda: gather_numbers(rank)) == (list(range(P)), sums)
+    assert calls_of(lambda: raise_together(None, schedule))[1] == sums
+    assert sum(num_bytes for _, num_bytes, _ in calls_of(lambda: refuse_together(""))[1]) < 100
     pipeline.close()
-    return found
 
 
-def test_each_hand_over_is_one_message_and_a_step_adds_two_small_sums(ranks):
-    for rank, found in enumerate(ranks(P).run(steps)):
-        neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < P]
-        messages = sorted(("send", MESSAGE, other) for other in neighbours for _ in range(M))
-        for name in ("first", "second", "plain"):
-            assert sorted(call for call in found[name] if call[0] == "send") == messages, name
-        numbers = [("all_reduce", 8 * P, -1)]
-        assert [call for call in found["second"] if call[0] not in ("send", "recv")] == 2 * numbers
-        assert {op for op, *_ in found["plain"]} == {"send", "recv"}
-        shapes = [num_bytes for op, num_bytes, _ in found["first"] if op == "broadcast"]
-        assert len(shapes) == 2 * P  # of each stage: how long the answer is, and the answer
-        assert max(shapes) < 1_000
-        assert found["loss"] == [("broadcast", 16, P - 1)]
-        assert found["state"] == []
-        assert found["numbers"] == found["raise"] == numbers
-        assert sum(num_bytes for _, num_bytes, _ in found["refuse"]) < 100
-
-
-def tied():
+@pytest.mark.on_ranks(3)
+def test_holders_of_a_tied_parameter_send_it_to_each_other():
     """Three holders of a parameter of 5 x 5 elements: the calls at construction, and those of a step."""
     rank = dist.get_rank()
     modules = {rank: nn.Linear(5, 5, bias=False)}
     gradients, start = calls_of(lambda: TiedGradients([TiedParameter("weight", (0, 1, 2))], modules, [0, 1, 2]))
     gradients.begin()
     modules[rank](torch.full((1, 5), 0.1 + rank)).sum().backward()
-    own = modules[rank].weight.grad.clone()
+    parts = [torch.empty(5, 5) for _ in range(3)]
+    dist.all_gather(parts, modules[rank].weight.grad)
     _, step = calls_of(gradients.finish)
-    return start, step, own, modules[rank].weight.grad
-
-
-def test_holders_of_a_tied_parameter_send_it_to_each_other(ranks):
-    results = ranks(3).run(tied)
-    in_order = results[0][2] + results[1][2] + results[2][2]
-    for rank, (start, step, _, total) in enumerate(results):
-        assert [num_bytes for op, num_bytes, _ in start if op == "send"] == [100] * (2 if rank == 0 else 0)
-        assert sorted(call for call in step if call[0] == "send") == [
-            ("send", 100, other) for other in range(3) if other != rank
-        ]
-        assert torch.equal(total, in_order)
+    assert [num_bytes for op, num_bytes, _ in start if op == "send"] == [100] * (2 if rank == 0 else 0)
+    others = [("send", 100, other) for other in range(3) if other != rank]
+    assert sorted(call for call in step if call[0] == "send") == others
+    assert torch.equal(modules[rank].weight.grad, parts[0] + parts[1] + parts[2]), "in the order of stages"

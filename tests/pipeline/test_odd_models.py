@@ -1,4 +1,4 @@
-"""Stages that cache, count, share, hook and read numbers: every schedule trains them like one process; torch, too."""
+"""Stages that cache, count, share, hook and read numbers: every schedule trains them like one process."""
 
 import copy
 import random
@@ -6,9 +6,11 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from equal import Row, Task, assert_stages_equal, train, train_in_stages
+from refused import message
 from torch import nn
 
-from distlab.pipeline import Pipeline, split_sequential
+from distlab.pipeline import Pipeline
 from distlab.plan import SCHEDULES, make_schedule
 from distlab.rng import generator
 
@@ -139,107 +141,47 @@ class ReadsNumbers(nn.Module):
 KINDS = [TwoNames, Caches, Normed, Recurrent, Slopes, Adapted, Waves, ReadsNumbers]
 
 
-def make_model():
-    torch.manual_seed(0)
+def make_model(rank):
+    torch.manual_seed(rank)
     return nn.Sequential(*(kind() for kind in KINDS))
 
 
 def batch(step, num_microbatches):
     draw = generator(step, 0, "batch")
-    inputs = torch.randn(SIZE * num_microbatches, 4, dtype=REAL, generator=draw)
-    return inputs, torch.randn(SIZE * num_microbatches, 4, dtype=REAL, generator=draw)
+    return [torch.randn(SIZE * num_microbatches, 4, dtype=REAL, generator=draw) for _ in range(2)]
 
 
-def one_process(num_microbatches):
-    model = make_model()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for step in range(UPDATES):
-        optimizer.zero_grad()
-        for x, y in zip(*(part.split(SIZE) for part in batch(step, num_microbatches)), strict=True):
-            (nn.functional.mse_loss(model(x), y) / num_microbatches).backward()
-        optimizer.step()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+def micro_batches(x):
+    return x.split(SIZE)
 
 
-def train(names):
-    found = {}
-    world_size, rank = dist.get_world_size(), dist.get_rank()
+def check(world_size, names):
+    num_microbatches = MICROBATCHES[world_size]
+    task = Task(make_model, lambda step: batch(step, num_microbatches))
+    row = Row(task, "adamw", cut=micro_batches)
+    expected = train(row, range(UPDATES)).state()
     for name in names:
-        num_microbatches = MICROBATCHES[world_size]
-        schedule = make_schedule(name.removesuffix(", recompute"), world_size, num_microbatches)
-        stages = split_sequential(make_model(), schedule.num_stages)
-        mine = {number: stages[number] for number, home in enumerate(schedule.home) if home == rank}
-        pipeline = Pipeline(mine, schedule, loss=nn.functional.mse_loss)
-        optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=1e-2)
-        for step in range(UPDATES):
-            pipeline.zero_grad()
-            pipeline.step(*batch(step, num_microbatches))
-            optimizer.step()
-        found[name] = {name: value.detach() for stage in mine.values() for name, value in stage.state_dict().items()}
-        for module in (module for stage in mine.values() for module in stage.modules()):
-            if isinstance(module, Caches | Adapted):
-                calls = module.calls if isinstance(module, Caches) else module.seen
-                assert len(calls) == UPDATES * num_microbatches, "the trial is not counted"
-            if isinstance(module, ReadsNumbers):
-                assert module.calls == UPDATES * num_microbatches
+        pipeline, own, _ = train_in_stages(row, make_schedule(name, world_size, num_microbatches), range(UPDATES))
         pipeline.close()
-    return found
+        assert_stages_equal(own, expected, name)
+        for module in (module for stage in own.values() for module in stage.modules()):
+            calls = {Caches: "calls", Adapted: "seen", ReadsNumbers: "calls"}.get(type(module))
+            if calls is not None:
+                made = getattr(module, calls)
+                count = made if isinstance(made, int) else len(made)
+                assert count == UPDATES * num_microbatches, "the trial is not counted"
 
 
-def differing(state, expected, tolerance=1e-10):
-    """Names of tensors that differ, or are on the meta device."""
-    return [
-        name
-        for name, value in state.items()
-        if value.is_meta or not torch.allclose(value, expected[name], rtol=0, atol=tolerance)
-    ]
-
-
-def check(ranks, world_size, names):
-    expected = one_process(MICROBATCHES[world_size])
-    results = ranks(world_size).run(train, names)
-    for name in names:
-        whole = {key: value for found in results for key, value in found[name].items()}
-        assert whole.keys() == expected.keys()
-        assert not differing(whole, expected), name
-
-
-def test_odd_stages_train_like_one_process(ranks):
-    check(ranks, 2, ["one_f_one_b", "zb_v"])
+@pytest.mark.on_ranks(2)
+def test_odd_stages_train_like_one_process():
+    check(2, ["one_f_one_b", "zb_v"])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_schedule_trains_odd_stages_like_one_process(ranks, world_size):
-    check(ranks, world_size, NAMES)
-
-
-def with_torch(kind):
-    """Two stages of this kind under torch's own pipeline: what differs from one process after the updates."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    torch.manual_seed(0)
-    model = nn.Sequential(kind(), kind())
-    plain, rank = copy.deepcopy(model), dist.get_rank()
-    stage = PipelineStage(model[rank], rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    x, y = batch(0, 4)
-    try:
-        schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".split("\n")[0]
-    for part, wanted in zip(x.split(SIZE), y.split(SIZE), strict=True):
-        (nn.functional.mse_loss(plain(part), wanted) / 4).backward()
-    return [
-        name
-        for (name, mine), theirs in zip(model[rank].named_parameters(), plain[rank].parameters(), strict=True)
-        if theirs.grad is not None and not torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10)
-    ]
-
-
-def test_torchs_own_pipeline_runs_them_too(ranks):
-    for kind in (TwoNames, Caches, Recurrent, Adapted, Waves):
-        assert ranks(2).run(with_torch, kind) == [[], []], kind
+@pytest.mark.on_ranks
+def test_every_schedule_trains_odd_stages_like_one_process(world_size):
+    check(world_size, NAMES)
 
 
 class Overwrites(nn.Module):
@@ -254,31 +196,25 @@ class Overwrites(nn.Module):
         return (x, x[:, 1:].mean(1, keepdim=True)) if self.num_inputs == 2 else x
 
 
-def overwriting(num_inputs, name, recompute):
-    """Return what differs from one process, or the error."""
+def overwriting(num_inputs, name, recompute=False):
+    """Compare two steps with those of one process."""
     torch.manual_seed(0)
     stages = [nn.Sequential(linear(), Overwrites(num_inputs)), Overwrites(1)]
     twins, rank = copy.deepcopy(stages), dist.get_rank()
-    pipeline = Pipeline(
-        {rank: stages[rank]}, make_schedule(name, 2, 4), loss=nn.functional.mse_loss, recompute=recompute
-    )
-    try:
-        for step in range(2):
-            pipeline.step(*batch(step, 4))
-    except ValueError as error:
-        return str(error)
+    schedule = make_schedule(name, 2, 4)
+    pipeline = Pipeline({rank: stages[rank]}, schedule, loss=nn.functional.mse_loss, recompute=recompute)
     for step in range(2):
+        pipeline.step(*batch(step, 4))
         for x, y in zip(*(part.split(SIZE) for part in batch(step, 4)), strict=True):
             (nn.functional.mse_loss(twins[1](twins[0](x)), y) / 4).backward()
-    pairs = zip(stages[rank].parameters(), twins[rank].parameters(), strict=True)
-    return [bool(torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-12)) for mine, theirs in pairs]
+    for mine, theirs in zip(stages[rank].parameters(), twins[rank].parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-12)
 
 
-def test_a_stage_may_change_its_one_input_in_place_and_of_several_is_refused(ranks):
+@pytest.mark.on_ranks(2)
+def test_a_stage_may_change_its_one_input_in_place_and_of_several_is_refused():
     for name in ("one_f_one_b", "zb_h1"):
-        for found in ranks(2).run(overwriting, 1, name, False):
-            assert set(found) == {True}
-        for text in ranks(2).run(overwriting, 2, name, False):
-            assert "a leaf Variable that requires grad is being used in an in-place operation. Nothing" in text
-    for text in ranks(2).run(overwriting, 1, "one_f_one_b", True):
-        assert "in-place operation. Nothing has run" in text
+        overwriting(1, name)
+        text = message(lambda name=name: overwriting(2, name))
+        assert "a leaf Variable that requires grad is being used in an in-place operation. Nothing" in text
+    assert "in-place operation. Nothing has run" in message(lambda: overwriting(1, "one_f_one_b", recompute=True))

@@ -2,12 +2,15 @@
 
 import weakref
 from typing import NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import distlab.pipeline.wire as wire
+from distlab.comm import recorded
 from distlab.pipeline import Pipeline
 from distlab.pipeline.plain import plain_step
 from distlab.plan import add_communication, gpipe, interleaved, make_schedule, one_f_one_b, parse_schedule, validate
@@ -115,109 +118,81 @@ def gradients(modules):
     }
 
 
-def merged(results):
-    return {name: value for result in results for name, value in result.items()}
-
-
 def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name] - value).abs().max() <= 1e-10, name
+    """What this rank has is what one process has under the same names."""
+    assert found
+    for name, value in found.items():
+        assert (value - expected[name]).abs().max() <= 1e-10, name
 
 
-def test_nested_values_changing_shapes_and_accumulation_equal_one_process(ranks):
-    shapes = [(8, 7), (4, 7), (8, 7), (8, 5)]
-
-    def train():
-        modules = make_model()
-        schedule = make_schedule("one_f_one_b", 3, NUM_MICROBATCHES)
-        pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn)
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
-        losses = []
-        for step, (size, length) in enumerate(shapes):
-            loss = pipeline.step(*make_batch(step, size, length))
-            losses.append(pipeline.mean_loss(loss))
-            assert (loss is None) == (dist.get_rank() != 2)
-            if step % 2:  # two batches an update
-                optimizer.step()
-                pipeline.zero_grad()
-        assert len(pipeline._known) == 3  # one of the four shapes came twice: nobody was asked again
-        pipeline.step(*make_batch(9))
-        grads = gradients(own(modules, schedule))
-        outputs = pipeline.evaluate(make_batch(9)[0])
-        loss = pipeline.evaluate(*make_batch(9))
-        assert gradients(own(modules, schedule)).keys() == grads.keys()
-        assert (outputs is None) == (dist.get_rank() != 2)
-        return grads, losses, outputs, loss
-
-    modules = make_model()
-    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1, momentum=0.9)
-    losses = []
-    for step, (size, length) in enumerate(shapes):
+@pytest.mark.on_ranks(3)
+def test_nested_values_changing_shapes_and_accumulation_equal_one_process():
+    modules, twins, is_last = make_model(), make_model(), dist.get_rank() == 2
+    schedule = make_schedule("one_f_one_b", 3, NUM_MICROBATCHES)
+    mine = own(modules, schedule)
+    pipeline = Pipeline(mine, schedule, loss=loss_fn)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+    alone = torch.optim.SGD([p for module in twins for p in module.parameters()], lr=0.1, momentum=0.9)
+    for step, (size, length) in enumerate([(8, 7), (4, 7), (8, 7), (8, 5)]):
         inputs, targets = make_batch(step, size, length)
-        loss = loss_fn(whole(modules, inputs), targets)
-        loss.backward()
-        losses.append(loss.item())
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+        loss, wanted = pipeline.step(inputs, targets), loss_fn(whole(twins, inputs), targets)
+        wanted.backward()
+        assert abs(pipeline.mean_loss(loss) - wanted.item()) <= 1e-10
+        assert (loss is None) == (not is_last)
+        if step % 2:  # two batches an update
+            for one in (optimizer, alone):
+                one.step()
+                one.zero_grad()
+    assert len(pipeline._known) == 3  # one of the four shapes came twice: nobody was asked again
     inputs, targets = make_batch(9)
-    outputs = whole(modules, inputs)
-    loss_fn(outputs, targets).backward()
-    expected = gradients(dict(enumerate(modules)))
-
-    results = ranks(3).run(train)
-    found = merged(result[0] for result in results)
-    for name in ("0.unused.weight", "0.unused.bias"):  # in a pipeline their gradient is zero, not missing
+    pipeline.step(inputs, targets)
+    wanted = whole(twins, inputs)
+    loss_fn(wanted, targets).backward()
+    found = gradients(mine)
+    for name in [name for name in found if "unused" in name]:  # in a pipeline their gradient is zero, not missing
         assert not found.pop(name).any()
-    assert_close(found, expected)
-    for result in results:
-        assert max(abs(a - b) for a, b in zip(result[1], losses, strict=True)) <= 1e-10
-    assert (results[2][2] - outputs).abs().max() <= 1e-10
-    assert (results[2][3] - loss_fn(outputs, targets)).abs() <= 1e-10
+    assert_close(found, gradients(dict(enumerate(twins))))
+    outputs, loss = pipeline.evaluate(inputs), pipeline.evaluate(inputs, targets)
+    assert_close(found, gradients(mine))
+    assert (outputs is None) == (not is_last)
+    if is_last:
+        assert (outputs - wanted).abs().max() <= 1e-10
+        assert (loss - loss_fn(wanted, targets)).abs() <= 1e-10
 
 
-def test_plain_own_order_explicit_messages_recompute_and_channels_equal_one_process(ranks):
-    def train():
-        rank, grads = dist.get_rank(), {}
-        inputs, targets = chain_batch(2)
-        modules = chain(2)
-        options = {"num_microbatches": NUM_MICROBATCHES, "between": [7], "loss_fn": loss_fn}
-        plain_step(modules[rank], (inputs, targets), **options)
-        grads["plain"] = gradients({rank: modules[rank]})
-        ways = {
-            "gpipe": (gpipe(2, NUM_MICROBATCHES), {}),
-            "own order": (parse_schedule(OWN_ORDER), {}),
-            "explicit": (add_communication(one_f_one_b(2, NUM_MICROBATCHES)), {}),
-            "channels": (parse_schedule(OWN_ORDER), {}),
-            "channels again": (parse_schedule(OWN_ORDER), {}),
-            "recompute": (gpipe(2, NUM_MICROBATCHES), {"recompute": True}),
-            "recompute, split": (parse_schedule(OWN_ORDER), {"recompute": True}),
-            "naive": (make_schedule("naive", 2, NUM_MICROBATCHES), {}),
-        }
-        for way, (schedule, options) in ways.items():
-            modules = chain(2)
-            real, wire.needs_batches = wire.needs_batches, lambda *_, way=way: "channels" in way  # as on nccl
-            pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn, **options)
-            wire.needs_batches = real
-            pipeline.step(inputs if rank == 0 else None, targets if rank == 1 else None)
-            grads[way] = gradients(own(modules, schedule))
-            plan = [action for action in schedule.actions(rank) if action.kind in "FBIW"]
-            assert pipeline.order == plan, way
-            assert pipeline.peak_in_flight == validate(schedule).peak_in_flight[rank], way
-            assert len(pipeline._channels) == 2 * ("channels" in way)
-            pipeline.close()
-        return grads
-
-    results = ranks(2).run(train)
-    modules = chain(2)
-    inputs, targets = chain_batch(2)
-    loss_fn(nn.Sequential(*modules)(inputs), targets).backward()
-    expected = gradients(dict(enumerate(modules)))
-    for way in results[0]:
-        assert_close(merged(result[way] for result in results), expected)
-    for result in results:  # computed again, not otherwise
-        assert all(torch.equal(result["gpipe"][name], result["recompute"][name]) for name in result["gpipe"])
+@pytest.mark.on_ranks(2)
+def test_plain_own_order_explicit_messages_recompute_and_channels_equal_one_process():
+    rank, (inputs, targets) = dist.get_rank(), chain_batch(2)
+    twins, modules = chain(2), chain(2)
+    loss_fn(nn.Sequential(*twins)(inputs), targets).backward()
+    expected = gradients(dict(enumerate(twins)))
+    options = {"num_microbatches": NUM_MICROBATCHES, "between": [7], "loss_fn": loss_fn}
+    plain_step(modules[rank], (inputs, targets), **options)
+    assert_close(gradients({rank: modules[rank]}), expected)
+    ways = {
+        "gpipe": (gpipe(2, NUM_MICROBATCHES), {}),
+        "own order": (parse_schedule(OWN_ORDER), {}),
+        "explicit": (add_communication(one_f_one_b(2, NUM_MICROBATCHES)), {}),
+        "channels": (parse_schedule(OWN_ORDER), {}),
+        "channels again": (parse_schedule(OWN_ORDER), {}),
+        "recompute": (gpipe(2, NUM_MICROBATCHES), {"recompute": True}),
+        "recompute, split": (parse_schedule(OWN_ORDER), {"recompute": True}),
+        "naive": (make_schedule("naive", 2, NUM_MICROBATCHES), {}),
+    }
+    found = {}
+    for way, (schedule, options) in ways.items():
+        mine = own(chain(2), schedule)
+        with mock.patch.object(wire, "needs_batches", lambda *_, way=way: "channels" in way):  # as on nccl
+            pipeline = Pipeline(mine, schedule, loss=loss_fn, **options)
+        pipeline.step(inputs if rank == 0 else None, targets if rank == 1 else None)
+        found[way] = gradients(mine)
+        assert_close(found[way], expected)
+        assert pipeline.order == [action for action in schedule.actions(rank) if action.kind in "FBIW"], way
+        assert pipeline.peak_in_flight == validate(schedule).peak_in_flight[rank], way
+        assert len(pipeline._channels) == 2 * ("channels" in way)
+        pipeline.close()
+    for name, gradient in found["gpipe"].items():  # computed again, not otherwise
+        assert torch.equal(gradient, found["recompute"][name])
 
 
 class Watched(nn.Module):
@@ -240,105 +215,82 @@ class Watched(nn.Module):
         return sum(reference() is not None for reference in self.inner)
 
 
-def test_recompute_keeps_inputs_only_and_stages_report_complete_gradients(ranks):
-    def train():
-        schedule, alive, calls = interleaved(2, NUM_MICROBATCHES), {}, {}
-        inputs, targets = chain_batch(1)
-        inputs, targets = inputs.repeat(1, 2)[:, :7], targets
-        for recompute in (False, True):
-            modules = {stage: Watched() for stage in own([None] * 4, schedule)}
-            watched = [modules[stage] for stage in modules]
-            seen = []
+@pytest.mark.on_ranks(2)
+def test_recompute_keeps_inputs_only_and_stages_report_complete_gradients():
+    schedule, (inputs, targets) = interleaved(2, NUM_MICROBATCHES), chain_batch(1)
+    inputs = inputs.repeat(1, 2)[:, :7]
+    for recompute in (False, True):
+        modules, seen, complete = {stage: Watched() for stage in own([None] * 4, schedule)}, [], {}
 
-            def loss(outputs, targets, watched=watched, seen=seen):
-                seen.append(sum(module.num_alive for module in watched))
-                return loss_fn(outputs, targets)
+        def loss(outputs, targets, modules=modules, seen=seen):
+            seen.append(sum(module.num_alive for module in modules.values()))
+            return loss_fn(outputs, targets)
 
-            pipeline = Pipeline(modules, schedule, loss=loss, recompute=recompute)
-            complete = {}
-            pipeline.on_stage_complete = lambda stage, complete=complete, modules=modules: complete.update(
-                {stage: gradients({stage: modules[stage]})}
-            )
-            pipeline.step(inputs, targets)
-            final = gradients(modules)
-            reported = merged(complete.values())
-            assert list(complete) == sorted(modules, reverse=True)  # later stages end first
-            assert all(torch.equal(final[name], reported[name]) for name in final)
-            alive[recompute], calls[recompute] = max(seen, default=0), sum(len(module.calls) for module in watched)
-        return alive, calls
-
-    results = ranks(2).run(train)
-    for rank, (alive, calls) in enumerate(results):
-        assert calls == {False: 2 * NUM_MICROBATCHES, True: 4 * NUM_MICROBATCHES}
-        if rank == 1:  # where the loss looks
-            assert alive[False] > 1
-            assert alive[True] <= 1
+        pipeline = Pipeline(modules, schedule, loss=loss, recompute=recompute)
+        pipeline.on_stage_complete = lambda stage, complete=complete, modules=modules: complete.update(
+            {stage: gradients({stage: modules[stage]})}
+        )
+        pipeline.step(inputs, targets)
+        reported = {name: value for each in complete.values() for name, value in each.items()}
+        assert list(complete) == sorted(modules, reverse=True)  # later stages end first
+        assert all(torch.equal(value, reported[name]) for name, value in gradients(modules).items())
+        assert sum(len(module.calls) for module in modules.values()) == (4 if recompute else 2) * NUM_MICROBATCHES
+        if dist.get_rank() == 1:  # where the loss looks
+            assert max(seen) <= 1 if recompute else max(seen) > 1
 
 
-def test_receives_are_posted_before_the_computation_that_precedes_their_use(ranks):
-    def train():
-        spans, schedule = SpanWriter(dist.get_rank()), one_f_one_b(2, NUM_MICROBATCHES)
-        modules = chain(2)
-        modules[0].requires_grad_(False)  # its output wants no gradient, and none is sent
-        pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn, spans=spans)
+@pytest.mark.on_ranks(2)
+def test_receives_are_posted_before_the_computation_that_precedes_their_use():
+    rank, schedule = dist.get_rank(), one_f_one_b(2, NUM_MICROBATCHES)
+    spans, modules = SpanWriter(rank), chain(2)
+    modules[0].requires_grad_(False)  # its output wants no gradient, and none is sent
+    pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn, spans=spans)
+    with recorded() as seen:
         pipeline.step(*chain_batch(2))
-        return spans.trace()
-
-    pool = ranks(2)
-    traces = pool.run(train)
-    records = pool.records()
-    received = [call.start_ns for call in records.calls(1) if call.op == "recv"]
-    forward = [span.start_ns for span in traces[1] if span.kind == "F"]
-    assert len(received) == len(forward) == NUM_MICROBATCHES
-    for later, earlier in zip(received[1:], forward, strict=False):
-        assert later < earlier  # while micro-batch k is computed, k + 1 may arrive
-    sent = [[call.num_bytes for call in records.calls(rank) if call.op == "send"] for rank in range(2)]
-    assert sent == [[2 * 7 * 8] * NUM_MICROBATCHES, []]
-    lanes = {(span.lane, span.kind) for trace in traces for span in trace}
-    assert {("compute", "F"), ("compute", "B"), ("send", "SEND_F"), ("receive", "RECV_F")} <= lanes
-    assert {(span.name, span.stage, span.microbatch) for span in traces[1] if span.kind == "F"} == {
-        (f"1F{k}", 1, k) for k in range(NUM_MICROBATCHES)
-    }
+    calls, trace = list(seen.records.calls(rank)), list(spans.trace())
+    assert [call.num_bytes for call in calls if call.op == "send"] == [[2 * 7 * 8] * NUM_MICROBATCHES, []][rank]
+    lanes = {(span.lane, span.kind) for span in trace}
+    message = ("receive", "RECV_F") if rank else ("send", "SEND_F")
+    assert {("compute", "F"), message} <= lanes
+    if rank == 1:
+        assert ("compute", "B") in lanes
+        received = [call.start_ns for call in calls if call.op == "recv"]
+        forward = [span.start_ns for span in trace if span.kind == "F"]
+        assert len(received) == len(forward) == NUM_MICROBATCHES
+        assert all(map(int.__lt__, received[1:], forward))  # while micro-batch k is computed, k + 1 may arrive
+        names = {(span.name, span.stage, span.microbatch) for span in trace if span.kind == "F"}
+        assert names == {(f"1F{k}", 1, k) for k in range(NUM_MICROBATCHES)}
 
 
-def test_tensors_that_were_sent_are_let_go_when_the_plan_says_that_they_were_used(ranks):
-    def train():
-        real, seen = wire.Wire.send, {}
+@pytest.mark.on_ranks(2)
+def test_tensors_that_were_sent_are_let_go_when_the_plan_says_that_they_were_used():
+    real, seen = wire.Wire.send, []
 
-        def send(self, action, tensors):
-            real(self, action, tensors)
-            seen[name] = max(seen.get(name, 0), len(self._alive))
+    def send(self, action, tensors):
+        real(self, action, tensors)
+        seen.append(len(self._alive))
 
-        wire.Wire.send = send
-        try:
-            for name in ("gpipe", "one_f_one_b"):
-                schedule = make_schedule(name, 2, 8)
-                Pipeline(own(chain(2), schedule), schedule, loss=loss_fn).step(*chain_batch(2))
-        finally:
-            wire.Wire.send = real
-        return seen
-
-    first, last = ranks(2).run(train)
-    assert first == {"gpipe": 8, "one_f_one_b": 2}  # as many as are in flight
-    assert last["one_f_one_b"] <= 2
+    for name, in_flight in (("gpipe", 8), ("one_f_one_b", 2)):
+        schedule = make_schedule(name, 2, 8)
+        seen.clear()
+        with mock.patch.object(wire.Wire, "send", send):
+            Pipeline(own(chain(2), schedule), schedule, loss=loss_fn).step(*chain_batch(2))
+        if dist.get_rank() == 0:
+            assert max(seen) == in_flight, name
+        elif name == "one_f_one_b":
+            assert max(seen) <= 2
 
 
-def test_one_rank_alone_runs_a_pipeline_too(ranks):
-    def train():
-        inputs, targets = chain_batch(2)
-        found = []
-        for name in ("zb_h1", "interleaved", "zb_v"):
-            schedule = make_schedule(name, 1, NUM_MICROBATCHES)
-            modules = chain(2)[: schedule.num_stages] if schedule.num_stages == 2 else [nn.Sequential(*chain(2))]
-            pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn)
-            loss = pipeline.step(inputs, targets)
-            assert (pipeline.evaluate(inputs, targets) - loss).abs() <= 1e-12
-            found.append([parameter.grad for parameter in pipeline.parameters()])
-        return found
-
-    whole = nn.Sequential(*chain(2))
+@pytest.mark.on_ranks(1)
+def test_one_rank_alone_runs_a_pipeline_too():
     inputs, targets = chain_batch(2)
-    loss_fn(whole(inputs), targets).backward()
-    for found in ranks(1).run(train)[0]:
-        for mine, parameter in zip(found, whole.parameters(), strict=True):
-            assert (mine - parameter.grad).abs().max() <= 1e-12
+    alone = nn.Sequential(*chain(2))
+    loss_fn(alone(inputs), targets).backward()
+    for name in ("zb_h1", "interleaved", "zb_v"):
+        schedule = make_schedule(name, 1, NUM_MICROBATCHES)
+        modules = chain(2)[: schedule.num_stages] if schedule.num_stages == 2 else [nn.Sequential(*chain(2))]
+        pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn)
+        loss = pipeline.step(inputs, targets)
+        assert (pipeline.evaluate(inputs, targets) - loss).abs() <= 1e-12
+        for mine, wanted in zip(pipeline.parameters(), alone.parameters(), strict=True):
+            assert (mine.grad - wanted.grad).abs().max() <= 1e-12

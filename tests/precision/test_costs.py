@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import calls_of
 from torch import nn
 
 from distlab.blocks.flat import FlatBuffer
@@ -18,21 +19,14 @@ def gradients(rank):
     return torch.randn(SIZE, generator=generator(0, rank, "gradients")).bfloat16()
 
 
-def reduce_bucket():
+@pytest.mark.on_ranks(3)
+def test_the_hook_rounds_a_mean_once_at_the_bytes_of_a_half_precision_sum():
     flat = FlatBuffer([torch.zeros(SIZE, dtype=torch.bfloat16)])
     flat.buffer.copy_(gradients(dist.get_rank()))
-    hook, bucket = Float32Reduce(), GradientBucket(0, flat.buffer, flat.views)
-    with recorded() as seen:
-        hook.start(bucket, None).wait()
-    calls = [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
-    return flat.buffer, calls
-
-
-def test_the_hook_rounds_a_mean_once_at_the_bytes_of_a_half_precision_sum(ranks):
-    total = gradients(0).float() + gradients(1).float() + gradients(2).float()
-    for found, calls in ranks(3).run(reduce_bucket):
-        assert torch.equal(found, (total / 3).bfloat16())
-        assert calls == [("all_to_all", 2 * SIZE), ("all_gather", 2 * SIZE // 3)]
+    calls = calls_of(lambda: Float32Reduce().start(GradientBucket(0, flat.buffer, flat.views), None).wait())
+    total = sum(gradients(rank).float() for rank in range(3))
+    assert torch.equal(flat.buffer, (total / 3).bfloat16())
+    assert calls == [("all_to_all", 2 * SIZE), ("all_gather", 2 * SIZE // 3)]
 
 
 @pytest.mark.on_ranks(2)

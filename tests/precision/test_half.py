@@ -1,8 +1,11 @@
 """Half precision over ranks: sums with one rounding, masters that keep small updates, autocast as one process."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
+from equal import same_everywhere
 from torch import nn
 
 from distlab.blocks.gradient_hook import GradientHook
@@ -18,35 +21,20 @@ def values(rank, size, dtype):
     return torch.randn(size, generator=generator(3, rank, "values")).to(dtype)
 
 
-def summed(sizes, dtype, op):
-    rank, results = dist.get_rank(), []
-    for size in sizes:
-        tensor = values(rank, size, dtype).view(-1, 1)
-        with recorded() as traffic:
-            assert all_reduce_in_float32(tensor, op=op) is tensor
-        results.append((tensor.view(-1), [(r.op, r.num_bytes) for r in traffic.records]))
-    return results
-
-
 @pytest.mark.equality("precision")
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_sums_are_rounded_once_and_are_the_same_bits_on_every_rank(ranks, world_size):
-    sizes = [1, 2, 7, 1000]
-    for dtype in DTYPES:
-        for op in ("sum", "mean"):
-            results = ranks(world_size).run(summed, sizes, dtype, op)
-            for index, size in enumerate(sizes):
-                total = torch.stack([values(r, size, dtype).float() for r in range(world_size)])
-                exact = values(0, size, dtype).float()
-                for other in total[1:]:
-                    exact = exact + other
-                expected = (exact / (world_size if op == "mean" else 1)).to(dtype)
-                for result in results:
-                    assert torch.equal(result[index][0], expected)
-                share = -(-size // world_size) * 2
-                calls = results[0][index][1]
-                assert calls == [("all_to_all", share * world_size), ("all_gather", share)], calls
+@pytest.mark.on_ranks
+def test_sums_are_rounded_once_and_are_the_same_bits_on_every_rank(world_size):
+    for dtype, op, size in product(DTYPES, ("sum", "mean"), (1, 2, 7, 1000)):
+        tensor = values(dist.get_rank(), size, dtype).view(-1, 1)
+        with recorded() as traffic:
+            assert all_reduce_in_float32(tensor, op=op) is tensor
+        exact = sum(values(rank, size, dtype).float() for rank in range(world_size))
+        assert torch.equal(tensor.view(-1), (exact / (world_size if op == "mean" else 1)).to(dtype))
+        share = -(-size // world_size) * 2
+        calls = [(record.op, record.num_bytes) for record in traffic.records]
+        assert calls == [("all_to_all", share * world_size), ("all_gather", share)], calls
 
 
 @pytest.mark.on_ranks(4)
@@ -85,31 +73,27 @@ def small_model():
     return model
 
 
-def train_bfloat16(hook_name):
-    rank = dist.get_rank()
-    model = small_model().to(torch.bfloat16)
-    replicas = DataParallel(model, bucket_bytes=100, first_bucket_bytes=50, hook=Float32Reduce() if hook_name else None)
-    masters = MasterWeights(model.parameters(), lambda p: torch.optim.Adam(p, lr=1e-2))
-    local = [p.detach().clone() for p in model.parameters()]
+def train_bfloat16():
+    """Return the gradients of the first step, and the masters at the end."""
+    rank, model = dist.get_rank(), small_model().to(torch.bfloat16)
+    replicas = DataParallel(model, bucket_bytes=100, first_bucket_bytes=50, hook=Float32Reduce())
+    masters, first = MasterWeights(model.parameters(), lambda p: torch.optim.Adam(p, lr=1e-2)), []
     for step in range(5):
         inputs = torch.randn(4, 6, generator=generator(2, rank, f"step {step}")).to(torch.bfloat16)
         masters.zero_grad()
         model(inputs).float().square().mean().backward()
         replicas.synchronize()
-        if step == 0:
-            local = [p.grad.clone() for p in model.parameters()]
+        first = first or [p.grad.clone() for p in model.parameters()]
         masters.step()
-    return local, [p.detach().clone() for p in masters.parameters]
+    return first + [p.detach().clone() for p in masters.parameters]
 
 
-def test_the_hook_averages_buckets_of_data_parallel_in_float32(ranks):
+@pytest.mark.on_ranks(3)
+def test_the_hook_averages_buckets_of_data_parallel_in_float32():
     assert isinstance(Float32Reduce(), GradientHook)
-    results = ranks(3).run(train_bfloat16, "float32")
-    for gradients, finals in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients, results[0][0], strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(finals, results[0][1], strict=True))
-    again = ranks(3).run(train_bfloat16, "float32")
-    assert all(torch.equal(a, b) for a, b in zip(again[0][1], results[0][1], strict=True))
+    one, other = train_bfloat16(), train_bfloat16()
+    assert all(map(same_everywhere, one))
+    assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.equality("precision")
@@ -150,28 +134,28 @@ def test_accumulation_adds_in_float32():
         other.load_state_dict(masters.state_dict())
 
 
-@pytest.mark.equality("precision")
-def test_autocast_over_ranks_equals_one_process(ranks):
-    def train(dtype, world_size=1, rank=0):
-        model = small_model()
-        replicas = DataParallel(model) if dist.is_initialized() else None
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(10):
-            inputs = torch.randn(12, 6, generator=generator(2, 0, f"step {step}"))[rank::world_size]
-            optimizer.zero_grad()
-            with autocast(dtype):
-                outputs = model(inputs)
-                assert outputs.dtype == (torch.float32 if dtype == "float32" else getattr(torch, dtype))
-            outputs.float().square().mean().backward()
-            if replicas:
-                replicas.synchronize()
-            optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
+def train_under(dtype, replicated):
+    model = small_model()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if replicated else (0, 1)
+    synchronize = DataParallel(model).synchronize if replicated else lambda: None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(10):
+        inputs = torch.randn(12, 6, generator=generator(2, 0, f"step {step}"))[rank::world_size]
+        optimizer.zero_grad()
+        with autocast(dtype):
+            outputs = model(inputs)
+        assert outputs.dtype == getattr(torch, dtype)
+        outputs.float().square().mean().backward()
+        synchronize()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
 
+
+@pytest.mark.equality("precision")
+@pytest.mark.on_ranks(3)
+def test_autocast_over_ranks_equals_one_process():
     kinds = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}  # half: each part of the batch is rounded by itself
-    alone = {dtype: train(dtype) for dtype in kinds}
-    results = ranks(3).run(lambda: {dtype: train(dtype, 3, dist.get_rank()) for dtype in kinds})
     for dtype, tolerance in kinds.items():
-        for result in results:
-            assert max((a - b).abs().max() for a, b in zip(result[dtype], alone[dtype], strict=True)) <= tolerance
-            assert all(torch.equal(a, b) for a, b in zip(result[dtype], results[0][dtype], strict=True))
+        found, alone = train_under(dtype, replicated=True), train_under(dtype, replicated=False)
+        assert max((a - b).abs().max() for a, b in zip(found, alone, strict=True)) <= tolerance
+        assert all(map(same_everywhere, found))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import calls_of, same_everywhere
 from torch import nn
 
 from distlab.blocks.clip import clip_gradients_
-from distlab.comm import recorded
 from distlab.data_parallel import average_flat, broadcast_parameters
 from distlab.precision import LossScaler, MasterWeights, as_dtype, autocast
 from distlab.rng import generator
@@ -34,88 +34,69 @@ def batch(step):
     return inputs, targets
 
 
-def train_scaled(make, dtype, clip=None, num_steps=10):
-    """Ten updates of master weights under a scaler; returns final masters, factors and whether each step was done."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def train_scaled(dtype=torch.float32, alone=False):
+    """Ten updates of master weights under a scaler: final masters, norms, and what each step decided."""
+    rank, world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     model = make_model(dtype, rank)
-    if world_size > 1:
+    if not alone:
         broadcast_parameters(model)
-    masters = MasterWeights(model.parameters(), make)
-    scaler = LossScaler(2.0**10, interval=3)
+    masters, scaler = MasterWeights(model.parameters(), make_sgd), LossScaler(2.0**10, interval=3)
     done, factors, norms = [], [], []
-    for step in range(num_steps):
+    for step in range(10):
         inputs, targets = (part[rank::world_size] for part in batch(step))
         masters.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs.to(dtype)).float(), targets)
-        scaler.scale(loss).backward()
+        scaler.scale(nn.functional.mse_loss(model(inputs.to(dtype)).float(), targets)).backward()
         masters.accumulate()
-        if world_size > 1:
+        if not alone:
             average_flat(masters.parameters)
-        if clip and scaler.unscale_(masters.parameters):
-            norms.append(float(clip_gradients_(masters.parameters, clip)))
+        if scaler.unscale_(masters.parameters):
+            norms.append(float(clip_gradients_(masters.parameters, 0.5)))
         done.append(scaler.step(masters, masters.parameters))
         scaler.update()
         factors.append(scaler.value)
-    return [p.detach().clone() for p in masters.parameters], factors, done, norms, scaler.num_skipped
+    return [p.detach().clone() for p in masters.parameters], norms, (factors, done, scaler.num_skipped)
 
 
-def as_one_process(results, alone, tolerance):
-    finals, factors, done, norms, skipped = alone
-    for result in results:
-        assert result[1] == factors
-        assert result[2] == done
-        assert result[4] == skipped
-        assert torch.allclose(torch.tensor(result[3]), torch.tensor(norms), rtol=1e-4)
-        assert max((a - b).abs().max().item() for a, b in zip(result[0], finals, strict=True)) <= tolerance
-        assert all(torch.equal(a, b) for a, b in zip(result[0], results[0][0], strict=True)), "replicas differ"
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return train_scaled(make_sgd, torch.float32, clip=0.5)
+def apart(some, others):
+    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.equality("precision")
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ranks_skip_together_and_equal_one_process(ranks, alone, world_size):
-    results = ranks(world_size).run(train_scaled, make_sgd, torch.float32, 0.5)
-    as_one_process(results, alone, 1e-5)
-    assert alone[2] == [step not in OVERFLOWS for step in range(10)]
-    assert alone[1] == [1024, 1024, 512, 512, 512, 256, 256, 256, 512, 512]  # back at 2 and 5, up after three good
+@pytest.mark.on_ranks
+def test_ranks_skip_together_and_equal_one_process(world_size):
+    finals, norms, decided = train_scaled()
+    alone, alone_norms, alone_decided = train_scaled(alone=True)
+    factors = [1024, 1024, 512, 512, 512, 256, 256, 256, 512, 512]  # back at 2 and 5, up after three good
+    assert decided == alone_decided == (factors, [step not in OVERFLOWS for step in range(10)], len(OVERFLOWS))
+    assert norms == pytest.approx(alone_norms, rel=1e-4)
+    assert apart(finals, alone) <= 1e-5
+    assert all(map(same_everywhere, finals)), "replicas differ"
 
 
 @pytest.mark.equality("precision")
-def test_half_precision_trains_near_float32_and_repeats_bit_for_bit(ranks, alone):
-    def both():
-        return [train_scaled(make_sgd, dtype, 0.5) for dtype in (torch.float16, torch.bfloat16)]
-
-    first, second = ranks(2).run(both), ranks(2).run(both)
-    for kind, tolerance in ((0, 0.01), (1, 0.05)):
-        assert first[0][kind][2] == alone[2]
-        for mine, again, exact in zip(first[0][kind][0], second[1][kind][0], alone[0], strict=True):
-            assert torch.equal(mine, again)
-            assert (mine - exact).abs().max() < tolerance
+@pytest.mark.on_ranks(2)
+def test_half_precision_trains_near_float32_and_repeats_bit_for_bit():
+    exact, _, decided = train_scaled(alone=True)
+    for dtype, tolerance in ((torch.float16, 0.01), (torch.bfloat16, 0.05)):
+        first, second = train_scaled(dtype), train_scaled(dtype)
+        assert first[2][1] == decided[1]
+        assert apart(first[0], second[0]) == 0.0
+        assert apart(first[0], exact) < tolerance
 
 
-def test_an_overflow_on_one_rank_skips_on_all_though_no_gradient_was_averaged(ranks):
+@pytest.mark.on_ranks(3)
+def test_an_overflow_on_one_rank_skips_on_all_though_no_gradient_was_averaged():
     """As with sharded gradients: each rank looks at its own, and no other rank can see the infinity."""
-
-    def step(bad_rank, value):
-        shard = nn.Parameter(torch.ones(5))
+    for value in (float("inf"), float("nan"), -float("inf"), 8.0):
+        fine = value == 8.0
+        shard, scaler = nn.Parameter(torch.ones(5)), LossScaler(8.0)
         optimizer = torch.optim.SGD([shard], lr=1.0)
-        scaler = LossScaler(8.0)
-        shard.grad = torch.full((5,), value if dist.get_rank() == bad_rank else 8.0)
-        with recorded() as traffic:
-            done = scaler.step(optimizer, [shard])
+        shard.grad = torch.full((5,), value if dist.get_rank() == 1 else 8.0)
+        assert calls_of(lambda scaler=scaler, args=(optimizer, [shard]): scaler.step(*args)) == [("all_reduce", 4)]
         scaler.update()
-        return done, scaler.value, shard.tolist(), [(r.op, r.num_bytes) for r in traffic.records]
-
-    for value in (float("inf"), float("nan"), -float("inf")):
-        for done, factor, shard, traffic in ranks(3).run(step, 1, value):
-            assert (done, factor, shard) == (False, 4.0, [1.0] * 5)
-            assert traffic == [("all_reduce", 4)]
-    assert [result[:3] for result in ranks(3).run(step, None, 0.0)] == [(True, 8.0, [0.0] * 5)] * 3
+        assert (scaler.value, shard.tolist()) == ((8.0, [0.0] * 5) if fine else (4.0, [1.0] * 5))
 
 
 @pytest.mark.on_ranks(3)
