@@ -74,10 +74,15 @@ def _row_in_words(whole: Tensor, unit: int) -> str:
 
 
 def _settle(whole: Tensor) -> None:
-    """Wait until gloo's thread, which has filled a row, has freed it: it may do so a moment after the call."""
+    """Wait until the group's thread, which has filled a row, has freed it: it may do so a moment after the call."""
     end_s = time.monotonic() + 0.05
-    while torch._C._storage_Use_Count(whole.untyped_storage()._cdata) > 2 and time.monotonic() < end_s:
+    while _is_held(whole) and time.monotonic() < end_s:
         time.sleep(0.0005)
+
+
+def _is_held(whole: Tensor) -> bool:
+    """Whether torch holds a row beside the one Python object; its memory as a view, or the tensor in a call."""
+    return torch._C._storage_Use_Count(whole.untyped_storage()._cdata) > 2 or whole._use_count() > 1
 
 
 def run_units(
