@@ -81,13 +81,8 @@ def grade_all(
                 return grade_of(one, lesson, found["lines"], ""), False
         lines, stopped = list[dict[str, Any]](), one.problem
         if one.path is not None:
-            with tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True) as home:
-                (copy := Path(home, one.path.name)).write_bytes(data)
-                task = {"lesson": lesson.number, "folder": str(lesson.folder.parent), "file": str(copy), "seed": seed}
-                before = in_container(Path(home), [lesson.folder.parent]) if is_contained else []
-                command = [*before, "env", f"HOME={home}", f"TMPDIR={home}", sys.executable, "-c", CHECK_ONE]
-                said = _watched([*command, json.dumps(task)], Path(home), 60 * minutes, ending)
-                told, stopped = (text.replace(f"{home}/", "") for text in said)
+            task = {"lesson": lesson.number, "folder": str(lesson.folder.parent), "seed": seed}
+            told, stopped = _told(one.path.name, data, task, is_contained, 60 * minutes, ending)
             lines = [json.loads(line) for line in told.split("\n")[:-1]]  # a limit may end it within a line
         if not stopped:
             kept.write_text(json.dumps({"key": key, "lines": lines}), encoding="utf-8")
@@ -102,6 +97,19 @@ def grade_all(
         finally:
             ending.set()
             pool.shutdown(cancel_futures=True)
+
+
+def _told(
+    name: str, data: bytes, task: dict[str, Any], is_contained: bool, limit_s: float, ending: threading.Event
+) -> tuple[str, str]:
+    """Check one file in a folder and a process of its own; return what that said, and why it was stopped."""
+    with tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True) as home:
+        (copy := Path(home, name)).write_bytes(data)
+        before = in_container(Path(home), [Path(task["folder"])]) if is_contained else []
+        command = [*before, "env", f"HOME={home}", f"TMPDIR={home}", sys.executable, "-c", CHECK_ONE]
+        said = _watched([*command, json.dumps(task | {"file": str(copy)})], Path(home), limit_s, ending)
+        told, stopped = (text.replace(f"{home}/", "") for text in said)
+        return told, stopped
 
 
 def _digest_of(lesson: Lesson) -> str:
