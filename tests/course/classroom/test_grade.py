@@ -49,7 +49,7 @@ import time
 def mean(tensor):
     for number in range(9):
         with open(f"big{number}", "wb") as file:
-            file.write(bytes(1_000_000))
+            file.write(bytes(10_000_000))
     time.sleep(60)
 """
 
@@ -220,10 +220,10 @@ def test_what_cannot_be_graded_is_said_in_one_line(here, capsys, monkeypatch):
 
 
 def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, monkeypatch):
-    monkeypatch.setattr("distlab.course.classroom.run.FOLDER_BYTES", 10**6)
+    monkeypatch.setattr("distlab.course.classroom.run.FOLDER_BYTES", 30 * 10**6)  # ranks write some MB themselves
     for name, text, minutes, words in (
         ("slow", ENDLESS, 0.05, "it ran for 0.05 minutes, the limit; pass --minutes for more"),
-        ("writes", FILES, 10, "MB of files; the limit is 1 MB"),
+        ("writes", FILES, 10, "MB of files; the limit is 30 MB"),
     ):
         submissions = find_submissions([hand_in(here / name, **{name: text})], "91_trial")
         ((grade, is_new),) = grade_all(submissions, lesson, here / "results", seed=1, minutes=minutes)
