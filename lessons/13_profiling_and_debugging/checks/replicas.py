@@ -145,7 +145,7 @@ def judge_repair(evidence: Evidence) -> Iterator[Fault]:
             yield Fault("parts", f"{who} never ran {missing[0]}: run forward, backward and update")
         if len(result["ran"]) > len(SECTION) - 1:
             text = f"{who} runs {', '.join(result['ran'])}: a step runs each of them once"
-            yield Fault("parts", f"{text}, and a second run is not the first one's time")
+            yield Fault("parts", f"{text}; time the run that the step makes, not a second one")
         if not isinstance(times, list | tuple) or len(times) != len(SECTION):
             yield Fault("returned", f"{who} returns {describe(times)}: return four numbers, one for each section")
         made = calls(evidence, rank)
