@@ -134,24 +134,23 @@ class _Known(NamedTuple):
 
         Else the dearest that sends no more.
         """
-        cheaper: list[tuple[int, Mutant]] = []
-        as_much: list[Mutant] = []
+        found: list[tuple[bool, int, Mutant]] = []  # does it send as much on each rank; the most that one sends
         takes, first = cases.use or self.reference, next(iter(self.wanted.results[0]))
         want = {place: value for place, value in leaves(self.wanted.results).items() if place[1] == first}
         for wrong, run in self._runs(lambda theirs: not self._differ(theirs, want), first):
-            most, judge = most_sent(run), self.exercise.judge or (lambda _: ())
-            is_right = difference(run.results, self.wanted.results, takes) is None and not [*judge(run)][:1]
-            if most <= cases.most_bytes * most_sent(self.wanted) or not is_right:
+            most = most_sent(run)
+            if most <= cases.most_bytes * most_sent(self.wanted):
                 continue
-            if _sent(run) == _sent(evidence):
-                if _operations(run) == _operations(evidence):
-                    return wrong
-                as_much.append(wrong)
-            elif most <= most_sent(evidence):
-                cheaper.append((most, wrong))
-        if as_much:
-            return as_much[0]
-        return max(cheaper, key=lambda pair: pair[0])[1] if cheaper else None
+            if difference(run.results, self.wanted.results, takes) is not None:
+                continue
+            if self.exercise.judge is not None and next(iter(self.exercise.judge(run)), None) is not None:
+                continue  # its calls are wrong, and the answer's are right
+            sends_alike = _sent(run) == _sent(evidence)
+            if sends_alike and _operations(run) == _operations(evidence):
+                return wrong
+            if sends_alike or most <= most_sent(evidence):
+                found.append((sends_alike, most, wrong))
+        return max(found, key=lambda one: one[:2])[2] if found else None
 
     def _runs(self, goes_on: Callable[[Mapping[Place, Any]], bool], case: str) -> Iterator[tuple[Mutant, Evidence]]:
         """Yield each wrong version with its run of all cases, if it goes on after its run of one."""

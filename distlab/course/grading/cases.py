@@ -160,8 +160,8 @@ def difference(
                     continue
                 where = ", ".join(filter(None, [f"rank {rank}" * (len(got) > 1), case]))
                 head = f"{where}: " if where else ""
-                of_result = _in_result(mine, right, head, num_averaged) if part == RESULT else None
-                if fault := of_result if part == RESULT else _in_arguments(mine, right, head, takes):
+                both = mine, right, head
+                if fault := _in_result(*both, num_averaged) if part == RESULT else _in_arguments(*both, takes):
                     return fault
     return None
 
