@@ -305,7 +305,6 @@ def calibrate(
     device: str = "cpu",
     nodes: Nodes | int = 1,
     seconds: float = 12.0,
-    progress: Callable[[int], None] | None = None,
 ) -> Calibration:
     """Measure rounds on num_ranks ranks for about `seconds` and fit their median.
 
@@ -317,14 +316,13 @@ def calibrate(
         device: "cpu" or "cuda".
         nodes: nodes that the ranks make (see `distlab.comm.run`): the links inside and between them are fitted apart.
         seconds: after this no further round starts; three rounds are always taken.
-        progress: called on rank 0 with the whole seconds that have passed.
     """
     start = time.monotonic()
     rates: tuple[Rates, ...] = ()
     if device != "cpu":
         rates = run(partial(measure_precisions, device), 1, timeout_s=RATES_LIMIT_S, record=False)[0]
     made = Nodes.for_ranks(nodes, num_ranks)
-    job = partial(_measure_rounds, device, made.count, seconds, progress)
+    job = partial(_measure_rounds, device, made.count, seconds)
     rounds = run(job, num_ranks, nodes=made, timeout_s=30 * seconds + 60, record=False)[0]
     middle = median_round(rounds)
     memory = memory_bytes() / num_ranks if device == "cpu" else total_bytes(0)
@@ -355,9 +353,7 @@ def load_calibration(path: Path) -> Calibration:
         ) from None
 
 
-def _measure_rounds(
-    device_kind: str, num_nodes: int, seconds: float, progress: Callable[[int], None] | None
-) -> list[Round]:
+def _measure_rounds(device_kind: str, num_nodes: int, seconds: float) -> list[Round]:
     """Run on every rank: take rounds until `seconds` have passed."""
     device = device_of(device_kind, dist.get_rank())
     nodes = node_groups() if num_nodes > 1 else None
@@ -368,8 +364,6 @@ def _measure_rounds(
     while more:
         rounds.append(measure_round(device, works=works, nodes=nodes))
         passed = time.monotonic() - start
-        if progress is not None and dist.get_rank() == 0:
-            progress(min(int(passed), int(seconds)))
         more.fill_(len(rounds) < MIN_ROUNDS or passed * (1 + 1 / len(rounds)) < seconds)
         dist.broadcast(more, 0)  # clocks differ; one rank decides
     return rounds

@@ -127,15 +127,12 @@ class TrainingRun:
             yield corpus.batch(step, self.batch_size, self.seed)
 
 
-def time_training(
-    run: TrainingRun, data: bytes | None = None, progress: Callable[[int], None] = lambda done: None
-) -> RankReport:
+def time_training(run: TrainingRun, data: bytes | None = None) -> RankReport:
     """Run on every rank: train num_updates steps, then time windows of further steps between calibrations.
 
     Args:
         run: what to train, the same on every rank.
         data: text to train on; Python's documentation unless given.
-        progress: gets the number of updates and windows that are done.
     """
     device = device_of(run.device, dist.get_rank())
     spans, experts = span_writer(dist.get_rank(), device), {"num_experts": run.num_experts, "top_k": run.top_k}
@@ -148,9 +145,7 @@ def time_training(
         model = make_gpt(run.model, run.seed, **experts).to(device)
         hybrid = Hybrid(model, run.plan, sgd, order=run.order, spans=spans)
         stack.callback(hybrid.close)
-        for update in range(run.num_updates):
-            losses.append(float(hybrid.train_step(*next(batches))))
-            progress(update + 1)
+        losses += [float(hybrid.train_step(*next(batches))) for _ in range(run.num_updates)]
         weights = {name: value.cpu() for name, value in hybrid.full_state_dict().items()}
         if not run.num_windows:
             return RankReport(losses, weights, trace=spans.trace())
@@ -162,7 +157,6 @@ def time_training(
             if seen:  # of the window that has just ended
                 losses.append(float(seen[-1]))
                 loads.append(expert_loads(hybrid.stages.values(), run.plan, device))
-                progress(run.num_updates + len(loads))
             ahead[:] = [next(batches) for _ in range(run.steps_per_window + 1)]
             return calibration.measure()
 
