@@ -12,7 +12,12 @@ from distlab.sharding.by_element import KNOWN, what_it_needs
 
 def written():
     """Return optimizers as people write them, by name: classes of the process that calls this."""
+    base = plainly_written()
+    kinds = (base, type("Adam", (torch.optim.Adam,), {}), *that_step_otherwise(base), *that_scale_otherwise(base))
+    return {kind.__name__: kind for kind in kinds}
 
+
+def plainly_written():
     class Written(torch.optim.Optimizer):
         """An optimizer as people write them; `scale_of` says what its rate is multiplied with."""
 
@@ -31,6 +36,10 @@ def written():
                         average.mul_(0.9).add_(parameter.grad)
                         parameter.data.add_(average, alpha=-group["lr"] * float(self.scale_of(parameter)))
 
+    return Written
+
+
+def that_step_otherwise(Written):
     class Clips(Written):
         def step(self, closure=None):
             every = [one.grad.detach() for group in self.param_groups for one in group["params"]]
@@ -46,6 +55,21 @@ def written():
                 for parameter in group["params"]:
                     parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
 
+    class Sam(Written):
+        @torch.no_grad()
+        def step(self, closure):
+            every = [one for group in self.param_groups for one in group["params"]]
+            norm = sum(one.grad.square().sum() for one in every).sqrt()
+            moves = [0.5 * one.grad / norm for one in every]
+            torch._foreach_add_(every, moves)
+            closure()
+            torch._foreach_sub_(every, moves)
+            super().step()
+
+    return Clips, Lion, Sam
+
+
+def that_scale_otherwise(Written):
     class Late(Written):
         def scale_of(self, parameter):
             count = self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
@@ -59,17 +83,6 @@ def written():
         def scale_of(self, parameter):
             return len(parameter.shape) if self.param_groups[-1]["by_rows"] else 1.0
 
-    class Sam(Written):
-        @torch.no_grad()
-        def step(self, closure):
-            every = [one for group in self.param_groups for one in group["params"]]
-            norm = sum(one.grad.square().sum() for one in every).sqrt()
-            moves = [0.5 * one.grad / norm for one in every]
-            torch._foreach_add_(every, moves)
-            closure()
-            torch._foreach_sub_(every, moves)
-            super().step()
-
     scales = {
         "Lamb": lambda self, one: one.data.norm() / (one.grad.norm() + 1e-6),
         "ByHand": lambda self, one: one.detach().pow(2).sum().sqrt(),
@@ -78,9 +91,7 @@ def written():
         "OfLarge": lambda self, one: one.pow(2).mean() if one.numel() > 4096 else 1.0,
         "Skips": lambda self, one: (one.grad * self.state[one]["average"]).sum() > 0,
     }
-    kinds = {name: type(name, (Written,), {"scale_of": scale}) for name, scale in scales.items()}
-    kinds["Adam"] = type("Adam", (torch.optim.Adam,), {})
-    return kinds | {kind.__name__: kind for kind in (Written, Clips, Lion, Late, InOneGroup, Sam)}
+    return Late, InOneGroup, *(type(name, (Written,), {"scale_of": scale}) for name, scale in scales.items())
 
 
 HERE = written()
