@@ -6,7 +6,8 @@
 
 lesson.ipynb is committed as it ran once, solution.ipynb without outputs. Outputs of cells that did not change are kept,
 and so are those that a new run shows again with other numbers alone (times, mostly): history grows by what is new.
-`--fresh` takes all of the new run. `--check` compares text, ids and metadata, not outputs, which hold times.
+`--fresh` takes all of the new run: pass it where pictures look different now, since their words do not say so.
+`--check` compares text, ids and metadata, not outputs, which hold times.
 """
 
 from __future__ import annotations

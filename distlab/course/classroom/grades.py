@@ -92,8 +92,8 @@ def _page(title: str, lines: Sequence[str], *tables: tuple[Sequence[str], Sequen
     """Write a page of HTML: lines, then tables of heads and rows."""
     name, body = html.escape(title), "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     for heads, rows in tables:
-        cells = [[f'<th scope="col">{head}</th>' for head in heads]]
-        cells += [[f"<td>{html.escape(str(cell))}</td>" for cell in row] for row in rows]
-        body += f"<table>{''.join(f'<tr>{chr(10).join(row)}</tr>' for row in cells)}</table>"
+        lines_of = ["\n".join(f'<th scope="col">{head}</th>' for head in heads)]
+        lines_of += ["\n".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows]
+        body += f"<table>{''.join(f'<tr>{line}</tr>' for line in lines_of)}</table>"
     head = f'<meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{name}</h1>{body}</body></html>\n'

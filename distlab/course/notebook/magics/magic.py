@@ -122,7 +122,8 @@ class RanksMagics(Magics):
         chosen = range(ranks.world_size) if wanted.chosen is None else wanted.chosen
         if not cell.rstrip().endswith(";"):
             for rank, value in zip(chosen, shown, strict=True):
-                print(end="".join(f"[rank {rank}] {line}\n" for line in (value or "").splitlines()))
+                for line in (value or "").splitlines():
+                    print(f"[rank {rank}] {line}")
 
     @line_magic("ranks")  # type: ignore[arg-type]
     def status(self, line: str) -> None:
