@@ -95,9 +95,12 @@ FACTS = (  # by rank: two nodes of two ranks, on three ranks the second node has
 
 
 def use_preflight(fn: Callable[..., Any], facts: dict[str, str]) -> Any:
-    """Return the facts that differ in the order of their names: the reference's own is that of a set."""
-    found = fn(facts)
-    return {name: found[name] for name in sorted(found, key=str)} if isinstance(found, dict) else found
+    """Return the facts that differ, and the values of each, in the order of their names: the reference has sets."""
+    return _in_order(fn(facts))
+
+
+def _in_order(found: Any) -> Any:
+    return {name: _in_order(found[name]) for name in sorted(found, key=str)} if isinstance(found, dict) else found
 
 
 drive_preflight = Cases(lambda rank, n: {"": (dict(FACTS[rank]),)}, use_preflight, most_bytes=0)
