@@ -15,14 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from changes import NAMES as SAME_NAMES, SWAPS
-
 from distlab.course.grading.causes.places import New, body_of, walk
 from distlab.course.grading.mutant import signature_and_body
 from distlab.course.grading.sealed import is_sealed, text_of
 
-OPERATORS = SWAPS | {ast.Mult: ast.Div}
-NAMES = SAME_NAMES | {"isend": "irecv", "ceil": "floor", "floor": "ceil"}
+BOTH_WAYS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+BOTH_WAYS += ((ast.And, ast.Or), (ast.Add, ast.Sub))
+OPERATORS: dict[type, type] = dict(BOTH_WAYS) | {new: old for old, new in BOTH_WAYS}
+OPERATORS |= {ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
+NAMES = {"min": "max", "max": "min", "all": "any", "any": "all", "isend": "irecv", "ceil": "floor", "floor": "ceil"}
 COMMUTES = {"min", "max", "logaddexp", "exchange", "gcd", "allclose", "equal"}  # swapped arguments change nothing
 HARMLESS_KEYWORDS = {"strict", "rcond"}  # the lengths are equal, the default serves
 DROPPED_METHODS = ("clone", "contiguous", "detach", "copy", "abs", "item", "flatten", "sort", "double", "float")
