@@ -2,8 +2,8 @@
 
 Begin with `ring.py`. `tree.py` takes fewer steps, `halving.py` few steps and few bytes, `hierarchical.py` spares slow
 links. These work in place on contiguous tensors, for any number of ranks and any length, and end with the same bits on
-every rank. `direct.py` has the two halves of an all-reduce in one step each, to run while a rank computes. `hook.py`
-lets data parallelism use the ring. All begin with `chunks.py`: one flat row, cut into chunks.
+every rank. `direct.py` has the two halves of an all-reduce in one step each, to run while a rank computes. All begin
+with `chunks.py`: one flat row, cut into chunks.
 """
 
 from distlab.collectives.direct import DirectGather as DirectGather, DirectScatter as DirectScatter
@@ -13,8 +13,8 @@ from distlab.collectives.halving import (
     halving_reduce_scatter as halving_reduce_scatter,
 )
 from distlab.collectives.hierarchical import hierarchical_all_reduce as hierarchical_all_reduce
-from distlab.collectives.hook import RingAllReduce as RingAllReduce
 from distlab.collectives.ring import (
+    RingAllReduce as RingAllReduce,
     naive_ring_all_reduce as naive_ring_all_reduce,
     plain_ring_all_reduce as plain_ring_all_reduce,
     ring_all_gather as ring_all_gather,
