@@ -26,10 +26,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
-from distlab.course.classroom.grades import Grade, Mark
-from distlab.course.classroom.submissions import Submission
+from distlab.course.classroom.submissions import Grade, Submission, grade_of
 from distlab.course.grading import Lesson, load_lesson
 from distlab.faces import version
 
@@ -67,14 +67,16 @@ def grade_all(
         KeyboardInterrupt: after the running submissions were ended; results so far are kept.
     """
     results.mkdir(parents=True, exist_ok=True)
-    ending, code = threading.Event(), _digest_of(lesson)
+    ending, code = threading.Event(), hashlib.sha256()
+    for path in sorted([*lesson.folder.glob("*.py"), *lesson.folder.glob("checks/*.py")]):  # all that decides a verdict
+        code.update(path.name.encode() + b"\0" + path.read_bytes())
 
     def grade(one: Submission) -> tuple[Grade, bool]:
         try:
             data = one.path.read_bytes() if one.path else b""
         except OSError as error:  # the others are graded
             return grade_of(one, lesson, (), f"{one.path} cannot be read ({error.strerror})"), True
-        key = "/".join((version(), code, hashlib.sha256(data).hexdigest(), str(seed)))
+        key = "/".join((version(), code.hexdigest()[:16], hashlib.sha256(data).hexdigest(), str(seed)))
         kept = results / f"{one.student}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none is there, or it is damaged
             if (found := json.loads(kept.read_text(encoding="utf-8")))["key"] == key and not one.problem:
@@ -102,70 +104,41 @@ def grade_all(
 def _told(
     name: str, data: bytes, task: dict[str, Any], is_contained: bool, limit_s: float, ending: threading.Event
 ) -> tuple[str, str]:
-    """Check one file in a folder and a process of its own; return what that said, and why it was stopped."""
+    """Check one file in a folder and a process of its own, which end with all that they started.
+
+    Returns:
+        what the process told, line by line, and why it was stopped, or "".
+    """
+    told, stopped, deadline = "", "", time.monotonic() + limit_s
     with tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True) as home:
         (copy := Path(home, name)).write_bytes(data)
         before = in_container(Path(home), [Path(task["folder"])]) if is_contained else []
         command = [*before, "env", f"HOME={home}", f"TMPDIR={home}", sys.executable, "-c", CHECK_ONE]
-        said = _watched([*command, json.dumps(task | {"file": str(copy)})], Path(home), limit_s, ending)
-        told, stopped = (text.replace(f"{home}/", "") for text in said)
-        return told, stopped
-
-
-def _digest_of(lesson: Lesson) -> str:
-    """Return a digest of all that decides a verdict in a lesson's folder."""
-    code = hashlib.sha256()
-    for path in sorted([*lesson.folder.glob("*.py"), *lesson.folder.glob("checks/*.py")]):
-        code.update(path.name.encode() + b"\0" + path.read_bytes())
-    return code.hexdigest()[:16]
-
-
-def grade_of(submission: Submission, lesson: Lesson, lines: Sequence[dict[str, Any]], stopped: str) -> Grade:
-    """Make a grade of what the process that checked told, line by line."""
-    reports = {line.get("exercise"): line for line in lines}
-    about, marks = reports.get(None, {}), []
-    stopped = about.get("unread", stopped)
-    for exercise in lesson.exercises:
-        named: dict[str, Any] = {"verdict": "stopped", "message": stopped}
-        if (report := reports.get(exercise.name)) is not None:
-            named = {name: report[name] for name in ("verdict", "fault", "message")}
-        elif submission.path is None and not stopped:
-            named = {"verdict": "not attempted", "message": "nothing was handed in"}
-        worth = exercise.difficulty
-        marks.append(Mark(exercise.name, worth, worth if named["verdict"] == "passed" else 0, **named))
-    points, worth = sum(mark.points for mark in marks), sum(mark.worth for mark in marks)
-    blocked = sum(mark.worth for mark in marks if mark.verdict == "blocked")
-    notes = tuple(about.get("notes", ()))
-    return Grade(submission.student, points, worth - blocked, blocked, tuple(marks), notes, stopped)
-
-
-def _watched(command: Sequence[str], home: Path, limit_s: float, ending: threading.Event) -> tuple[str, str]:
-    """Run a command until it ends, or end it with all that it started; return what it said, and why it was stopped."""
-    told, stopped, deadline = "", "", time.monotonic() + limit_s
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    with tempfile.TemporaryFile() as words:
-        with subprocess.Popen(command, cwd=home, stderr=words, start_new_session=True, **pipes) as process:
-            try:
-                while not stopped:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        told, _ = process.communicate(timeout=LOOK_S)
-                        break
-                    if ending.is_set():
-                        stopped = "grading was interrupted"
-                    elif time.monotonic() > deadline:
-                        stopped = f"it ran for {limit_s / 60:g} minutes, the limit; pass --minutes for more"
-                    elif (size := _size(home)) > FOLDER_BYTES:
-                        stopped = f"it wrote {size / 1e6:.0f} MB of files; the limit is {FOLDER_BYTES / 1e6:.0f} MB"
-            finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            if stopped:
-                told, _ = process.communicate(timeout=60)
-        if not stopped and process.returncode:
-            words.seek(0)
-            last = " ".join(words.read().decode(errors="replace").split())[-400:]
-            stopped = f"its check ended with status {process.returncode}: {last or 'no words'}"
-    return told, stopped
+        command.append(json.dumps(task | {"file": str(copy)}))
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+        with tempfile.TemporaryFile() as words:
+            with subprocess.Popen(command, cwd=home, stderr=words, start_new_session=True, **pipes) as process:
+                try:
+                    while not stopped:
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            told, _ = process.communicate(timeout=LOOK_S)
+                            break
+                        if ending.is_set():
+                            stopped = "grading was interrupted"
+                        elif time.monotonic() > deadline:
+                            stopped = f"it ran for {limit_s / 60:g} minutes, the limit; pass --minutes for more"
+                        elif (size := _size(Path(home))) > FOLDER_BYTES:
+                            stopped = f"it wrote {size / 1e6:.0f} MB of files; the limit is {FOLDER_BYTES / 1e6:.0f} MB"
+                finally:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                if stopped:
+                    told, _ = process.communicate(timeout=60)
+            if not stopped and process.returncode:
+                words.seek(0)
+                last = " ".join(words.read().decode(errors="replace").split())[-400:]
+                stopped = f"its check ended with status {process.returncode}: {last or 'no words'}"
+    return told.replace(f"{home}/", ""), stopped.replace(f"{home}/", "")
 
 
 def _size(folder: Path) -> int:
@@ -211,12 +184,11 @@ def refuse_unless_contained() -> None:
     Raises:
         ValueError: bubblewrap is not there, or the system does not let it make one; one line that says what to do.
     """
-    command = [*in_container(Path("/tmp"), ()), sys.executable, "-c", ""]
-    try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except FileNotFoundError:
+    if which("bwrap") is None:
         fix = "on Debian or Ubuntu, apt install bubblewrap"
-        raise ValueError(f"--contained needs bubblewrap (bwrap), which is not installed: {fix}") from None
+        raise ValueError(f"--contained needs bubblewrap (bwrap), which is not installed: {fix}")
+    command = [*in_container(Path("/tmp"), ()), sys.executable, "-c", ""]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if tried.returncode:
         said = " ".join(tried.stderr.split())[-200:] or f"status {tried.returncode}"
         raise ValueError(f"--contained: bubblewrap cannot make a container here ({said}); use a virtual machine")

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,14 +27,31 @@ from distlab.comm.rendezvous import read_environment
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.frames import is_machinery
 from distlab.course.grading import NotYet
-from distlab.course.lab.pictures import StepWindow, write_pictures
 from distlab.course.lab.report import LabReport, read_reference
 from distlab.course.lab.settings import CommonSettings, parse, what_is_run
 from distlab.measure.machine.others import OtherProcesses
-from distlab.trace import Trace
+from distlab.trace import Trace, load_folder, rank_file, write_chrome
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 Function = Callable[..., Any]
+
+
+WAIT_S = 30.0  # for the ranks' traces
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """The time that the picture shows.
+
+    Attributes:
+        ranks_ns: start and end of each rank's step, on its own clock.
+        predicted: what a simulator said that this step would be, or None.
+        title: the takeaway; "" lets the picture find its own.
+    """
+
+    ranks_ns: Sequence[tuple[int, int]]
+    predicted: Trace | None
+    title: str
 
 
 @dataclass
@@ -251,3 +268,41 @@ def _tell(lab: Lab[Any]) -> bool:
     wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)
     dist.broadcast(wrong, 0)
     return bool(wrong)
+
+
+def write_pictures(folder: Path, num_ranks: int, window: StepWindow | None) -> Iterator[str]:
+    """Merge the ranks' traces once they are saved, draw them, and yield a line for each file.
+
+    Rank 0 calls it after the group has ended. Ranks of other machines save on those machines: then their files have to
+    be brought together first.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while missing := [rank for rank in range(num_ranks) if not rank_file(folder, rank).is_file()]:
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        yield f"{folder} holds no trace of ranks {missing}: copy theirs here, then use distlab.trace.load_folder"
+        return
+    merged = load_folder(folder)
+    predicted = None if window is None else window.predicted
+    traces = {"measured": merged} | ({} if predicted is None else {"predicted": predicted})
+    yield f"Saved {write_chrome(folder / 'timeline.json', **traces)}: open it at ui.perfetto.dev or chrome://tracing"
+    shown = merged if window is None else cut(merged, window.ranks_ns)
+    if not len(shown):
+        yield "No call was recorded in the chosen step, so there is no picture."
+        return
+    from simulator.viz import draw_timeline
+
+    picture = folder / "timeline.png"
+    drawn = draw_timeline(shown, predicted, title=None if window is None else window.title or None)
+    drawn.figure.savefig(picture, dpi=150)
+    yield f"Saved {picture}"
+
+
+def cut(trace: Trace, ranks_ns: Sequence[tuple[int, int]]) -> Trace:
+    """Keep each rank's spans between its start and its end, except the lane "wait": calls show it already."""
+    parts = []
+    for rank, (start_ns, end_ns) in enumerate(ranks_ns):
+        inside = (trace.rank == rank) & (trace.start_ns >= start_ns) & (trace.end_ns <= end_ns)
+        parts.append(trace.select(inside & ~trace.is_word("lane", "wait")))
+    return Trace.concatenate(parts)

@@ -17,7 +17,8 @@ from trial_answers import GOOD
 
 from distlab.cli import main
 from distlab.course.classroom import Submission, find_submissions, grade_all, refuse_unless_contained, write_tables
-from distlab.course.classroom.run import grade_of, in_container
+from distlab.course.classroom.run import in_container
+from distlab.course.classroom.submissions import grade_of
 from distlab.course.grading import load_lesson
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -139,34 +139,3 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     assert process.returncode == code
     assert "Traceback" not in told
     assert not left(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["17"], "distlab lab: there is no lab 17; labs are 01, 02, 03"),
-        (["x"], "'x' names no lesson"),
-        (["01", "--ranks", "0"], "distlab lab 01: argument --ranks: 0 cannot be used; pass 1 to 1024"),
-        (["01", "--trace", __file__], f"--trace {__file__}: expected the path of a folder, got a file"),
-        (["01", "--impl", "tests/"], "distlab lab 01: --impl tests/: tests/ is a folder; pass a .py file"),
-        (["03", "--data", "nothing.txt"], "distlab lab 03: --data nothing.txt: there is no such file; pass the path"),
-        (["01", "--impl", "nothing.ipynb"], "distlab lab 01: --impl nothing.ipynb: there is no file nothing.ipynb"),
-        (["03", "--hidden", "30"], "4 heads do not divide hidden_size 30"),
-        (["02", "--ranks", "4", "--ranks-per-machine", "3"], "--ranks-per-machine 3 does not divide 4 ranks"),
-        (["04", "--ranks", "3", "--batch", "1"], "a batch of 1 of the 1,437 digits, less than 3 ranks; pass --batch 3"),
-        (["04", "--ranks", "2", "--batch", "718"], "less than 2 ranks; pass --batch 717"),
-        (["08", "--ranks", "5"], "heads is 24, which 5 ranks do not divide"),
-        (["09", "--ranks", "3", "--layers", "5"], "layers is 5; 6 stages need one each"),
-        (["10", "--ranks", "8", "--tensor", "3"], "does not fill 8 ranks"),
-        (["11", "--ranks", "4", "--length", "50"], "pass --length 48"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_status_2_before_any_rank_starts(arguments, told, capsys, monkeypatch):
-    monkeypatch.setattr("distlab.comm.launch.script.run_script", None)
-    try:
-        status = main(["lab", *arguments])
-    except SystemExit as left:
-        status = left.code
-    error = capsys.readouterr().err
-    assert (status, error.count("\n")) == (2, 1)
-    assert told in error

@@ -2,9 +2,9 @@
 
 import json
 
-from distlab.cli.course.lab import find_lab, load_settings
+from distlab.cli.lab import find_lab, load_settings
 from distlab.course.lab import LabReport
-from distlab.course.lab.pictures import cut
+from distlab.course.lab.member import cut
 from distlab.course.lab.report import grid, read_reference, reference_section
 from distlab.course.lab.settings import what_is_run
 from distlab.trace import Span, Trace

@@ -12,8 +12,7 @@ from distlab.cli import main
 from distlab.course.grading import Lesson, Report, load_lesson, progress, reference_of
 from distlab.course.grading.progress import FILE, MARKER, OUTSIDE, Entry, Record, keep, load_progress
 from distlab.course.notebook import course_map, hint, progress_page, solution
-from distlab.course.notebook.learner.course import CourseMap, CourseRow, rows, text_table
-from distlab.course.notebook.learner.page import PAGE, page
+from distlab.course.notebook.course import PAGE, CourseMap, CourseRow, page, rows
 
 LESSONS = Path(__file__).resolve().parents[3] / "lessons"
 
@@ -44,11 +43,11 @@ def test_what_is_passed_and_what_is_to_come(lessons):
 
 
 def test_the_command_line_reads_progress_from_the_work_folder(lessons, tmp_path):
-    assert "0 of 3 exercises passed" in text_table(lessons, tmp_path / "none")
+    assert "0 of 3 exercises passed" in str(course_map(lessons, tmp_path / "none"))
     entry = asdict(Entry(1, "x", "x"))
-    assert "1 of 3 exercises passed" in text_table(lessons, work_with(tmp_path, {"01.c": entry}))
+    assert "1 of 3 exercises passed" in str(course_map(lessons, work_with(tmp_path, {"01.c": entry})))
     entry |= {"first_passed": "", "solution_seen": "x"}
-    assert "0 of 3; solution seen: 01.c" in text_table(lessons, work_with(tmp_path, {"01.c": entry}))
+    assert "0 of 3; solution seen: 01.c" in str(course_map(lessons, work_with(tmp_path, {"01.c": entry})))
 
 
 def test_every_lesson_of_the_course_is_on_the_map():
@@ -226,7 +225,7 @@ def test_a_right_answer_and_a_kernel_outside_a_work_folder_are_shown_it_too(outs
 
 def test_an_exercise_without_hints(work, lesson, monkeypatch):
     bare = replace(lesson, exercises=tuple(replace(exercise, hints=()) for exercise in lesson.exercises))
-    monkeypatch.setattr("distlab.course.notebook.learner.stuck.load_lesson", lambda name: bare)
+    monkeypatch.setattr("distlab.course.notebook.stuck.load_lesson", lambda name: bare)
     assert repr(hint(NAME)) == f"hint: {NAME} has no hints"
     for _ in range(3):
         checked(lesson, "wrong")

@@ -8,7 +8,7 @@ import pytest
 from distlab.course.grading import progress
 from distlab.course.grading.progress import FILE, MARKER, Record
 from distlab.course.notebook import predict
-from distlab.course.notebook.learner.prediction import PredictionError
+from distlab.course.notebook.prediction import PredictionError
 
 
 @pytest.fixture(autouse=True)

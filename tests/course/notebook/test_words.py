@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distlab.course.notebook import in_cells, show
-from distlab.course.notebook.magics.magic import Line, read_line
-from distlab.course.notebook.magics.trouble import explain, name_cells, shorten
+from distlab.course.notebook.magic import Line, read_line
+from distlab.course.notebook.trouble import explain, name_cells, shorten
 
 ERROR = """rank 1 of 2 raised TypeError: no
 

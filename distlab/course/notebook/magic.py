@@ -8,16 +8,15 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from distlab.comm import RankError, Ranks
-from distlab.course.notebook.magics.remote import holdings, take
-from distlab.course.notebook.magics.trouble import CellError, explain, name_cells
+from distlab.course.notebook.remote import holdings, take
+from distlab.course.notebook.trouble import CellError, explain, name_cells
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -28,7 +27,7 @@ TIMEOUT_S = 60.0
 USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --new 4, %%ranks --push a,b, %%ranks --timeout 10"
 _WORD = re.compile(
     r"""\s+
-    | --new (?P<new>) (?!\S)
+    | --(?P<new>new) (?!\S)
     | --push [ =]\s* (?P<push> [a-z_]\w* (?:\s*,\s* [a-z_]\w*)*) (?![,\w])
     | --timeout [ =]\s* (?P<timeout> (?=\S*[1-9]) \d*\.?\d+) (?!\S)
     | \[ (?P<chosen> \s*\d+\s* (?:,\s*\d+\s*)*) \]
@@ -37,23 +36,22 @@ _WORD = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """What a %%ranks line asks for.
 
     Attributes:
-        world_size: how many ranks, or None: those that run already.
+        size: how many ranks, or None: those that run already.
         chosen: ranks that execute the cell, or None: all.
         new: whether to begin with fresh ranks.
         push: names to copy from the notebook into the ranks first.
-        timeout_s: how long the cell may take, or None: the usual limit.
+        timeout_s: how long the cell may take.
     """
 
-    world_size: int | None = None
+    size: int | None = None
     chosen: tuple[int, ...] | None = None
     new: bool = False
     push: tuple[str, ...] = ()
-    timeout_s: float | None = None
+    timeout_s: float = TIMEOUT_S
 
 
 def read_line(text: str) -> Line:
@@ -62,20 +60,23 @@ def read_line(text: str) -> Line:
     Raises:
         ValueError: something there cannot be read; the text says what, and what can stand there.
     """
-    said: dict[str, str] = {}
-    at = 0
+    line, at = Line(), 0
     while at < len(text):
         if (found := _WORD.match(text, at)) is None:
             raise ValueError(f"%%ranks cannot read {' '.join(text[at:].split())!r}; write one of: {USAGE}")
-        said |= {name: value for name, value in found.groupdict().items() if value is not None}
+        match found.lastgroup, found[found.lastgroup or 0]:
+            case "new", _:
+                line = line._replace(new=True)
+            case "push", names:
+                line = line._replace(push=tuple(name.strip() for name in names.split(",")))
+            case "timeout", seconds:
+                line = line._replace(timeout_s=float(seconds))
+            case "chosen", ranks:
+                line = line._replace(chosen=tuple(sorted({int(rank) for rank in ranks.split(",")})))
+            case "size", number:
+                line = line._replace(size=int(number))
         at = found.end()
-    return Line(
-        int(said["size"]) if "size" in said else None,
-        tuple(sorted({int(rank) for rank in said["chosen"].split(",")})) if "chosen" in said else None,
-        "new" in said,
-        tuple(name.strip() for name in said["push"].split(",")) if "push" in said else (),
-        float(said["timeout"]) if "timeout" in said else None,
-    )
+    return line
 
 
 @magics_class
@@ -102,14 +103,15 @@ class RanksMagics(Magics):
         name = f"<ranks In[{len(self.notebook.user_ns.get('In', ' ')) - 1}]>"
         source = f"\n{cell}"  # lines count as they do in the notebook, where %%ranks is the first
         _compile(source, name)
-        values = self._values(wanted)
+        if missing := [one for one in wanted.push if one not in self.notebook.user_ns]:
+            raise UsageError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
         ranks = self._ranks(wanted)
-        ranks.timeout_s = wanted.timeout_s or TIMEOUT_S
+        ranks.timeout_s = wanted.timeout_s
         failed: str | None = None
         with _interrupt_of(ranks):
             try:
-                if values:
-                    ranks.run(take, values)
+                if wanted.push:
+                    ranks.run(take, {one: self.notebook.user_ns[one] for one in wanted.push})
                 shown = ranks.execute(source, wanted.chosen, name=name)
             except RankError as error:
                 failed = name_cells(explain(str(error), self.notebook.user_ns, kept=bool(ranks.pids)), self.notebook)
@@ -152,7 +154,7 @@ class RanksMagics(Magics):
     def _ranks(self, wanted: Line) -> Ranks:
         """Return the ranks for a cell: those that run, or new ones."""
         current = self.ranks
-        size = wanted.world_size or (current.world_size if current is not None else None)
+        size = wanted.size or (current.world_size if current is not None else None)
         if size is None:
             raise UsageError("no ranks are running yet; say how many, such as %%ranks 4")
         if wanted.chosen is not None and wanted.chosen[-1] >= size:
@@ -167,12 +169,6 @@ class RanksMagics(Magics):
             print(f"({self.stop()}; starting {size})")
         self.ranks = fresh
         return fresh
-
-    def _values(self, wanted: Line) -> Mapping[str, object]:
-        names = self.notebook.user_ns
-        if missing := [name for name in wanted.push if name not in names]:
-            raise UsageError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
-        return {name: names[name] for name in wanted.push}
 
 
 def _compile(source: str, name: str) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
 KEPT = "The ranks are still there, with their variables."
 WIDTH = 100  # characters that a cell's output shows in a line, in a window of 1280 pixels
-ENDED_TOO = "They have ended."
 STOPPED = "You stopped the ranks. This is where each one stood:"
 _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
@@ -57,19 +56,26 @@ def shorten(text: str) -> str:
     return "\n".join(kept)
 
 
-def called_from(trace: TracebackType | None) -> list[str]:
-    """Return a line that names the notebook's line from which ranks were called, if it is known."""
+def of_ranks(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str | None:
+    """Return the text of a RankError, or of an interrupt of ranks or a check; None for any other interrupt.
+
+    Its last line names the notebook's line from which ranks were called, if it is known.
+    """
     frames = traceback.extract_tb(trace)
+    text = shorten(str(error))
+    if isinstance(error, KeyboardInterrupt):
+        if line := _stopped_check(error, trace, shell):
+            return line
+        if not any(frame.filename.endswith("distlab/comm/launch/ranks.py") for frame in frames):
+            return None
+        stood = shorten("\n".join(getattr(error, "__notes__", ())))
+        text = f"{STOPPED}\n\n{stood}\n\nThey have ended." if stood else "You stopped the ranks. They have ended."
     own = [frame for frame in frames if not _is_foreign(frame.filename) and "/distlab/" not in frame.filename]
-    return ["", f"called in line {own[-1].lineno} of {own[-1].filename}"] if own else []
+    text += f"\n\ncalled in line {own[-1].lineno} of {own[-1].filename}" if own else ""
+    return name_cells(text, shell)
 
 
-def is_in_ranks(trace: TracebackType | None) -> bool:
-    """Tell whether an exception came while ranks were at work."""
-    return any(frame.filename.endswith("distlab/comm/launch/ranks.py") for frame in traceback.extract_tb(trace))
-
-
-def stopped_check(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str:
+def _stopped_check(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str:
     """Return one line for an interrupt that came inside `check`: which check, and where the answer stood; else ""."""
     while trace is not None and not trace.tb_frame.f_code.co_filename.endswith("distlab/course/grading/check.py"):
         trace = trace.tb_next

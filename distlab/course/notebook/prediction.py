@@ -100,9 +100,9 @@ class Prediction:
         """Take a number as the learner's and keep it; return what must be told about that, in brackets, or ""."""
         self._set(value)
         self.given = True
-        told = keep_prediction(self._key, float(value))
         if self._box is not None:
             self._box.value = _text_of(float(value))
+        told = keep_prediction(self._key, float(value))
         return "" if told in ("", OUTSIDE) else f" ({told})"
 
     def _set(self, value: float) -> None:

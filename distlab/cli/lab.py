@@ -1,8 +1,4 @@
-"""Run a lesson's lab on ranks of this machine: measure, compare with the prediction and with the reference output.
-
-`distlab lab 03 --help` lists that lab's own flags. `--impl mine` runs your functions, those of your working copy,
-instead of the reference's. The plain torchrun command that does the same is printed first.
-"""
+"""`lab`: a lesson's lab on ranks of this machine."""
 
 from __future__ import annotations
 
@@ -12,49 +8,40 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distlab.cli.arguments import MAX_RANKS, check_output, load_script, whole_number
+from distlab.cli.command import NUM_RANKS, check_output, flag, load_script
 from distlab.comm.command import runnable
+from distlab.course.grading.lesson import lesson_number, lessons_folder
+from distlab.course.grading.progress import MINE, load_progress, working_copy
 
 if TYPE_CHECKING:
     from distlab.course.lab import CommonSettings
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `distlab lab`."""
-    command.add_argument("number", metavar="NN", help="which lesson's lab, such as 03")
-    command.add_argument(
-        "flags", nargs=argparse.REMAINDER, metavar="...", help="--ranks N and the lab's own flags (see NN --help)"
-    )
+@flag("number", metavar="NN", help="which lesson's lab, such as 03")
+@flag("flags", nargs=argparse.REMAINDER, metavar="...", help="--ranks N and the lab's own flags (see NN --help)")
+def lab(arguments: argparse.Namespace) -> int:
+    """Run a lesson's lab on ranks of this machine: measure, compare with the prediction and with the reference output.
 
-
-def main(arguments: argparse.Namespace) -> int:
-    """Run the lab; exit 0 when every fact is right, 1 otherwise, 2 for a user's mistake."""
+    `distlab lab 03 --help` lists that lab's own flags. `--impl mine` runs your functions, those of your working copy,
+    instead of the reference's. The plain torchrun command that does the same is printed first.
+    """
     number, script = find_lab(arguments.number)
-    num_ranks, settings = _read_flags(number, script, arguments.flags)
+    num_ranks, settings = read_flags(number, script, arguments.flags)
     from distlab.comm.launch.fork_client import preload
     from distlab.comm.launch.script import plain_command, run_script
     from distlab.course.lab.settings import as_arguments
 
     given = as_arguments(settings)
-    shown = os.path.relpath(script)
     if not settings.json:
-        print(f"{plain_command(shown, num_ranks, given)}\n", flush=True)
+        print(f"{plain_command(os.path.relpath(script), num_ranks, given)}\n", flush=True)
+
+    def echo(rank: int, line: str) -> None:  # rank 0 tells the lab's story: its lines carry no rank
+        is_result = rank == 0 and (not settings.json or line.startswith('{"schema"'))
+        out = sys.stderr if settings.json and not is_result else sys.stdout
+        print(line if is_result else f"[rank {rank}] {line}", file=out, flush=True)
 
     preload("distlab.course.lab")
-    echo = _Echo(as_json=settings.json)
     return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s)
-
-
-class _Echo:
-    """Prints lines of ranks. Rank 0 tells the lab's story: its lines carry no rank."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
-
-    def __call__(self, rank: int, line: str) -> None:
-        is_result = rank == 0 and (not self.as_json or line.startswith('{"schema"'))
-        told = line if is_result else f"[rank {rank}] {line}"
-        print(told, file=sys.stderr if self.as_json and not is_result else sys.stdout, flush=True)
 
 
 def find_lab(name: str) -> tuple[str, Path]:
@@ -63,8 +50,6 @@ def find_lab(name: str) -> tuple[str, Path]:
     Raises:
         ValueError: no lesson of that number has a lab; the text lists those that have.
     """
-    from distlab.course.grading.lesson import lesson_number, lessons_folder
-
     number = lesson_number(name)
     labs = {path.parent.name[:2]: path for path in sorted(lessons_folder().glob("[0-9][0-9]_*/lab.py"))}
     if number not in labs:
@@ -72,17 +57,17 @@ def find_lab(name: str) -> tuple[str, Path]:
     return number, labs[number]
 
 
-def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings]:
+def read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings]:
     """Read --ranks and the lab's own flags; a mistake is one line and exit status 2."""
     from distlab.comm import device
-    from distlab.course.grading.progress import MINE, working_copy
     from distlab.course.lab.settings import parser_of
     from distlab.measure import num_cores
 
     kind = load_settings(number, script)
     parser = parser_of(kind, f"distlab lab {number}")
-    ranks = whole_number(most=MAX_RANKS)
-    parser.add_argument("--ranks", type=ranks, metavar="N", help="processes to start (default: one per GPU, else 4)")
+    parser.add_argument(
+        "--ranks", type=NUM_RANKS, metavar="N", help="processes to start (default: one per GPU, else 4)"
+    )
     values = vars(parser.parse_args(flags))
     num_ranks = values.pop("ranks") or device.num_gpus() or min(4, 2 * num_cores())
     try:
@@ -99,10 +84,14 @@ def _read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, Commo
     return num_ranks, settings
 
 
+def load_settings(number: str, script: Path) -> type[CommonSettings]:
+    """Load a lab's script without running it, and return the dataclass of its settings."""
+    return load_script(f"distlab_lab_{number}", script).Settings  # type: ignore[no-any-return]
+
+
 def _tell_unpassed(number: str, folder: Path) -> None:
     """Say which answers have not passed their checks: a lab that runs a wrong one prints wrong figures."""
     from distlab.course.grading import load_lesson
-    from distlab.course.grading.progress import load_progress
 
     passed = {name for name, entry in load_progress(folder).items() if entry.passed}
     if unpassed := [one.name for one in load_lesson(number).exercises if one.name not in passed]:
@@ -110,17 +99,8 @@ def _tell_unpassed(number: str, folder: Path) -> None:
         print(f"{text}: {runnable(f'distlab check {number}')} says what is wrong", file=sys.stderr, flush=True)
 
 
-def load_settings(number: str, script: Path) -> type[CommonSettings]:
-    """Load a lab's script without running it, and return the dataclass of its settings."""
-    return load_script(f"distlab_lab_{number}", script).Settings  # type: ignore[no-any-return]
-
-
 def _check(settings: CommonSettings) -> None:
-    """Refuse, before any rank starts, files that cannot be read, a --trace that cannot be written, a missing GPU.
-
-    Raises:
-        ValueError: naming the flag and the path.
-    """
+    """Refuse, before any rank starts, files that cannot be read, a --trace that cannot be written, a missing GPU."""
     from distlab.course.grading.answer.source import read_source
     from distlab.measure import device_of
 
@@ -132,7 +112,6 @@ def _check(settings: CommonSettings) -> None:
     for name, value in vars(settings).items():
         if isinstance(value, Path) and name != "trace" and not value.is_file():
             raise ValueError(f"--{name.replace('_', '-')} {value}: there is no such file; pass the path of a file")
-    if settings.trace is not None:
-        check_output("--trace", settings.trace, folder=True)
+    check_output("--trace", settings.trace, folder=True)
     if settings.device == "cuda":
         device_of("cuda", 0)

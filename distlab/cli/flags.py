@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -19,7 +17,7 @@ from distlab.faces import attributes_of
 from distlab.plan import AXES, SCHEDULES, Cluster, Link, Plan, Precision, Sharding
 
 if TYPE_CHECKING:
-    from simulator import ClusterDescription, ModelDescription, PlanFile
+    from simulator import ClusterDescription, PlanFile
 
 NAMES = {  # of flags that are not called as the field is
     "workload.hidden_size": "hidden",
@@ -123,32 +121,24 @@ def said_by(arguments: argparse.Namespace) -> PlanFile:
         OSError: the file cannot be read.
     """
     from simulator import read_plan_file
-    from simulator.plan_file import plan_of_tables
 
     if arguments.file is None:
-        with _told_of_flags():
-            return plan_of_tables(_tables(arguments))
+        return tables_said(arguments)
     if beside := [flag.name for path, flag in _flags().items() if path in vars(arguments)]:
         raise ValueError(f"{arguments.file} says all of the plan: leave out {', '.join(beside)}")
     return read_plan_file(arguments.file)
 
 
-def model_of(arguments: argparse.Namespace) -> ModelDescription:
-    """Return the model that the flags describe.
+def tables_said(arguments: argparse.Namespace) -> PlanFile:
+    """Return what the flags say.
 
     Raises:
-        ValueError: they make no sense together.
+        ValueError: they make no sense together, in the words of a plan file with the names of flags in it.
     """
     from simulator.plan_file import plan_of_tables
 
-    with _told_of_flags():
-        return plan_of_tables(_tables(arguments)).workload
-
-
-@contextmanager
-def _told_of_flags() -> Iterator[None]:
     try:
-        yield
+        return plan_of_tables(_tables(arguments))
     except ValueError as error:
         raise ValueError(_named(str(error))) from None
 
