@@ -82,9 +82,9 @@ def _saved(path: Path | None) -> dict[str, object]:
     return kept
 
 
-@flag("--minutes", type=positive_number, default=10.0, metavar="N", help="time for all (default 10)")
+@flag("--minutes", type=positive_number, default=10.0, metavar="N", help="time for all")
 @flag("--only", action="append", metavar="PART", help="run this part alone; may be repeated")
-@flag("--out", type=Path, default=Path("gpu_report"), metavar="DIR", help="folder of the report (default gpu_report)")
+@flag("--out", type=Path, default=Path("gpu_report"), metavar="DIR", help="folder of the report")
 @flag("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu runs the same parts small")
 @flag("--json", action="store_true", help="print gpu.json at the end")
 @flag("--list", action="store_true", help="print the parts, how long each takes, and stop")

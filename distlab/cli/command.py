@@ -36,7 +36,10 @@ def flags(declare: Declare) -> Callable[[Run | Command], Command]:
 
 
 def flag(*names: str, **options: Any) -> Callable[[Run | Command], Command]:
-    """Declare one flag of the command below, in the words of argparse's `add_argument`."""
+    """Declare one flag of the command below, in the words of argparse's `add_argument`; its help says the default."""
+    if (default := options.get("default")) is not None:
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).removesuffix(".0")
+        options["help"] += f" (default {shown})"
     return flags(lambda parser: parser.add_argument(*names, **options))
 
 

@@ -40,13 +40,8 @@ FAILURES = flag(
 @flag("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 15e12")
 @flag("--price", type=positive_number, metavar="DOLLARS", help="of a device for an hour")
 @FAILURES
-@flag(
-    "--gpus",
-    type=counts_of_devices,
-    metavar="N[,N...]",
-    help="further numbers of devices (default: an eighth to 16 times the plan's)",
-)
-@flag("--seed", type=int, default=0, metavar="N", help="of the failures that are drawn (default 0)")
+@flag("--gpus", type=counts_of_devices, metavar="N[,N...]", help="devices (default: an eighth to 16 times the plan's)")
+@flag("--seed", type=int, default=0, metavar="N", help="of the failures that are drawn")
 @flag("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
 @flag("--goodput", type=Path, metavar="FILE", help="save where the time goes as PNG")
 @flag("--json", action="store_true", help="print all of it as JSON")

@@ -97,8 +97,9 @@ def lesson(arguments: argparse.Namespace) -> int:
     `list` shows what there is and how far you are. `page` writes that as an HTML page to print. `reset NN` puts your
     copy of a lesson aside and brings a fresh one.
     """
+    from distlab.course.notebook import course_map
     from distlab.course.notebook.copies import reset
-    from distlab.course.notebook.course import course_map, write_page
+    from distlab.course.notebook.course import write_page
 
     lessons = lessons_folder()
     work = (arguments.work or work_folder() or work_beside(lessons)).expanduser().absolute()
@@ -139,7 +140,7 @@ def _short(path: Path) -> str:
 
 @flag("file", nargs="?", type=Path, metavar="PLAN.toml", help="your plan")
 @flag("--new", type=Path, metavar="PLAN.toml", help="write the plan to begin with, and end")
-@flag("--save-every", type=int, default=4, metavar="N", help="updates between two checkpoints: 1 to 24 (default 4)")
+@flag("--save-every", type=int, default=4, metavar="N", help="updates between two checkpoints: 1 to 24")
 @flag("--seed", type=int, metavar="N", help="of the kill (default: drawn, and printed)")
 @flag("--name", default="you", metavar="NAME", help="yours, on the board")
 @flag("--board", type=Path, metavar="FILE.csv", help="add the attempt to the class's table")
@@ -186,7 +187,7 @@ def capstone(arguments: argparse.Namespace) -> int:
 
 
 @flag("folder", type=Path, metavar="DIR", help="where to write the copy: a new folder")
-@flag("--lessons", nargs="+", default=(), metavar="NN", help="numbers of lessons; default: all")
+@flag("--lessons", nargs="+", metavar="NN", help="numbers of lessons; default: all")
 @flag("--title", default="distlab", help="the first line of its README")
 def release(arguments: argparse.Namespace) -> int:
     """Write a student copy of the lessons: without solutions, with sealed checks and hidden cases for the grading.
@@ -195,7 +196,7 @@ def release(arguments: argparse.Namespace) -> int:
     """
     from distlab.course.classroom import release
 
-    copies = release(lessons_folder(), arguments.folder, arguments.lessons, title=arguments.title)
+    copies = release(lessons_folder(), arguments.folder, arguments.lessons or (), title=arguments.title)
     print(f"{arguments.folder}: {len(copies)} lessons, README.md")
     print("Solutions and checks are sealed, drawn cases are left out; `distlab grade` checks with all of them.")
     return 0
@@ -203,9 +204,9 @@ def release(arguments: argparse.Namespace) -> int:
 
 @flag("lesson", metavar="NN", help="the lesson's number, such as 03")
 @flag("submissions", nargs="+", type=Path, metavar="FILE|FOLDER", help="what was handed in")
-@flag("--out", type=Path, default=Path("grades"), metavar="DIR", help="of results; default: grades/")
-@flag("--jobs", type=number(least=1, most=64), default=1, metavar="N", help="submissions at a time: 1")
-@flag("--minutes", type=float, default=10.0, metavar="M", help="limit of one submission: 10")
+@flag("--out", type=Path, default=Path("grades"), metavar="DIR", help="folder of results")
+@flag("--jobs", type=number(least=1, most=64), default=1, metavar="N", help="submissions at a time")
+@flag("--minutes", type=float, default=10.0, metavar="M", help="limit of one submission")
 @flag("--seed", type=int, metavar="N", help="of the drawn arguments; default: kept in DIR")
 @flag("--contained", action="store_true", help="each in a container; needs bubblewrap (bwrap)")
 @flag("--json", action="store_true", help="print the grades as JSON")

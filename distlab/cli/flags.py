@@ -194,8 +194,7 @@ def cluster_of(said: ClusterDescription, num_ranks: int) -> Cluster:
     if not Path(said.name).exists():
         raise ValueError(f"{said.name!r} is neither a preset nor a file; presets: {', '.join(known)}")
     if said.stack:
-        text = f"--stack {said.stack}: {said.name} has the speeds that its machine reached; leave --stack out"
-        raise ValueError(text)
+        raise ValueError(f"--stack {said.stack}: {said.name} has what its machine reached; leave --stack out")
     from distlab.measure import load_calibration
 
     return load_calibration(Path(said.name)).cluster
@@ -213,10 +212,9 @@ def presets() -> str:
 
     rows = [("clusters (--cluster)", "a node")]
     for name in hardware.names("clusters"):
-        known = hardware.cluster(name)
-        wires = f"{wire(known.intra_node)} inside, {wire(known.inter_node)} between nodes"
-        memory = format_bytes(known.device.memory_bytes)
-        rows.append((f"  {name}", f"{known.devices_per_node} x {known.device.name} of {memory}; {wires}"))
+        one = hardware.cluster(name)
+        node = f"{one.devices_per_node} x {one.device.name} of {format_bytes(one.device.memory_bytes)}"
+        rows.append((f"  {name}", f"{node}; {wire(one.intra_node)} inside, {wire(one.inter_node)} between nodes"))
     rows.append(("stacks (--stack)", "software; of the best product and of the memory's rate what it reaches"))
     for name in hardware.names("stacks"):
         own = hardware.stack(name)

@@ -113,39 +113,33 @@ def _torch() -> Iterator[Check]:
     yield Check("torch", number >= MIN_TORCH, version, f"distlab needs {wanted} or newer", needed=True)
     import torch.distributed as dist
 
-    for name, without, needed in (
-        ("gloo", "install a torch build that has gloo", True),
-        ("nccl", "needed for GPUs only", False),
-    ):
+    for name, without in (("gloo", "install a torch build that has gloo"), ("nccl", "needed for GPUs only")):
         there = dist.is_available() and getattr(dist, f"is_{name}_available")()
-        yield Check(name, there, "in this torch" if there else "not in this torch", without, needed)
+        yield Check(name, there, "in this torch" if there else "not in this torch", without, name == "gloo")
 
 
 def _loopback() -> Check:
+    without = "allow processes to talk on 127.0.0.1 (a firewall or a sandbox forbids it)"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=2).close()
     except OSError as error:
-        without = "allow processes to talk on 127.0.0.1 (a firewall or a sandbox forbids it)"
         return Check("loopback", False, str(error), without, needed=True)
-    return Check("loopback", True, f"a port opens on 127.0.0.1 (tried {port})", needed=True)
+    return Check("loopback", True, f"a port opens on 127.0.0.1 (tried {port})", without, needed=True)
 
 
 def _two_ranks() -> Check:
-    if version_of("torch") is None or version_of("cloudpickle") is None:
-        return Check("two ranks", False, "not tried", "needs torch and cloudpickle", needed=True)
-    from distlab.comm import run
-
-    start = time.monotonic()
+    start, without = time.monotonic(), "two processes must exchange a number"
     try:
+        from distlab.comm import run
+
         (total, backend), _ = run(_sum_of_ranks, 2, timeout_s=60.0, backend="cpu")
-    except (RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        return Check("two ranks", False, reason, "two processes must exchange a number", needed=True)
+    except (RuntimeError, OSError, ModuleNotFoundError) as error:
+        return Check("two ranks", False, str(error).splitlines()[0], without, needed=True)
     way = {"shared": "in shared memory", "gloo": "over gloo's sockets"}[backend]
     took = f"two processes summed their ranks {way} in {time.monotonic() - start:.1f} s, start included"
-    return Check("two ranks", total == 1, took, "the sum was wrong", needed=True)
+    return Check("two ranks", total == 1, took, without, needed=True)
 
 
 def _sum_of_ranks() -> tuple[int, str]:
@@ -157,9 +151,9 @@ def _sum_of_ranks() -> tuple[int, str]:
     return int(value), dist.get_backend()
 
 
-@flag("--ranks", type=NUM_RANKS, default=4, metavar="N", help="ranks at work at once (default 4)")
-@flag("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default cpu)")
-@flag("--nodes", type=NUM_RANKS, default=1, metavar="N", help="nodes that the ranks make (default 1)")
+@flag("--ranks", type=NUM_RANKS, default=4, metavar="N", help="ranks at work at once")
+@flag("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute")
+@flag("--nodes", type=NUM_RANKS, default=1, metavar="N", help="nodes that the ranks make")
 @flag("--between", metavar="WIRE", help="each rank's wire to other nodes, such as 40MB/s,200us")
 @flag("--output", type=Path, metavar="FILE", help="where to keep it (default: ~/.cache/distlab)")
 @flag("--json", action="store_true", help="print the fit as JSON")

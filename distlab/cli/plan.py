@@ -27,25 +27,19 @@ if TYPE_CHECKING:
     "(default dgx-a100)",
 )
 @flag("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
-@flag("--gpus", type=counts_of_devices, default=(8,), metavar="N[,N...]", help="devices (default 8)")
-@flag("--batch", type=number(least=1), default=256, metavar="N", help="samples of a step (default 256)")
-@flag("--wish", choices=("fastest", "cheapest"), default="fastest", help="what the best plan is (default fastest)")
+@flag("--gpus", type=counts_of_devices, default=(8,), metavar="N[,N...]", help="devices")
+@flag("--batch", type=number(least=1), default=256, metavar="N", help="samples of a step")
+@flag("--wish", choices=("fastest", "cheapest"), default="fastest", help="what the best plan is")
 @flag("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars")
 @FAILURES
 @flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
-@flag(
-    "--headroom",
-    type=number(least=0, most=99),
-    default=5,
-    metavar="PERCENT",
-    help="per cent of a device's memory to keep free (default 5)",
-)
+@flag("--headroom", type=number(least=0, most=99), default=5, metavar="N", help="per cent of memory to keep free")
 @flag(
     "--whole-recompute",
     action="store_true",
     help="leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run",
 )
-@flag("--top", type=number(least=1, most=20), default=3, metavar="N", help="plans to show (default 3)")
+@flag("--top", type=number(least=1, most=20), default=3, metavar="N", help="plans to show")
 @flag("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
 @flag("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
 @flag("--json", action="store_true", help="print the plans as JSON")

@@ -11,12 +11,7 @@ from distlab.cli.command import check_output, flag
 
 
 @flag("trace", nargs="+", type=Path, metavar="TRACE", help="files, or folders of them")
-@flag(
-    "--plan",
-    type=Path,
-    metavar="PLAN.toml",
-    help="compare with the step that this plan file predicts (see distlab simulate)",
-)
+@flag("--plan", type=Path, metavar="PLAN.toml", help="compare with the step that this plan file predicts")
 @flag("--sections", type=Path, metavar="FILE", help="save the sections of each rank as PNG")
 @flag("--timeline", type=Path, metavar="FILE", help="save the timeline of the middle step as PNG")
 @flag("--save", type=Path, metavar="FILE", help="save measured and predicted for Chrome or Perfetto")

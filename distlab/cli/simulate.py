@@ -214,17 +214,9 @@ def _rows_of(step: Step) -> list[tuple[str, str]]:
 
 @flag("--to", required=True, choices=TOOLS, help="whose words to print")
 @flag("--max-norm", type=positive_number, metavar="NORM", help="clip the gradients' norm (default: do not)")
-@flag(
-    "--blocks", default="blocks", metavar="NAME", help="name of the model's list of layers, for FSDP2 (default blocks)"
-)
-@flag(
-    "--script", default="train.py", metavar="WORDS", help="what a launcher runs, with its arguments (default train.py)"
-)
-@flag(
-    "--image",
-    default="pytorch/pytorch:latest",
-    help="the container of pytorchjob and jobset (default pytorch/pytorch:latest)",
-)
+@flag("--blocks", default="blocks", metavar="NAME", help="name of the model's list of layers, for FSDP2")
+@flag("--script", default="train.py", metavar="WORDS", help="what a launcher runs, with its arguments")
+@flag("--image", default="pytorch/pytorch:latest", help="the container of pytorchjob and jobset")
 @flags(add_description)
 def export(arguments: argparse.Namespace) -> int:
     """Print a plan in the words of a different tool: its configuration, its flags, or what starts the ranks.

@@ -25,9 +25,9 @@ TOLERANCE = 1e-5  # of weights in fp32, by SGD with momentum
 STEP_BAR = 0.15
 
 
-@flag("--ranks", type=NUM_RANKS, default=4, metavar="N", help="processes to train on (default 4)")
+@flag("--ranks", type=NUM_RANKS, default=4, metavar="N", help="processes to train on")
 @flag("--data", metavar="FILE", help="a text file to train on (default: Python's documentation)")
-@flag("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default cpu)")
+@flag("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute")
 @flag("--output", type=Path, default=Path("tour"), metavar="DIR", help="folder for the two files")
 @flag("--json", action="store_true", help="print the findings as JSON")
 def tour(arguments: argparse.Namespace) -> int:
@@ -48,11 +48,9 @@ def tour(arguments: argparse.Namespace) -> int:
     said = _facts(result, one_process, records, overlay)
     _say("3 of 3: draw the picture")
     files = [str(file) for file in _write(arguments.output, said, overlay)]
-    seconds = time.monotonic() - start
-    if arguments.json:
-        print(json.dumps(said | {"files": files, "seconds": seconds}, indent=2))
-    else:
-        print(f"{text(said)}\n\nSaved {' and '.join(files)} in {seconds:.0f} s.")
+    said |= {"files": files, "seconds": time.monotonic() - start}
+    saved = f"Saved {' and '.join(files)} in {said['seconds']:.0f} s."
+    print(json.dumps(said, indent=2) if arguments.json else f"{text(said)}\n\n{saved}")
     return 0 if said["equal"] else 1
 
 
@@ -111,16 +109,14 @@ def _facts(result: RunResult, one_process: RankReport, records: Records, overlay
     from distlab.comm.record.operations import ring_bytes
     from distlab.measure import this_machine
 
-    reports, first = result.reports, result.reports[0]
+    reports, first, run = result.reports, result.reports[0], result.run
     gap = max(float((weight - one_process.weights[name]).abs().max()) for name, weight in first.weights.items())
-    agree = all(
-        bool((report.weights[name] == weight).all()) for report in reports for name, weight in first.weights.items()
-    )
+    agree = all(bool((each.weights[name] == one).all()) for each in reports for name, one in first.weights.items())
     start_ns, end_ns = first.step_ns[0]
     calls = [call for call in records.calls(0) if start_ns <= call.start_ns <= end_ns]
     verdict = result.verdict(bar=STEP_BAR)
-    said = {"ranks": len(reports), "device": result.run.device, "parameters": first.counted.num_parameters}
-    said |= {"updates": result.run.num_updates, "max_difference": gap, "equal": gap <= TOLERANCE and agree}
+    said = {"ranks": len(reports), "device": run.device, "parameters": first.counted.num_parameters}
+    said |= {"updates": run.num_updates, "max_difference": gap, "equal": gap <= TOLERANCE and agree}
     said |= {"losses_one_process": one_process.losses, "losses": first.losses}
     said["sent_bytes"] = round(sum(ring_bytes(call.op, call.num_bytes, len(call.group)) for call in calls))
     said["predicted_bytes"] = round(result.predicted.sent_bytes_per_rank[0])

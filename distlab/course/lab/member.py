@@ -29,8 +29,10 @@ from distlab.comm.where.frames import is_machinery
 from distlab.course.grading import NotYet
 from distlab.course.lab.report import LabReport, read_reference
 from distlab.course.lab.settings import CommonSettings, parse, what_is_run
+from distlab.measure import this_machine
 from distlab.measure.machine.others import OtherProcesses
 from distlab.trace import Trace, load_folder, rank_file, write_chrome
+from simulator.units import counted
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 Function = Callable[..., Any]
@@ -165,10 +167,10 @@ def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]],
 
     The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
     """
-    quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    with contextlib.suppress(ValueError):  # told by process_group
-        quiet = contextlib.redirect_stderr(io.StringIO()) if read_environment().rank else quiet
-    with quiet:
+    with contextlib.ExitStack() as quiet:
+        with contextlib.suppress(ValueError):  # told by process_group
+            if read_environment().rank:
+                quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
         chosen = parse(settings, None, f"lab {number}")
     try:
         status = _work(number, chosen, run)
@@ -242,28 +244,22 @@ def load_functions(impl: str, number: str) -> Mapping[str, Function]:
 
 
 def _report(number: str, settings: CommonSettings, member: Member, beside: Path) -> LabReport:
-    kind, what = member.device.type, what_is_run(settings)
-    ranks = f"{member.world_size} rank{'s' if member.world_size > 1 else ''}"
-    nodes = f"{settings.nodes} nodes {settings.between}".rstrip() if settings.nodes > 1 else ""
-    place = ", ".join(filter(None, [kind, ranks, nodes]))
-    known, note = read_reference(beside / "lab_reference.md", place, what)
-    return LabReport(
-        f"Lab {number} on {ranks}, {kind}, {dist.get_backend()}; functions: {settings.impl}", what, known, note
-    )
+    kind, what, ranks = member.device.type, what_is_run(settings), counted(member.world_size, "rank")
+    nodes = [f"{settings.nodes} nodes {settings.between}".rstrip()] if settings.nodes > 1 else []
+    known, note = read_reference(beside / "lab_reference.md", ", ".join([kind, ranks, *nodes]), what)
+    title = f"Lab {number} on {ranks}, {kind}, {dist.get_backend()}; functions: {settings.impl}"
+    return LabReport(title, what, known, note)
 
 
 def _tell(lab: Lab[Any]) -> bool:
     """Print the report on rank 0; return on every rank whether a fact in it is wrong."""
-    from distlab.measure import this_machine
-
     if lab.settings.trace is not None:
         lab.report.note(
             "Every call was recorded for the trace, some 30 us each: times are longer than without --trace."
         )
     if lab.member.rank == 0:
         facts: dict[str, object] = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
-        facts["backend"] = dist.get_backend()
-        facts |= {"machine": this_machine().as_dict(), "impl": lab.settings.impl}
+        facts |= {"backend": dist.get_backend(), "machine": this_machine().as_dict(), "impl": lab.settings.impl}
         print(json.dumps(lab.report.as_dict() | facts) if lab.settings.json else lab.report.table(), flush=True)
     wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)
     dist.broadcast(wrong, 0)

@@ -35,7 +35,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
     """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
-    from distlab.course.notebook.trouble import CellError, of_ranks
+    from distlab.course.notebook.ranks import CellError, of_ranks
 
     text = of_ranks(error, trace, shell)
     if text is None:  # an interrupt of anything else

@@ -15,8 +15,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from distlab.comm import RankError, Ranks
-from distlab.course.notebook.remote import holdings, take
-from distlab.course.notebook.trouble import CellError, explain, name_cells
+from distlab.course.notebook.ranks import CellError, explain, holdings, name_cells, take
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -24,12 +23,10 @@ if TYPE_CHECKING:
     from distlab.comm import Records
 
 TIMEOUT_S = 60.0
-USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --new 4, %%ranks --push a,b, %%ranks --timeout 10"
+USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --push a,b"
 _WORD = re.compile(
     r"""\s+
-    | --(?P<new>new) (?!\S)
     | --push [ =]\s* (?P<push> [a-z_]\w* (?:\s*,\s* [a-z_]\w*)*) (?![,\w])
-    | --timeout [ =]\s* (?P<timeout> (?=\S*[1-9]) \d*\.?\d+) (?!\S)
     | \[ (?P<chosen> \s*\d+\s* (?:,\s*\d+\s*)*) \]
     | (?P<size> [1-9]\d*) (?![^\s\[])""",
     re.ASCII | re.IGNORECASE | re.VERBOSE,
@@ -42,16 +39,12 @@ class Line(NamedTuple):
     Attributes:
         size: how many ranks, or None: those that run already.
         chosen: ranks that execute the cell, or None: all.
-        new: whether to begin with fresh ranks.
         push: names to copy from the notebook into the ranks first.
-        timeout_s: how long the cell may take.
     """
 
     size: int | None = None
     chosen: tuple[int, ...] | None = None
-    new: bool = False
     push: tuple[str, ...] = ()
-    timeout_s: float = TIMEOUT_S
 
 
 def read_line(text: str) -> Line:
@@ -64,17 +57,12 @@ def read_line(text: str) -> Line:
     while at < len(text):
         if (found := _WORD.match(text, at)) is None:
             raise ValueError(f"%%ranks cannot read {' '.join(text[at:].split())!r}; write one of: {USAGE}")
-        match found.lastgroup, found[found.lastgroup or 0]:
-            case "new", _:
-                line = line._replace(new=True)
-            case "push", names:
-                line = line._replace(push=tuple(name.strip() for name in names.split(",")))
-            case "timeout", seconds:
-                line = line._replace(timeout_s=float(seconds))
-            case "chosen", ranks:
-                line = line._replace(chosen=tuple(sorted({int(rank) for rank in ranks.split(",")})))
-            case "size", number:
-                line = line._replace(size=int(number))
+        if names := found["push"]:
+            line = line._replace(push=tuple(name.strip() for name in names.split(",")))
+        elif ranks := found["chosen"]:
+            line = line._replace(chosen=tuple(sorted({int(rank) for rank in ranks.split(",")})))
+        elif size := found["size"]:
+            line = line._replace(size=int(size))
         at = found.end()
     return line
 
@@ -93,8 +81,8 @@ class RanksMagics(Magics):
     def cell(self, line: str, cell: str) -> None:
         """Execute the cell on every rank; what they print comes after `[rank r]`, and the last expression's value too.
 
-        %%ranks 4 starts four ranks, or uses the four that run; [0,2] means those two alone; --new begins afresh;
-        --push a,b copies names of the notebook first; --timeout 10 ends the cell after ten seconds.
+        %%ranks 4 starts four ranks, or uses the four that run; [0,2] means those two alone; --push a,b copies names of
+        the notebook first. A cell ends after a minute.
         """
         try:
             wanted = read_line(line)
@@ -106,7 +94,6 @@ class RanksMagics(Magics):
         if missing := [one for one in wanted.push if one not in self.notebook.user_ns]:
             raise UsageError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
         ranks = self._ranks(wanted)
-        ranks.timeout_s = wanted.timeout_s
         failed: str | None = None
         with _interrupt_of(ranks):
             try:
@@ -159,7 +146,7 @@ class RanksMagics(Magics):
             raise UsageError("no ranks are running yet; say how many, such as %%ranks 4")
         if wanted.chosen is not None and wanted.chosen[-1] >= size:
             raise UsageError(f"there is no rank {wanted.chosen[-1]}: ranks are 0 to {size - 1}")
-        if current is not None and current.world_size == size and not wanted.new:
+        if current is not None and current.world_size == size:
             return current
         try:
             fresh = Ranks(size, timeout_s=TIMEOUT_S)

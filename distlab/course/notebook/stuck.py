@@ -55,8 +55,6 @@ def hint(name: str) -> Note:
     """
     exercise = load_lesson(name).exercise(name)
     total = len(exercise.hints)
-    if not total:
-        return Note(f"hint: {name} has no hints")
     told = _keep(exercise, lambda entry: replace(entry, hints=min(entry.hints + 1, total)))
     seen = max(1, min(entry_of(name).hints, total))  # 1: also where nothing can be kept
     shown = [(f"Hint {number} of {total}:", text) for number, text in enumerate(exercise.hints[:seen], 1)]
@@ -78,8 +76,12 @@ def solution(name: str) -> Note:
     """
     exercise = load_lesson(name).exercise(name)
     entry = entry_of(name)
-    if not entry.passed and not entry.solution_seen and (missing := _missing(exercise, entry)):
-        return Note(missing)
+    failed, hints, total = min(entry.failed, FAILED_CHECKS), min(entry.hints, len(exercise.hints)), len(exercise.hints)
+    todo = [f'check("{name}", {exercise.function}) checks your function'] if failed < FAILED_CHECKS else []
+    todo += [f'hint("{name}") shows and counts the next hint'] if hints < total else []
+    if todo and not entry.passed and not entry.solution_seen:
+        so_far = f"{failed} of {FAILED_CHECKS} failed checks, {hints} of {total} hints seen so far"
+        return Note(f"solution: {so_far}; {' and '.join(todo)}")
     if not (text := source_text(reference_of(exercise))):
         return Note(f"solution: this copy has no solution of {name}; ask your instructor")
     told = list[str]()
@@ -90,18 +92,6 @@ def solution(name: str) -> Note:
     code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word
     page = f'<div>{head}</div><pre style="{code}">{html.escape(source)}</pre><div>{html.escape(foot)}</div>'
     return Note("\n\n".join(filter(None, [head, source, foot])), f"{head}\n\n```python\n{source}\n```\n\n{foot}", page)
-
-
-def _missing(exercise: Exercise, entry: Entry) -> str:
-    """Return the line that says what is still to do before the solution is shown, or ""."""
-    failed, total = min(entry.failed, FAILED_CHECKS), len(exercise.hints)
-    hints, todo = min(entry.hints, total), []
-    if failed < FAILED_CHECKS:
-        todo.append(f'check("{exercise.name}", {exercise.function}) checks your function')
-    if hints < total:
-        todo.append(f'hint("{exercise.name}") shows and counts the next hint')
-    so_far = f"{failed} of {FAILED_CHECKS} failed checks, {hints} of {total} hints seen so far"
-    return f"solution: {so_far}; {' and '.join(todo)}" if todo else ""
 
 
 def _keep(exercise: Exercise, alter: Callable[[Entry], Entry]) -> list[str]:

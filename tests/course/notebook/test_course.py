@@ -3,7 +3,7 @@
 import html.parser
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -101,25 +101,18 @@ def test_the_page_says_what_was_passed_when_and_with_what_help():
     assert not re.search("http|<script", page(ROWS, {"01.a": PASSED}, day="2026-02-03")), "it loads nothing"
 
 
-def test_the_command_writes_the_page_anew(tmp_path, capsys):
+def test_the_page_is_written_anew_by_the_command_and_by_start_and_nothing_outside(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert repr(progress_page()) == OUTSIDE
+    assert list(tmp_path.iterdir()) == []
     work = work_with(tmp_path, {})
-    assert main(["lesson", "page", "--work", str(work)]) == 0
+    assert f'href="{PAGE}"' in progress_page()._repr_html_()
     before = (work / PAGE).read_text()
-    passed = asdict(Entry(1, "2026-01-02", "2026-01-02"))
-    work_with(tmp_path, {"01.shift": passed})
+    work_with(tmp_path, {"01.shift": asdict(Entry(1, "2026-01-02", "2026-01-02"))})
     assert main(["lesson", "page", "--work", str(work)]) == 0
     assert PAGE in capsys.readouterr().out
     assert "01.shift" not in before
     assert "01.shift" in (work / PAGE).read_text()
-
-
-def test_start_asks_for_the_page_and_outside_working_copies_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert repr(progress_page()) == OUTSIDE
-    assert list(tmp_path.iterdir()) == []
-    work_with(tmp_path, {})
-    assert f'href="{PAGE}"' in progress_page()._repr_html_()
-    assert (tmp_path / PAGE).is_file()
     assert "progress_page()" in (LESSONS / "START.ipynb").read_text()
 
 
@@ -163,7 +156,7 @@ def test_hints_come_one_by_one_and_are_noted(work, lesson):
     assert (load_progress()[NAME].hints, load_progress()[NAME].attempts) == (3, 0)
 
 
-def test_the_solution_says_in_one_line_what_is_missing(work, lesson):
+def test_the_solution_says_in_one_line_what_is_missing_and_is_shown_and_noted(work, lesson):
     function = lesson.exercise(NAME).function
     check_it, next_hint = (
         f'check("{NAME}", {function}) checks your function',
@@ -180,18 +173,8 @@ def test_the_solution_says_in_one_line_what_is_missing(work, lesson):
     checked(lesson, "wrong")
     checked(lesson, "wrong")
     assert load_progress()[NAME].solution_seen == ""
-    assert repr(solution(NAME)).startswith(f"The solution of {NAME}:")
-
-
-def stuck(lesson: Lesson) -> None:
-    for _ in range(3):
-        checked(lesson, "wrong")
-        hint(NAME)
-
-
-def test_the_solution_is_shown_and_noted(work, lesson):
-    stuck(lesson)
     shown = solution(NAME)
+    assert repr(shown).startswith(f"The solution of {NAME}:")
     assert "white-space:pre;overflow-x:auto" in shown._repr_html_(), "a long line scrolls, no word is broken"
     assert hint(NAME)._repr_html_() is None
     exercise = lesson.exercise(NAME)
@@ -212,7 +195,9 @@ def test_the_solution_is_shown_and_noted(work, lesson):
 
 
 def test_a_right_answer_and_a_kernel_outside_a_work_folder_are_shown_it_too(outside, lesson):
-    stuck(lesson)
+    for _ in range(3):
+        checked(lesson, "wrong")
+        hint(NAME)
     assert SECRET in repr(solution(NAME))
     assert list(outside.iterdir()) == []
     (outside / MARKER).touch()
@@ -221,15 +206,6 @@ def test_a_right_answer_and_a_kernel_outside_a_work_folder_are_shown_it_too(outs
     assert load_progress()[NAME].solution_seen == "", "not noted"
     (outside / FILE).write_text("{")
     assert "progress.json could not be read" in repr(hint(NAME))
-
-
-def test_an_exercise_without_hints(work, lesson, monkeypatch):
-    bare = replace(lesson, exercises=tuple(replace(exercise, hints=()) for exercise in lesson.exercises))
-    monkeypatch.setattr("distlab.course.notebook.stuck.load_lesson", lambda name: bare)
-    assert repr(hint(NAME)) == f"hint: {NAME} has no hints"
-    for _ in range(3):
-        checked(lesson, "wrong")
-    assert SECRET in repr(solution(NAME))
 
 
 def test_a_name_that_is_no_exercise(work):

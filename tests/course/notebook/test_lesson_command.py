@@ -56,7 +56,6 @@ class Started:
                 break
         else:
             raise AssertionError("\n".join(self.lines))
-        self.family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
 
     def get(self, path: str, token: str | None = None) -> int:
         headers = {"Authorization": f"token {token}"} if token else {}
@@ -74,15 +73,13 @@ class Started:
         with DIRECT.open(urllib.request.Request(f"{self.url}{path}", data, headers), timeout=60) as answer:
             return json.load(answer)
 
-    def gone_after(self, number: int) -> float:
-        """Send a signal; seconds until the command and everything it started have gone."""
+    def goes_after(self, number: int) -> None:
+        """Send a signal, and see that the command and everything that it started go."""
         family = psutil.Process(self.process.pid).children(recursive=True)
-        start = time.monotonic()
         self.process.send_signal(number)
         self.process.wait(timeout=60)
         gone, _ = psutil.wait_procs(family, timeout=60)
         assert [process for process in family if process not in gone and is_alive(process)] == []
-        return time.monotonic() - start
 
 
 def listening_addresses(pid: int) -> set[str]:
@@ -133,17 +130,6 @@ def wait_for(condition):
     return found
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("state", ["begun", "ready"])  # one that is stopped is in the test below
-def test_ctrl_c_ends_all_within_five_seconds(tmp_path, state):
-    with started(tmp_path / "work") as lab:
-        lab.post("/api/kernels", {"name": "python3"})  # it has begun to load its modules and hears nothing yet
-        (kernel,) = wait_for(lambda: own_sessions(psutil.Process(lab.process.pid)))
-        if state == "ready":
-            wait_for(lambda: sum(one.status == psutil.CONN_LISTEN for one in kernel.net_connections("tcp")) >= 5)
-        assert lab.gone_after(signal.SIGINT) < 5
-
-
 @pytest.mark.timeout(300)  # a server, a terminal and a kernel begin: a busy machine takes minutes
 def test_a_server_that_answers_and_ends_with_ctrl_c(lesson, tmp_path):
     """It begins with a damaged copy and a port that is taken, and ends with a kernel that is stopped."""
@@ -178,7 +164,7 @@ def test_a_server_that_answers_and_ends_with_ctrl_c(lesson, tmp_path):
         terminal = next(one for one in found if "ipykernel" not in " ".join(one.cmdline()))
         wait_for(lambda: terminal.cwd() == root)
         next(one for one in found if one is not terminal).suspend()
-        lab.gone_after(signal.SIGINT)
+        lab.goes_after(signal.SIGINT)
         assert lab.process.returncode == 0
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", lab.port), timeout=60)
@@ -190,12 +176,12 @@ def test_a_server_that_answers_and_ends_with_ctrl_c(lesson, tmp_path):
     assert json.loads((work / "START.ipynb").read_text())["nbformat"] == 4
 
 
-@pytest.mark.soak_where(number=[signal.SIGHUP])
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_kernels_go_however_the_server_goes(tmp_path, number):
     with started(tmp_path / "work") as lab:
         lab.post("/api/kernels", {"name": "python3"})
-        lab.gone_after(number)
+        lab.goes_after(number)
 
 
 def test_list_and_mistakes_are_plain(lesson, tmp_path, monkeypatch):

@@ -1,11 +1,16 @@
-"""Say in a notebook what went wrong on the ranks: the cause first, the cell's own line, and little else."""
+"""What a notebook says of its ranks: the names that they hold; what went wrong, the cause and the cell's line first.
+
+It needs no IPython: `take` and `holdings` are called inside a rank.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 import traceback
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sized
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -22,6 +27,38 @@ _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
 _CELL_FRAME = re.compile(r'^  File "(your cell|In\[\d+\])", (line \d+), in .*\n    (.*)', re.MULTILINE)
 _NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
+
+
+GIVEN = ("rank", "world_size", "torch", "dist")  # names that a rank begins with
+MAX_NAMES = 12
+
+
+def take(values: Mapping[str, object]) -> None:
+    """Put these names into the namespace in which a rank's cells run."""
+    sys.modules["__main__"].__dict__.update(values)
+
+
+def holdings() -> list[str]:
+    """Return the names that cells have made on this rank, each with what it is."""
+    names = sys.modules["__main__"].__dict__
+    own = [
+        f"{name} ({_describe(value)})"
+        for name, value in names.items()
+        if not name.startswith("_")
+        and name not in GIVEN
+        and not isinstance(value, types.ModuleType)
+        and not getattr(value, "__module__", "").startswith("distlab.comm")  # what a rank itself is made of
+    ]
+    return own if len(own) <= MAX_NAMES else [*own[:MAX_NAMES], f"and {len(own) - MAX_NAMES} more"]
+
+
+def _describe(value: object) -> str:
+    kind, shape = type(value).__name__, getattr(value, "shape", None)
+    if shape is not None:
+        return f"{kind} {list(shape)}"
+    if isinstance(value, bool | int | float):
+        return repr(value)
+    return f"{kind} of {len(value)}" if isinstance(value, Sized) else kind
 
 
 class CellError(RuntimeError):
