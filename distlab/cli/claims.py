@@ -28,8 +28,7 @@ def bench(arguments: argparse.Namespace) -> int:
     Each file in benchmarks/ tests some claims: our program and its peer take turns in one run, and a row gives the
     median ratio with its interval, the bar, and whether it holds. Run it with nothing else running.
     """
-    if not FOLDER.is_dir():
-        raise ValueError(f"benchmarks live in a checkout of distlab, and {FOLDER} is missing; clone the repository")
+    _find("bench", FOLDER)
     known = names()
     if arguments.list:
         print("\n".join(known))
@@ -59,6 +58,15 @@ def bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _find(command: str, *needed: Path) -> None:
+    """Let Python find what only a checkout has, or refuse: benchmarks share modules, such as _script."""
+    if missing := [path for path in needed if not path.is_dir()]:
+        run = f"clone the repository and run `python -m distlab {command}` in it"
+        raise ValueError(f"its parts live in a checkout of distlab, and {missing[0]} is missing; {run}")
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+
+
 def names() -> list[str]:
     """Return the names of the benchmarks in this checkout."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
@@ -66,8 +74,6 @@ def names() -> list[str]:
 
 def load(name: str) -> Any:
     """Load benchmarks/NAME.py by path and return the module."""
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # benchmarks share modules, such as _script
     return load_script(f"distlab_benchmark_{name}", FOLDER / f"{name}.py")
 
 
@@ -95,13 +101,7 @@ def gpu(arguments: argparse.Namespace) -> int:
     --out goes on where the first one ended. Without a GPU it says what it would run, and checks that every part can be
     loaded.
     """
-    if missing := [path for path in NEEDED if not path.is_dir()]:
-        raise ValueError(
-            f"its parts live in a checkout of distlab, and {missing[0]} is missing; clone the repository and run "
-            "`python -m distlab gpu` in it"
-        )
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
+    _find("gpu", *NEEDED)
     command = importlib.import_module("gpu.command")
     asked = command.settings(minutes=arguments.minutes, only=arguments.only, out=arguments.out, device=arguments.device)
     if arguments.list:
@@ -147,6 +147,6 @@ def validate(arguments: argparse.Namespace) -> int:
         from simulator.validation.page import write_page
 
         write_page(arguments.page, families, tables)
-    facts = json.dumps(report.facts(families, tables), indent=2) if arguments.json else report.text(families, tables)
-    print(facts)
+    as_json = arguments.json
+    print(json.dumps(report.facts(families, tables), indent=2) if as_json else report.text(families, tables))
     return 0

@@ -1,9 +1,10 @@
-"""For instructors: `release` (what a student gets), `submissions` (handed in, what it earned), `run` (its checks)."""
+"""For instructors: `release` writes what a student gets; `grade` takes what is handed in."""
 
-from distlab.course.classroom.release import release as release
-from distlab.course.classroom.run import grade_all as grade_all, refuse_unless_contained as refuse_unless_contained
-from distlab.course.classroom.submissions import (
+from distlab.course.classroom.grade import (
     Submission as Submission,
     find_submissions as find_submissions,
+    grade_all as grade_all,
+    refuse_unless_contained as refuse_unless_contained,
     write_tables as write_tables,
 )
+from distlab.course.classroom.release import release as release

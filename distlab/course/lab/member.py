@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,10 @@ from simulator.units import counted
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 Function = Callable[..., Any]
-
-
 WAIT_S = 30.0  # for the ranks' traces
 
 
-@dataclass(frozen=True)
-class StepWindow:
+class StepWindow(NamedTuple):
     """The time that the picture shows.
 
     Attributes:

@@ -26,7 +26,7 @@ class Copy(NamedTuple):
 
     Attributes:
         name: such as "03_data_parallel/03_data_parallel.ipynb", below the work folder.
-        state: "made", "kept", "refreshed", "newer" (the lesson has changed since) or "damaged".
+        state: "made", "kept", "newer" (the lesson has changed since) or "damaged".
         message: what to tell about it, or "".
     """
 
@@ -105,12 +105,8 @@ def _copy(name: str, original: Path, work: Path) -> Copy:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         return Copy(name, "damaged", f"{copy} cannot be used: {why}. It is left alone; {reset_it} a fresh one")
-    came_from = mine["metadata"].get(CAME_FROM)
-    if fingerprint(lesson) in (came_from, fingerprint(mine)):
+    if fingerprint(lesson) in (mine["metadata"].get(CAME_FROM), fingerprint(mine)):
         return Copy(name, "kept")
-    if name == START and fingerprint(mine) == came_from:  # the learner wrote nothing in it
-        _put(copy, lesson, work)
-        return Copy(name, "refreshed")
     return Copy(name, "newer", f"{copy}: there is a newer version of it. Yours is kept; {reset_it} the new one")
 
 

@@ -13,6 +13,7 @@ from distlab.course.grading.lesson import lessons_folder
 from distlab.course.grading.progress import OUTSIDE, Entry, copy_in, load_progress, now, work_folder
 from distlab.course.notebook.stuck import Note
 from distlab.measure import gpu_names, num_cores
+from simulator.units import counted
 
 PAGE = "progress.html"
 TITLE = "Distributed training: my progress"
@@ -105,12 +106,11 @@ def course_map(lessons: Path | None = None, work: Path | None = None) -> CourseM
 
 def this_machine_can() -> str:
     """Say in a sentence what of the course runs here; a GPU is never needed."""
-    cores, gpus = num_cores(), gpu_names()
-    here = f"This machine has {cores} core{'s' if cores != 1 else ''} and"
+    here, gpus = f"This machine has {counted(num_cores(), 'core')} and", gpu_names()
     if not gpus:
         return f"{here} no GPU: every lesson runs here; parts for GPUs use the CPU."
     use = "ranks share the GPU where a part needs several" if len(gpus) == 1 else "parts for GPUs use them"
-    return f"{here} {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({gpus[0]}): every lesson runs here; {use}."
+    return f"{here} {counted(len(gpus), 'GPU')} ({gpus[0]}): every lesson runs here; {use}."
 
 
 class CourseMap:
@@ -161,9 +161,8 @@ def _html_row(row: CourseRow) -> str:
         (html.escape(", ".join(row.needs)), "min-width:4em"),
         (done, "white-space:nowrap"),
     )
-    grey = "" if row.ready else ' style="opacity:0.65"'
-    columns = (f'<td style="text-align:left;{layout}">{cell}</td>' for cell, layout in cells)
-    return f"<tr{grey}>{''.join(columns)}</tr>"
+    columns = "".join(f'<td style="text-align:left;{layout}">{cell}</td>' for cell, layout in cells)
+    return f"<tr>{columns}</tr>" if row.ready else f'<tr style="opacity:0.65">{columns}</tr>'
 
 
 def progress_page() -> Note:

@@ -65,8 +65,4 @@ def show(picture: Picture | Figure, words: str = "") -> None:
     shown = shown._replace(words=words or shown.words)
     if not shown.words.strip():
         raise ValueError("show(figure, words) needs the words that say what the figure shows")
-    if getattr(shown.figure.canvas, "manager", None) is not None:
-        import matplotlib.pyplot as plt
-
-        plt.close(shown.figure)  # so that the notebook does not show it once more
     display(shown)  # type: ignore[no-untyped-call]

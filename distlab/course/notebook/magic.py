@@ -6,7 +6,6 @@ import contextlib
 import linecache
 import re
 import signal
-import threading
 import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +15,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from distlab.comm import RankError, Ranks
 from distlab.course.notebook.ranks import CellError, explain, holdings, name_cells, take
+from simulator.units import counted
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -85,34 +85,39 @@ class RanksMagics(Magics):
         the notebook first. A cell ends after a minute.
         """
         try:
-            wanted = read_line(line)
+            self._run(read_line(line), cell)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        name = f"<ranks In[{len(self.notebook.user_ns.get('In', ' ')) - 1}]>"
+
+    def _run(self, wanted: Line, cell: str) -> None:
+        """Run a cell as its line asks for.
+
+        Raises:
+            ValueError: the line asks for what cannot be.
+            CellError: the cell failed.
+        """
+        known = self.notebook.user_ns
+        name = f"<ranks In[{len(known.get('In', ' ')) - 1}]>"
         source = f"\n{cell}"  # lines count as they do in the notebook, where %%ranks is the first
         _compile(source, name)
-        if missing := [one for one in wanted.push if one not in self.notebook.user_ns]:
-            raise UsageError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
+        if missing := [one for one in wanted.push if one not in known]:
+            raise ValueError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
         ranks = self._ranks(wanted)
-        failed: str | None = None
+        failed, shown = "", list[str | None]()
         with _interrupt_of(ranks):
             try:
                 if wanted.push:
-                    ranks.run(take, {one: self.notebook.user_ns[one] for one in wanted.push})
+                    ranks.run(take, {one: known[one] for one in wanted.push})
                 shown = ranks.execute(source, wanted.chosen, name=name)
             except RankError as error:
-                failed = name_cells(explain(str(error), self.notebook.user_ns, kept=bool(ranks.pids)), self.notebook)
-            except ValueError as error:
-                raise UsageError(str(error)) from None
+                failed = name_cells(explain(str(error), known, kept=bool(ranks.pids)), self.notebook)
         with contextlib.suppress(RuntimeError):
             self.records = ranks.records()
-        if failed is not None:
+        if failed:
             raise CellError(failed)
-        chosen = range(ranks.world_size) if wanted.chosen is None else wanted.chosen
-        if not cell.rstrip().endswith(";"):
-            for rank, value in zip(chosen, shown, strict=True):
-                for line in (value or "").splitlines():
-                    print(f"[rank {rank}] {line}")
+        for rank, value in zip(wanted.chosen or range(ranks.world_size), shown, strict=True):
+            for line in (value or "").splitlines() if not cell.rstrip().endswith(";") else ():
+                print(f"[rank {rank}] {line}")
 
     @line_magic("ranks")  # type: ignore[arg-type]
     def status(self, line: str) -> None:
@@ -125,8 +130,8 @@ class RanksMagics(Magics):
         elif self.ranks is None or not self.ranks.pids:
             print("no ranks are running; a cell that begins with %%ranks 4 starts four")
         else:
-            pids, count = ", ".join(map(str, self.ranks.pids)), self.ranks.world_size
-            print(f"{count} rank{'s' if count > 1 else ''} running, process{'es' if count > 1 else ''} {pids}")
+            pids = ", ".join(map(str, self.ranks.pids))
+            print(f"{counted(self.ranks.world_size, 'rank')} running, processes {pids}")
             for rank, names in enumerate(self.ranks.run(holdings)):
                 print(f"[rank {rank}] holds {', '.join(names) or 'nothing yet'}")
 
@@ -136,22 +141,19 @@ class RanksMagics(Magics):
         if running is None or not running.pids:
             return "no ranks are running"
         running.close()
-        return f"{running.world_size} rank{'s' if running.world_size > 1 else ''} ended"
+        return f"{counted(running.world_size, 'rank')} ended"
 
     def _ranks(self, wanted: Line) -> Ranks:
         """Return the ranks for a cell: those that run, or new ones."""
         current = self.ranks
         size = wanted.size or (current.world_size if current is not None else None)
         if size is None:
-            raise UsageError("no ranks are running yet; say how many, such as %%ranks 4")
+            raise ValueError("no ranks are running yet; say how many, such as %%ranks 4")
         if wanted.chosen is not None and wanted.chosen[-1] >= size:
-            raise UsageError(f"there is no rank {wanted.chosen[-1]}: ranks are 0 to {size - 1}")
+            raise ValueError(f"there is no rank {wanted.chosen[-1]}: ranks are 0 to {size - 1}")
         if current is not None and current.world_size == size:
             return current
-        try:
-            fresh = Ranks(size, timeout_s=TIMEOUT_S)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        fresh = Ranks(size, timeout_s=TIMEOUT_S)
         if current is not None and current.pids:
             print(f"({self.stop()}; starting {size})")
         self.ranks = fresh
@@ -171,9 +173,6 @@ def _compile(source: str, name: str) -> None:
 @contextlib.contextmanager
 def _interrupt_of(ranks: Ranks) -> Iterator[None]:
     """Let the first interrupt of the kernel stop the ranks, which then say where they stood; the second is Python's."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.getsignal(signal.SIGINT)
 
     def stop(*_: object) -> None:

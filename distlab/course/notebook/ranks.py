@@ -27,10 +27,7 @@ _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
 _CELL_FRAME = re.compile(r'^  File "(your cell|In\[\d+\])", (line \d+), in .*\n    (.*)', re.MULTILINE)
 _NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
-
-
 GIVEN = ("rank", "world_size", "torch", "dist")  # names that a rank begins with
-MAX_NAMES = 12
 
 
 def take(values: Mapping[str, object]) -> None:
@@ -41,7 +38,7 @@ def take(values: Mapping[str, object]) -> None:
 def holdings() -> list[str]:
     """Return the names that cells have made on this rank, each with what it is."""
     names = sys.modules["__main__"].__dict__
-    own = [
+    return [
         f"{name} ({_describe(value)})"
         for name, value in names.items()
         if not name.startswith("_")
@@ -49,7 +46,6 @@ def holdings() -> list[str]:
         and not isinstance(value, types.ModuleType)
         and not getattr(value, "__module__", "").startswith("distlab.comm")  # what a rank itself is made of
     ]
-    return own if len(own) <= MAX_NAMES else [*own[:MAX_NAMES], f"and {len(own) - MAX_NAMES} more"]
 
 
 def _describe(value: object) -> str:

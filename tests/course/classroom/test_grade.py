@@ -18,8 +18,7 @@ from trial_answers import GOOD
 
 from distlab.cli import main
 from distlab.course.classroom import Submission, find_submissions, grade_all, refuse_unless_contained, write_tables
-from distlab.course.classroom.run import in_container
-from distlab.course.classroom.submissions import grade_of
+from distlab.course.classroom.grade import grade_of, in_container
 from distlab.course.grading import load_lesson
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -215,7 +214,7 @@ def test_what_cannot_be_graded_is_said_in_one_line(here, capsys, monkeypatch):
 
 
 def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, monkeypatch):
-    monkeypatch.setattr("distlab.course.classroom.run.FOLDER_BYTES", 30 * 10**6)  # ranks write some MB themselves
+    monkeypatch.setattr("distlab.course.classroom.grade.FOLDER_BYTES", 30 * 10**6)  # ranks write some MB themselves
     for name, text, minutes, words in (
         ("slow", ENDLESS, 0.05, "it ran for 0.05 minutes, the limit; pass --minutes for more"),
         ("writes", FILES, 10, "MB of files; the limit is 30 MB"),
@@ -252,7 +251,8 @@ def test_blocked_points_are_neither_earned_nor_lost(lesson, tmp_path):
     lines = [{"notes": ["cell 3 was left out"]}, {"exercise": "91.mean", "verdict": "blocked", **told}]
     lines.append({"exercise": "91.double", "verdict": "passed", **told})
     two = replace(lesson, exercises=lesson.exercises[:2])
-    grade = grade_of(Submission("=ann", Path("ann.py")), two, lines, "")
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    grade = grade_of(Submission("=ann", Path("ann.py")), two, text + '{"exercise', "")
     mean, double = (exercise.difficulty for exercise in two.exercises)
     assert (grade.points, grade.possible, grade.blocked) == (double, double, mean)
     write_tables(tmp_path, "<b>", [grade])

@@ -78,17 +78,6 @@ def test_copies_are_made_once_and_what_you_wrote_is_kept(lessons, work):
     assert (work / THIRD).read_bytes() == before
 
 
-def test_the_map_follows_the_course_unless_you_wrote_in_it(lessons, work):
-    make_copies(lessons, work)
-    (lessons / "START.ipynb").write_text(notebook("new map"))
-    assert states(lessons, work)["START.ipynb"] == "refreshed"
-    assert text_of(work / "START.ipynb") == ["new map"]
-    write_in(work / "START.ipynb", "my notes")
-    (lessons / "START.ipynb").write_text(notebook("newer map"))
-    assert states(lessons, work)["START.ipynb"] == "newer"
-    assert text_of(work / "START.ipynb") == ["my notes"]
-
-
 DAMAGED = {
     "cannot be used: Expecting value": b"",
     "cannot be used: 'utf-8' codec can't decode byte 0xff": b'{"c\xff": 1}',
