@@ -255,7 +255,7 @@ def _tell(lab: Lab[Any]) -> bool:
             "Every call was recorded for the trace, some 30 us each: times are longer than without --trace."
         )
     if lab.member.rank == 0:
-        facts: dict[str, object] = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
+        facts = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
         facts |= {"backend": dist.get_backend(), "machine": this_machine().as_dict(), "impl": lab.settings.impl}
         print(json.dumps(lab.report.as_dict() | facts) if lab.settings.json else lab.report.table(), flush=True)
     wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)
