@@ -26,7 +26,7 @@ NAMES = {  # of flags that are not called as the field is
     "workload.vocab_size": "vocabulary",
     "workload.feed_forward_size": "feed-forward",
     "workload.num_key_value_heads": "kv-heads",
-    "workload.is_gated": "no-gate",
+    "workload.is_gated": "gate",
     "workload.ties_embedding": "tie-embedding",
     "workload.num_experts": "experts",
     "workload.sequence_length": "sequence",
@@ -37,7 +37,7 @@ NAMES = {  # of flags that are not called as the field is
     "plan.bucket_bytes": "bucket-mb",
     "plan.sharding.stage": "sharding",
     "plan.precision.compute": "precision",
-    "plan.precision.master": "no-master",
+    "plan.precision.master": "master",
 }
 ONLY_IN_FILES = {"first_bucket_bytes", "compression", "reshard_after_forward", "prefetch", "reduce"}
 ONLY_IN_FILES |= {"num_devices", "devices_per_node", "device", "intra_node", "inter_node"}
@@ -95,9 +95,7 @@ def add_flags(command: argparse.ArgumentParser, *tables: str) -> None:
         options: dict[str, Any] = {}
         text = re.sub(r"; None: (.*)$", r" (default: \1)", _named(flag.text))
         if bool in flag.kinds:
-            is_off = flag.name.startswith("--no-")
-            options = {"action": "store_const", "const": not is_off}
-            text = f"without: {text}" if is_off else text
+            options = {"action": argparse.BooleanOptionalAction}
         else:
             options["metavar"] = "N" if int in flag.kinds else "NAME|FILE" if path == "cluster.name" else "NAME"
             default = flag.default // MB if path == "plan.bucket_bytes" else flag.default
