@@ -131,24 +131,11 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
 
 
 def test_a_user_starts_no_more_processes_than_allowed():
-    code = """
-import os, time
-from distlab.course.grading.guard import limit_number_of_processes
-if os.getuid() == 0:
-    os.setuid(65534)
-limit_number_of_processes(4)
-started = []
-try:
-    for _ in range(50):
-        if not (pid := os.fork()):
-            time.sleep(60)
-        started.append(pid)
-except BlockingIOError:
-    print("refused after", len(started))
-finally:
-    for pid in started:
-        os.kill(pid, 9)
-"""
+    code = "import os, time\nfrom distlab.course.grading.guard import limit_number_of_processes\n"
+    code += "os.setuid(65534) if os.getuid() == 0 else None\nlimit_number_of_processes(4)\nstarted = []\n"
+    code += "try:\n    while len(started) < 50:\n        started.append(os.fork() or time.sleep(60))\n"
+    code += "except BlockingIOError:\n    print('refused after', len(started))\n"
+    code += "for pid in started:\n    os.kill(pid, 9)\n"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert re.search("refused after [0-9]\n", ran.stdout), ran.stdout + ran.stderr
 

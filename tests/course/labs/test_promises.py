@@ -22,6 +22,7 @@ def noted(folder):
     return [path.read_text() for path in sorted(folder.glob("updates-*"))]
 
 
+@pytest.mark.soak
 def test_updates_of_whole_states_and_of_shards_are_noted(lab, tmp_path):
     """Lab 07 trains in seven ways, three updates each: parameters that are whole, pieces of them, and flat shards."""
     facts(lab("07", RANKS, "--json", updates=tmp_path))
