@@ -26,9 +26,14 @@ class Notebook:
         """Run a cell; what it printed, and the error as it is shown."""
         printed: list[str] = []
         shown: list[str] = []
-        self.client.execute_interactive(
-            source, timeout=60, stop_on_error=False, output_hook=lambda m: hear(m, printed, shown)
-        )
+
+        def hear(message: dict) -> None:
+            kind, content = message["msg_type"], message["content"]
+            printed.extend([content["text"]] if kind == "stream" else [])
+            printed.extend([content["data"]["text/plain"]] if kind == "execute_result" else [])
+            shown.extend(content["traceback"] if kind == "error" else [])
+
+        self.client.execute_interactive(source, timeout=60, stop_on_error=False, output_hook=hear)
         return "".join(printed), "\n".join(shown)
 
     def lines(self, source: str) -> list[str]:
@@ -37,15 +42,9 @@ class Notebook:
         assert error == ""
         return sorted(printed.splitlines())
 
-
-def hear(message: dict, printed: list[str], shown: list[str]) -> None:
-    content = message["content"]
-    if message["msg_type"] == "stream":
-        printed.append(content["text"])
-    elif message["msg_type"] == "error":
-        shown.extend(content["traceback"])
-    elif message["msg_type"] == "execute_result":
-        printed.append(content["data"]["text/plain"])
+    def pids(self) -> list[int]:
+        ranks = "get_ipython().magics_manager.registry['RanksMagics'].ranks"
+        return [int(pid) for pid in self.lines(f"print(*{ranks}.pids)")[0].split()]
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +55,6 @@ def notebook():
     if book.manager.is_alive():
         book.client.stop_channels()
         book.manager.shutdown_kernel(now=True)
-
-
-def pids(notebook):
-    return [
-        int(pid)
-        for pid in notebook.lines("print(*get_ipython().magics_manager.registry['RanksMagics'].ranks.pids)")[0].split()
-    ]
 
 
 def is_alive(pid):
@@ -84,7 +76,7 @@ def test_the_names_of_lessons_are_there_and_your_own_are_kept(notebook):
 def test_ranks_are_kept_chosen_pushed_to_and_ended(notebook):
     ranks = "[rank 0] rank 0", "[rank 1] rank 1", "[rank 2] rank 2"
     assert notebook.lines("%%ranks 3\nx, y = torch.tensor([rank]), 0\nprint('rank', rank)") == [*ranks]
-    before = pids(notebook)
+    before = notebook.pids()
     notebook.lines("%%ranks\ndist.all_reduce(x)")
     assert notebook.lines("%%ranks 3\nx") == [f"[rank {r}] tensor([3])" for r in range(3)]
     assert notebook.lines("%%ranks\nx;") == []
@@ -94,8 +86,8 @@ def test_ranks_are_kept_chosen_pushed_to_and_ended(notebook):
     assert "rank 0 waits in recv from 2" in error, "for a rank that has no part in the cell"
 
     notebook.lines("%%ranks 3\n1")
-    assert pids(notebook) != before
-    before = pids(notebook)
+    assert notebook.pids() != before
+    before = notebook.pids()
     assert notebook.lines("%%ranks 2 [1]\nworld_size") == ["(3 ranks ended; starting 2)", "[rank 1] 2"]
     assert not any(is_alive(pid) for pid in before)
     notebook.lines("k = torch.tensor([5.0])\ndef times(a): return a * k")
@@ -108,7 +100,7 @@ def test_ranks_are_kept_chosen_pushed_to_and_ended(notebook):
     assert shown[0].startswith("2 ranks running, processes ")
     holds = "numbers (list of 2), word (str of 3), half (0.5), f (function), t (Tensor [2, 3])"
     assert [line.endswith(holds) for line in shown] == [False, True, True]
-    running = pids(notebook)
+    running = notebook.pids()
     assert notebook.lines("%ranks stop") == ["2 ranks ended"]
     assert not any(is_alive(pid) for pid in running)
     assert notebook.lines("%ranks") == ["no ranks are running; a cell that begins with %%ranks 4 starts four"]
@@ -134,7 +126,7 @@ def test_an_error_shows_the_cells_own_line_and_the_cause_first(notebook):
 
 def test_a_slip_that_left_nothing_half_said_costs_no_variables(notebook):
     notebook.lines("%%ranks 2\nmodel = torch.ones(2)\ndist.all_reduce(model)")
-    before = pids(notebook)
+    before = notebook.pids()
     _, error = notebook.cell("%%ranks\nprint(model.view(7), 1)")
     assert error.splitlines()[-1] == "The ranks are still there, with their variables."
     assert re.search(r"^ {10}(\^{13}|~{10}\^{3})$", error, re.MULTILINE), error  # from 3.13 on ~ is what is called
@@ -150,7 +142,7 @@ def test_a_slip_that_left_nothing_half_said_costs_no_variables(notebook):
         printed, error = notebook.cell(f"%%ranks {line}\n1")
         assert says in printed + error
         assert "Traceback" not in printed + error
-    assert pids(notebook) == before
+    assert notebook.pids() == before
     assert notebook.lines("%%ranks\nmodel.sum().item()") == ["[rank 0] 4.0", "[rank 1] 4.0"]
     _, error = notebook.cell("%%ranks\ndist.all_reduce('no tensor')")
     assert "site-packages" not in error, "frames inside torch are left out"
@@ -184,7 +176,7 @@ def interrupted(notebook, source, *begun):
 
 def test_an_interrupt_ends_the_ranks_and_says_where_they_stood(notebook, tmp_path):
     notebook.lines("%%ranks 2\nimport pathlib, time")
-    running, begun = pids(notebook), [tmp_path / f"begun{rank}" for rank in range(2)]
+    running, begun = notebook.pids(), [tmp_path / f"begun{rank}" for rank in range(2)]
     touch = f"pathlib.Path('{tmp_path}', f'begun{{rank}}').touch()"
     told = interrupted(notebook, f"%%ranks\n{touch}\nif rank == 0:\n    time.sleep(60)\ndist.barrier()", *begun)
     assert told.startswith("You stopped the ranks. This is where each one stood:")
@@ -255,7 +247,7 @@ def test_run_takes_functions_of_cells_in_a_kernel_that_has_used_the_threads_of_t
 def test_ranks_die_with_the_kernel(notebook):
     """The last test: it ends the kernel."""
     notebook.lines("%%ranks 2\n1")
-    running = pids(notebook)
+    running = notebook.pids()
     assert all(is_alive(pid) for pid in running)
     notebook.client.stop_channels()
     notebook.manager.shutdown_kernel(now=True)
