@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distlab.cli.command import NUM_RANKS, check_output, flag, load_script
 from distlab.comm.command import runnable
+from distlab.course.flags import Parser
 from distlab.course.grading.lesson import lesson_number, lessons_folder
 from distlab.course.grading.progress import MINE, load_progress, working_copy
 
@@ -26,12 +27,10 @@ def lab(arguments: argparse.Namespace) -> int:
     instead of the reference's. The plain torchrun command that does the same is printed first.
     """
     number, script = find_lab(arguments.number)
-    num_ranks, settings = read_flags(number, script, arguments.flags)
+    num_ranks, settings, given = read_flags(number, script, arguments.flags)
     from distlab.comm.launch.fork_client import preload
     from distlab.comm.launch.script import plain_command, run_script
-    from distlab.course.lab.settings import as_arguments
 
-    given = as_arguments(settings)
     if not settings.json:
         print(f"{plain_command(os.path.relpath(script), num_ranks, given)}\n", flush=True)
 
@@ -57,31 +56,28 @@ def find_lab(name: str) -> tuple[str, Path]:
     return number, labs[number]
 
 
-def read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings]:
-    """Read --ranks and the lab's own flags; a mistake is one line and exit status 2."""
+def read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings, list[str]]:
+    """Read --ranks and the lab's own flags, and return the latter as given too; a mistake ends with exit status 2."""
     from distlab.comm import device
     from distlab.course.lab.settings import parser_of
     from distlab.measure import num_cores
 
     kind = load_settings(number, script)
-    parser = parser_of(kind, f"distlab lab {number}")
-    parser.add_argument(
-        "--ranks", type=NUM_RANKS, metavar="N", help="processes to start (default: one per GPU, else 4)"
-    )
+    ranks, parser = Parser(add_help=False, allow_abbrev=False), parser_of(kind, f"distlab lab {number}")
+    for each in (ranks, parser):
+        each.add_argument("--ranks", type=NUM_RANKS, metavar="N", help="processes (default: one per GPU, else 4)")
     values = vars(parser.parse_args(flags))
     num_ranks = values.pop("ranks") or device.num_gpus() or min(4, 2 * num_cores())
     try:
         if values["impl"] == MINE:
-            copy = working_copy(script.parent.name)
-            values["impl"] = os.path.relpath(copy)
-            _tell_unpassed(number, copy.parent)
+            _tell_unpassed(number, working_copy(script.parent.name).parent)
         settings = kind(**values)
         _check(settings)
         settings.nodes_of(num_ranks)
         settings.check_ranks(num_ranks)
     except ValueError as error:
         parser.error(str(error))
-    return num_ranks, settings
+    return num_ranks, settings, ranks.parse_known_args(flags)[1]
 
 
 def load_settings(number: str, script: Path) -> type[CommonSettings]:

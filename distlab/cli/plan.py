@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     from simulator import Bill, Question, Search
 
 
+def _priced(text: str) -> tuple[str, float | None]:
+    """Convert a cluster's name, with a price behind it, for argparse's `type`."""
+    name, _, price = text.partition(":")
+    return name, positive_number(price) if price else None
+
+
 @flag(
     "--cluster",
+    type=_priced,
     action="append",
     metavar="NAME[:PRICE]",
     help="a cluster of the presets, with dollars for a device and an hour; give the flag again for more "
@@ -107,14 +114,7 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
     if "workload.microbatch_size" in vars(arguments):
         raise ValueError("--microbatch is what the search chooses; leave it out")
     model, asked = tables_said(arguments).workload, []
-    for said in arguments.cluster or ["dgx-a100"]:
-        name, _, price = said.partition(":")
-        try:
-            dollars = positive_number(price) if price else None
-        except argparse.ArgumentTypeError:
-            raise ValueError(
-                f"--cluster {said}: {price!r} is not a price; pass dollars for a device and an hour"
-            ) from None
+    for name, dollars in arguments.cluster or [("dgx-a100", None)]:
         for count in arguments.gpus:
             machine = cluster_of(ClusterDescription(name, stack=arguments.stack), count)
             if max(count, machine.num_devices) > machine.devices_per_node and count != machine.num_devices:

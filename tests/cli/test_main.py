@@ -75,7 +75,7 @@ export --to deepspeed --sharding 2 --pipeline 2 | pipeline
 {SMALL} --days 1e-9 --tokens 1e12 | no plan ends within 1e-09 days: the shortest takes
 {SMALL} --cluster dgx-x | 'dgx-x' is neither a preset nor a file
 {SMALL} --cluster dgx-a100:1 --cluster dgx-h100 | some clusters have a price and others none
-{SMALL} --cluster dgx-a100:x | 'x' is not a price
+{SMALL} --cluster dgx-a100:x | argument --cluster: 'x' is not a positive number
 {SMALL} --model gpt-3-175b | has its own sizes
 {SMALL} --gpus 0 | 0 cannot be used
 {SMALL} --tokens -1 | '-1' is not a positive number

@@ -101,7 +101,8 @@ def parser_of(settings: type[CommonSettings], prog: str) -> Parser:
         shown = "" if entry.default is None or hints[entry.name] is bool else f" (default {_text(entry.default)})"
         words = f"{described.get(entry.name, '')}{shown}".replace("%", "%%")
         how = _how_read(entry, hints[entry.name])
-        parser.add_argument(_flag(entry.name), dest=entry.name, default=entry.default, help=words, **how)
+        name = f"--{entry.name.replace('_', '-')}"
+        parser.add_argument(name, dest=entry.name, default=entry.default, help=words, **how)
     return parser
 
 
@@ -115,29 +116,11 @@ def parse(settings: type[SettingsT], arguments: Sequence[str] | None, prog: str)
         parser.error(str(error))
 
 
-def as_arguments(settings: CommonSettings) -> list[str]:
-    """Return the arguments that make these settings again: only what differs from the defaults."""
-    arguments = []
-    for entry in fields(settings):
-        value, name = getattr(settings, entry.name), _flag(entry.name)
-        if value == entry.default:
-            continue
-        if isinstance(value, bool):
-            arguments.append(name if value else f"--no-{name[2:]}")
-        else:
-            arguments += [name, _text(value)]
-    return arguments
-
-
 def what_is_run(settings: CommonSettings) -> str:
     """Write the settings that change what is measured, to compare two runs by."""
     common = {entry.name for entry in fields(CommonSettings)}
     mine = {name: value for name, value in asdict(settings).items() if name not in common}
     return ", ".join(f"{name}={_text(value)}" for name, value in mine.items())
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _text(value: Any) -> str:

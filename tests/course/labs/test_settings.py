@@ -11,7 +11,7 @@ from distlab.cli.lab import find_lab, load_settings, read_flags
 from distlab.course.grading import load_lesson
 from distlab.course.grading.progress import MARKER, change_entry, now
 from distlab.course.lab import CommonSettings, flag
-from distlab.course.lab.settings import as_arguments, parse, parser_of, what_is_run
+from distlab.course.lab.settings import parse, parser_of, what_is_run
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,6 @@ def test_every_type_is_read():
     assert settings.sizes == (1, 4096, 1_500_000, 2 << 30)
     assert (settings.rate, settings.kind, settings.file, settings.quick) == (1.0, "other", Path("a/b.txt"), True)
     assert (settings.impl, settings.trace, settings.device, settings.limit_s) == ("x.ipynb", Path("out"), "auto", 300.0)
-    assert parse(Settings, as_arguments(settings), "lab") == settings
-    assert as_arguments(Settings()) == []
     assert parse(Settings, [], "lab") == Settings()
     assert what_is_run(Settings()) == what_is_run(Settings(impl="a.py", trace=Path("b"), json=True, device="cpu"))
     assert what_is_run(Settings()) != what_is_run(Settings(rate=0.25)), "of what changes a number"
@@ -93,7 +91,8 @@ def test_your_own_answers_that_have_not_passed_are_told(tmp_path, monkeypatch, c
     ):
         for name in names:
             change_entry(name, lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
-        read_flags("01", script, ["--impl", "mine"])
+        num_ranks, settings, given = read_flags("01", script, ["--ranks", "2", "--impl", "mine", "--laps", "3"])
+        assert (num_ranks, settings.laps, given) == (2, 3, ["--impl", "mine", "--laps", "3"])
         said = capsys.readouterr().err
         assert (told in said, "distlab check 01" in said) == (True, bool(told))
         assert "01.shift" not in said
