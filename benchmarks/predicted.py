@@ -25,7 +25,7 @@ from _replay import pipeline_replay_errors
 from _rows import Row, median_interval
 
 from distlab.blocks.models import GPTConfig
-from distlab.cli.measure.tour import prepare
+from distlab.cli.tour import prepare
 from distlab.measure import TrainingRun, Window, judge, time_on_new_ranks
 from distlab.plan import Plan, Sharding, make_schedule
 from distlab.plan.compression import Compression

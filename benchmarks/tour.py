@@ -16,7 +16,7 @@ from dataclasses import replace
 from _replay import replica_replay_errors
 from _rows import Row, median_interval
 
-from distlab.cli.measure.tour import STEP_BAR, prepare, run_training
+from distlab.cli.tour import STEP_BAR, prepare, run_training
 from distlab.measure import RunResult
 
 MAX_REPLAY_ERROR = 0.03

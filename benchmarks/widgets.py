@@ -34,7 +34,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
         root = Path(folder) / "root"
         root.mkdir()
         browser_lab.write_notebook(root / "speed.ipynb", [*speed.CELLS, *speed.SCHEDULES, *speed.DEGREES])
-        with browser_lab.open_lab(root, "speed.ipynb", Path(folder)) as notebook:
+        with browser_lab.open_lab(root, "speed.ipynb") as notebook:
             notebook.run_all()
             repeats = QUICK_REPEATS if quick else REPEATS
             measures = (speed.measure, speed.measure_schedules, speed.measure_degrees)

@@ -61,6 +61,10 @@ def test_answers_are_checked_and_the_lessons_start_where_you_are(distlab, tmp_pa
         said, _ = process.communicate(timeout=120)
     assert "1 of 1 exercises right." in said
     assert process.returncode == 0
+    with distlab("bench", "widgets") as process:  # what needs a checkout says so in one line
+        said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said.count("\n")) == (2, 1)
+    assert "clone the repository" in said
     with distlab("lesson", "start", "--no-browser") as process:
         while (line := process.stdout.readline()) and "The lessons are at" not in line:
             pass
@@ -69,14 +73,6 @@ def test_answers_are_checked_and_the_lessons_start_where_you_are(distlab, tmp_pa
     assert "The lessons are at  http://127.0.0.1:" in line
     assert process.returncode == 0, rest
     assert (tmp_path / "work" / "01_ranks_and_messages" / "01_ranks_and_messages.ipynb").is_file()
-
-
-def test_what_needs_a_checkout_says_so_in_one_line(distlab):
-    with distlab("bench", "widgets") as process:
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert said.count("\n") == 1
-    assert "clone the repository" in said
 
 
 @pytest.mark.soak

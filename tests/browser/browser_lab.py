@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 CHROMIUM_FLAGS += ("--disable-background-networking", "--disable-component-update")
-CONNECTION = "distlab.course.notebook.jupyter.PromptConnection"  # as the course's own server has it
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are in the document, too
@@ -133,64 +131,29 @@ class Notebook:
         self.page.screenshot(path=str(path))
 
 
-def private_environment(home: Path) -> dict[str, str]:
-    """Return an environment in which JupyterLab reads and writes its settings under `home` alone."""
-    settings = home / "settings" / "@jupyterlab"
-    for name, values in SETTINGS.items():
-        path = settings / f"{name}.jupyterlab-settings"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values))
-    places = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "run"}
-    places |= {
-        "JUPYTERLAB_SETTINGS_DIR": "settings",
-        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
-        "IPYTHONDIR": "ipython",
-    }
-    return dict(os.environ) | {name: str(home / folder) for name, folder in places.items()}
-
-
 @contextmanager
-def serve(root: Path, home: Path) -> Iterator[tuple[str, str]]:
-    """Serve the notebooks under `root` on loopback: (address, token); the server ends with the block.
+def serve(work: Path) -> Iterator[tuple[str, str]]:
+    """Serve a folder of notebooks as `distlab lesson start` does: (address, token); the server ends with the block.
 
     Raises:
-        RuntimeError: the server ended or did not answer within a minute.
+        RuntimeError: the server ended or gave no address within a minute and a half.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    token = secrets.token_hex(16)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.ip=127.0.0.1", "--allow-root"]
-    command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}"]
-    command += [f"--ServerApp.root_dir={root}", "--LabApp.news_url=None", "--LabApp.expose_app_in_browser=True"]
-    command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
-    command += [f"--ServerApp.kernel_websocket_connection_class={CONNECTION}"]
-    home.mkdir(parents=True, exist_ok=True)
-    log = home / "server.log"
+    for name, values in SETTINGS.items():
+        path = work / ".jupyter" / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    command = [sys.executable, "-m", "distlab", "lesson", "start", "--work", str(work), "--no-browser"]
+    log, deadline = work / "start.log", time.monotonic() + 90
     with log.open("wb") as out:
-        server = subprocess.Popen(
-            command, env=private_environment(home), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        started = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     try:
-        base = f"http://127.0.0.1:{port}"
-        wait_for_answer(f"{base}/api/status?token={token}", server, log)
-        yield base, token
-    finally:
-        end(server)
-
-
-def wait_for_answer(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the address answers."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(address, timeout=2):
-                return
-        except OSError:
+        while not (found := re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*token=(\w+)", log.read_text())):
+            if started.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"no server; its log ends:\n{log.read_text()[-2000:]}")
             time.sleep(0.1)
-    raise RuntimeError(f"JupyterLab does not answer at {address}; its log ends:\n{log.read_text()[-2000:]}")
+        yield found[1], found[2]
+    finally:
+        end(started)
 
 
 def end(server: subprocess.Popen[bytes]) -> None:
@@ -205,51 +168,32 @@ def end(server: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def open_notebook(
-    address: str, base: str, home: Path, *, viewport: tuple[int, int] = (1400, 1000)
-) -> Iterator[Notebook]:
-    """Show an address in a fresh Chromium, as a Notebook that watches for trouble."""
+def open_notebook(address: str, base: str) -> Iterator[Notebook]:
+    """Show an address in a fresh Chromium, as a Notebook that watches for trouble, with its kernel ready."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=find_chromium(), headless=True, args=list(CHROMIUM_FLAGS))
         try:
-            page = browser.new_page(viewport={"width": viewport[0], "height": viewport[1]})
-            notebook = Notebook(page, base)
+            notebook = Notebook(browser.new_page(viewport={"width": 1400, "height": 1000}), base)
             notebook.watch()
-            page.goto(address, wait_until="domcontentloaded")
+            notebook.page.goto(address, wait_until="domcontentloaded")
+            notebook.wait_for_kernel()
             yield notebook
         finally:
             browser.close()
 
 
 @contextmanager
-def open_lab(root: Path, name: str, home: Path) -> Iterator[Notebook]:
-    """Start JupyterLab on `root` and show the notebook `name` with its kernel ready."""
-    with serve(root, home) as (base, token), on_screen(base, token, name, home) as notebook:
-        yield notebook
-
-
-@contextmanager
-def on_screen(base: str, token: str, name: str, home: Path) -> Iterator[Notebook]:
-    """Show a notebook of a server with its kernel ready."""
-    with open_notebook(f"{base}/lab/tree/{name}?token={token}&reset", base, home) as notebook:
-        notebook.wait_for_kernel()
+def open_lab(work: Path, name: str) -> Iterator[Notebook]:
+    """Serve a folder and show one of its notebooks."""
+    with serve(work) as (base, token), open_notebook(f"{base}/lab/tree/{name}?token={token}&reset", base) as notebook:
         yield notebook
 
 
 def write_notebook(path: Path, cells: list[str]) -> None:
     """Write a notebook of code cells."""
-    body = [
-        {
-            "cell_type": "code",
-            "id": f"cell-{place}",
-            "metadata": {},
-            "execution_count": None,
-            "outputs": [],
-            "source": code,
-        }
-        for place, code in enumerate(cells)
-    ]
+    empty = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
+    body = [empty | {"id": f"cell-{place}", "source": code} for place, code in enumerate(cells)]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     path.write_text(json.dumps({"cells": body, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))

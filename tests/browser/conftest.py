@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import speed  # noqa: E402
-from browser_lab import missing, open_lab, write_notebook  # noqa: E402
+from browser_lab import missing, open_notebook, serve, write_notebook  # noqa: E402
 
 SHOTS = Path(__file__).resolve().parents[2] / "work" / "browser"
 
@@ -46,22 +46,26 @@ SHOWN = [
 ]
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """The lessons, served from a work folder of their own: (folder, address, token)."""
+    work = tmp_path_factory.mktemp("work")
+    with serve(work) as (base, token):
+        yield work, base, token
+
+
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory):
+def notebook(server):
     """One notebook with panels, timelines and pictures, for all tests; each leaves it as it was."""
-    home = tmp_path_factory.mktemp("lab")
-    root = home / "root"
-    root.mkdir()
+    work, base, token = server
     cells = [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR, *SHOWN, *speed.DEGREES]
-    write_notebook(root / "widgets.ipynb", cells)
-    with open_lab(root, "widgets.ipynb", home) as opened:
+    write_notebook(work / "widgets.ipynb", cells)
+    with open_notebook(f"{base}/lab/tree/widgets.ipynb?token={token}&reset", base) as opened:
         opened.run_all()
         opened.page.locator(".distlab-picture img").nth(2).wait_for()
         opened.page.locator(".distlab-scrolls > img").nth(1).wait_for()
         yield opened
-        assert opened.trouble() == []
-        assert opened.console == []
-        assert opened.offsite == []
+        assert (opened.trouble(), opened.console, opened.offsite) == ([], [], [])
 
 
 def pytest_collection_modifyitems(items):

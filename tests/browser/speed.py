@@ -18,11 +18,11 @@ import numpy as np
 from distlab.trace import Trace
 from simulator.viz import Panel, Timeline, draw_timeline
 
-def pipeline(num_ranks, num_microbatches, slow=1):
+def pipeline(num_ranks, num_microbatches):
     rank, index = np.divmod(np.arange(num_ranks * 2 * num_microbatches), 2 * num_microbatches)
-    start = (index // 2 * 30 + index % 2 * 10 + rank * 10) * 1_000_000 * slow
+    start = (index // 2 * 30 + index % 2 * 10 + rank * 10) * 1_000_000
     kind = np.array(["F", "B"])[index % 2]
-    end = start + np.where(index % 2, 20, 10) * 1_000_000 * slow
+    end = start + np.where(index % 2, 20, 10) * 1_000_000
     return Trace.from_columns(rank=rank, lane="compute", name=kind.tolist(), kind=kind.tolist(), start_ns=start,
                               end_ns=end, stage=rank, microbatch=index // 2)
 
@@ -57,26 +57,16 @@ RECORDER = """() => {
     };
     const patient = (start) => Promise.race([new Promise(start), new Promise((_, fail) =>
         setTimeout(() => fail(new Error("no new picture within 20 s")), 20000))]);
-    window.watchCanvas = (canvas) => {
-        const before = canvas.dataset.view;
+    window.watch = (seen) => {
+        const { view } = seen.dataset, { src } = seen;
         window.painted = patient((done) => {
             const observer = new MutationObserver(() => {
-                if (canvas.dataset.view === before || canvas.dataset.sharp !== "true") return;
+                if (seen.dataset.view === view && seen.src === src) return;
+                if (seen.dataset.view !== undefined && seen.dataset.sharp !== "true") return;
                 observer.disconnect();
-                after(done);
+                seen.src ? requestAnimationFrame(() => after(done)) : after(done);
             });
-            observer.observe(canvas, { attributes: true });
-        });
-    };
-    window.watchImage = (image) => {
-        const before = image.src;
-        window.painted = patient((done) => {
-            const observer = new MutationObserver(() => {
-                if (image.src === before) return;
-                observer.disconnect();
-                requestAnimationFrame(() => after(done));
-            });
-            observer.observe(image, { attributes: true });
+            observer.observe(seen, { attributes: true });
         });
     };
 }"""
@@ -96,88 +86,47 @@ def slowdown(notebook: Notebook) -> float:
     return float(notebook.execute(f"import time\n{work}print((time.perf_counter() - begin) / 0.3)"))
 
 
-def by_key(notebook: Notebook, watch: str, element: object, key: str) -> float:
-    """Press a key and return the seconds until its frame is painted."""
-    notebook.page.evaluate(watch, element)
-    notebook.page.keyboard.press(key)
-    return float(notebook.page.evaluate("async () => (await window.painted) - window.pressedAt")) / 1000
-
-
-def by_code(notebook: Notebook, canvas: object, code: str) -> float:
-    """Run an assignment in the kernel and return the seconds until its frame is painted."""
-    notebook.page.evaluate("(canvas) => window.watchCanvas(canvas)", canvas)
-    start_s = float(notebook.execute(f"import time; print(time.time()); {code}"))
-    return float(notebook.page.evaluate("async () => await window.painted")) / 1000 - start_s
-
-
 def measure(notebook: Notebook, repeats: int) -> Iterator[Speed]:
     """Measure the panel and both timelines of a notebook that has run CELLS."""
     page = notebook.page
     page.evaluate(RECORDER)
-    image = page.locator(".distlab-picture img").first.element_handle()
-    slider = page.locator(".noUi-handle").nth(1)
-    slider.scroll_into_view_if_needed()
-    slider.focus()
+    image, slider = page.locator(".distlab-picture img").first, page.locator(".noUi-handle").nth(1)
     keys = ["ArrowRight", "ArrowRight", "ArrowLeft", "ArrowLeft"]
-    step = "(image) => window.watchImage(image)"
-    waits = [by_key(notebook, step, image, keys[index % 4]) for index in range(repeats + 1)]
+    waits = [pressed(notebook, slider, image, keys[index % 4]) for index in range(repeats + 1)]
     yield Speed("a key on a slider to the Panel's new picture", waits[1:], 0.1)
-    canvases = page.locator(".distlab-timeline canvas")
-    cases = (("some", "2,016", "pipeline(16, 63, {})", 0.05), ("many", "31,104", "pipeline(64, 243, {})", 0.15))
-    for place, (name, count, trace, bar_s) in enumerate(cases):
-        canvas = canvases.nth(place)
-        canvas.scroll_into_view_if_needed()
-        canvas.focus()
-        handle = canvas.element_handle()
-        watch = "(canvas) => window.watchCanvas(canvas)"
-        yield Speed(f"a key to the frame, {count} boxes", timed(repeats, key_of(notebook, watch, handle)), bar_s)
-
-        def view(index: int, name: str = name, handle: object = handle) -> float:
-            part = 1.0 if index % 2 else 0.9
-            return by_code(notebook, handle, f"{name}.view = (0.0, {part} * {name}.limit_s)")
-
-        yield Speed(f"an assignment of view to the frame, {count} boxes", timed(repeats, view), bar_s)
-        notebook.execute(f"traces = [{trace.format(1)}, {trace.format(2)}]")
-
-        def replace(index: int, name: str = name, handle: object = handle) -> float:
-            return by_code(notebook, handle, f"{name}.show(traces[{(index + 1) % 2}])")
-
-        yield Speed(f"another trace shown, to the frame, {count} boxes", timed(repeats, replace), bar_s)
+    for place, (name, count, bar_s) in enumerate((("some", "2,016", 0.05), ("many", "31,104", 0.15))):
+        canvas = page.locator(".distlab-timeline canvas").nth(place)
+        waits = timed(repeats, lambda index, seen=canvas: pressed(notebook, seen, seen, "+-"[index % 2]))
+        yield Speed(f"a key to the frame, {count} boxes", waits, bar_s)
+        codes = [f"{name}.view = (0.0, {part} * {name}.limit_s)" for part in (0.9, 1.0)]
+        waits = timed(repeats, lambda index, seen=canvas, codes=codes: assigned(notebook, seen, codes[index % 2]))
+        yield Speed(f"an assignment of view to the frame, {count} boxes", waits, bar_s)
 
 
 def measure_schedules(notebook: Notebook, repeats: int) -> Iterator[Speed]:
     """Measure the two panels of SCHEDULES: a key on the slider of micro-batches, to the frame with the new schedule."""
-    page = notebook.page
-    page.evaluate(RECORDER)
+    notebook.page.evaluate(RECORDER)
     for place, (count, bar_s) in enumerate((("2,016", 0.05), ("131,072", 0.15))):
-        panel = page.locator(".widget-vbox", has=page.locator(".distlab-timeline")).nth(place)
-        canvas, slider = panel.locator(".distlab-timeline canvas"), slider_of(panel, "micro-batches")
-        slider.scroll_into_view_if_needed()
-        slider.focus()
-        handle = canvas.element_handle()
-
-        def press(index: int, handle: object = handle) -> float:
-            key = "ArrowLeft" if index % 2 else "ArrowRight"
-            return by_key(notebook, "(canvas) => window.watchCanvas(canvas)", handle, key)
-
-        yield Speed(f"a key on a slider to another schedule, {count} boxes", timed(repeats, press), bar_s)
+        panel = notebook.page.locator(".widget-vbox", has=notebook.page.locator(".distlab-timeline")).nth(place)
+        yield Speed(
+            f"a key on a slider to another schedule, {count} boxes",
+            on_slider(notebook, repeats, panel, "micro-batches", ".distlab-timeline canvas", "ArrowRight", "ArrowLeft"),
+            bar_s,
+        )
 
 
 def measure_degrees(notebook: Notebook, repeats: int) -> Iterator[Speed]:
     """Measure the panel of DEGREES, the notebook's last picture: a key on a degree's slider, to the new picture."""
-    page = notebook.page
-    page.evaluate(RECORDER)
-    panel = page.locator(".widget-vbox", has=page.locator(".distlab-picture")).last
-    image, slider = panel.locator(".distlab-picture img"), slider_of(panel, "tensor")
-    slider.scroll_into_view_if_needed()
-    slider.focus()
-    handle = image.element_handle()
+    notebook.page.evaluate(RECORDER)
+    panel = notebook.page.locator(".widget-vbox", has=notebook.page.locator(".distlab-picture")).last
+    waits = on_slider(notebook, repeats, panel, "tensor", ".distlab-picture img", "ArrowLeft", "ArrowRight")
+    yield Speed("a key on a slider of degrees to the panel's new picture", waits, 0.1)
 
-    def press(index: int) -> float:
-        key = "ArrowRight" if index % 2 else "ArrowLeft"
-        return by_key(notebook, "(image) => window.watchImage(image)", handle, key)
 
-    yield Speed("a key on a slider of degrees to the panel's new picture", timed(repeats, press), 0.1)
+def on_slider(notebook: Notebook, repeats: int, panel: Any, name: str, seen: str, *keys: str) -> list[float]:
+    """Return the waits for what a panel shows, after two keys in turn on one of its sliders."""
+    slider, shown = slider_of(panel, name), panel.locator(seen)
+    return timed(repeats, lambda index: pressed(notebook, slider, shown, keys[index % 2]))
 
 
 def slider_of(panel: Any, description: str) -> Any:
@@ -185,12 +134,22 @@ def slider_of(panel: Any, description: str) -> Any:
     return panel.locator(".widget-hslider", has_text=description).locator(".noUi-handle")
 
 
-def key_of(notebook: Notebook, watch: str, handle: object) -> Callable[[int], float]:
-    """Return what presses + and - in turn."""
-    return lambda index: by_key(notebook, watch, handle, "-" if index % 2 else "+")
+def pressed(notebook: Notebook, focused: Any, seen: Any, key: str) -> float:
+    """Press a key where it is heard, and return the seconds until what is seen has its new frame painted."""
+    focused.scroll_into_view_if_needed()
+    focused.focus()
+    notebook.page.evaluate("(seen) => window.watch(seen)", seen.element_handle())
+    notebook.page.keyboard.press(key)
+    return float(notebook.page.evaluate("async () => (await window.painted) - window.pressedAt")) / 1000
+
+
+def assigned(notebook: Notebook, canvas: Any, code: str) -> float:
+    """Run an assignment in the kernel and return the seconds until its frame is painted."""
+    notebook.page.evaluate("(seen) => window.watch(seen)", canvas.element_handle())
+    start_s = float(notebook.execute(f"import time; print(time.time()); {code}"))
+    return float(notebook.page.evaluate("async () => await window.painted")) / 1000 - start_s
 
 
 def timed(repeats: int, once: Callable[[int], float]) -> list[float]:
     """Measure an even number of times after two that warm up."""
-    waits = [once(index) for index in range(2 + repeats + repeats % 2)]
-    return waits[2:]
+    return [once(index) for index in range(2 + repeats + repeats % 2)][2:]

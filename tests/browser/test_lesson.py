@@ -4,19 +4,11 @@
 lesson, with the solutions in its cells.
 """
 
-import json
-import os
-import re
 import shutil
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
-from browser_lab import SETTINGS, end, open_notebook
+from browser_lab import ROOT, open_notebook
 
-ROOT = Path(__file__).resolve().parents[2]
 LESSON = "01_ranks_and_messages"
 OTHERS = sorted(path.parent.name for path in ROOT.glob("lessons/*/solution.ipynb") if path.parent.name != LESSON)
 SOLUTION = "solution.ipynb"
@@ -35,87 +27,43 @@ NAMELESS = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Lessons served from a work folder of their own: (address, token)."""
-    work = tmp_path_factory.mktemp("work")
-    for name, values in SETTINGS.items():
-        path = work / ".jupyter" / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values))
-    command = [sys.executable, "-m", "distlab", "lesson", "start", "--work", str(work), "--no-browser"]
-    log = work / "start.log"
-    with log.open("wb") as out:
-        started = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
-    try:
-        deadline = time.monotonic() + 90
-        while not (found := re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*token=(\w+)", log.read_text())):
-            assert started.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        for folder in OTHERS:
-            shutil.copy(ROOT / "lessons" / folder / SOLUTION, work / folder / SOLUTION)
-        yield found.groups()
-    finally:
-        end(started)
-
-
-@pytest.fixture(scope="module")
-def lesson(server, tmp_path_factory):
-    base, token = server
-    address = f"{base}/lab/tree/{LESSON}/{LESSON}.ipynb?token={token}"
-    with open_notebook(address, base, tmp_path_factory.mktemp("browser")) as opened:
-        opened.wait_for_kernel()
-        yield opened
-
-
 @pytest.mark.timeout(300)
-def test_every_cell_of_lesson_01_runs_and_its_pictures_move(lesson, shots):
-    lesson.run_all(timeout_s=220)
-    assert lesson.trouble() == []
-    page = lesson.page
-    panels, timelines = page.locator(".distlab-picture"), page.locator(".distlab-timeline canvas")
-    panels.first.wait_for()
-    assert panels.count() >= 1
-    assert timelines.count() >= 1
-    assert page.locator(".distlab-picture figcaption.failed").count() == 0
-    assert page.evaluate(NAMELESS) == []
-    for place in range(timelines.count()):
-        timelines.nth(place).scroll_into_view_if_needed()
-        page.wait_for_timeout(300)
-        lesson.shoot(shots / f"lesson-01-timeline-{place}.png")
-    move_panel(page, panels_of(page).first)
-    lesson.shoot(shots / "lesson-01-panel.png")
-    output = page.locator(".jp-OutputArea-output pre").first
-    assert output.evaluate("(text) => getComputedStyle(text).wordBreak") == "normal"  # lines end between words
-    move_timeline(page, timelines.first)
-    assert lesson.console == []
-    assert lesson.offsite == []
+def test_every_cell_of_lesson_01_runs_and_its_pictures_move(server, shots):
+    _, base, token = server
+    with open_notebook(f"{base}/lab/tree/{LESSON}/{LESSON}.ipynb?token={token}", base) as lesson:
+        lesson.run_all(timeout_s=220)
+        page = lesson.page
+        page.locator(".distlab-picture").first.wait_for()
+        move_all(lesson, shots / "lesson-01")
+        assert page.locator(".distlab-timeline canvas").count() >= 1
+        output = page.locator(".jp-OutputArea-output pre").first
+        assert output.evaluate("(text) => getComputedStyle(text).wordBreak") == "normal"  # lines end between words
 
 
 @pytest.mark.soak  # 14 whole lessons, half a minute each on a machine that does nothing else
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("folder", OTHERS, ids=lambda folder: folder[:2])
-def test_every_cell_of_a_solution_runs_and_its_pictures_move(server, folder, tmp_path, shots):
-    base, token = server
-    address = f"{base}/lab/tree/{folder}/{SOLUTION}?token={token}&reset"
-    with open_notebook(address, base, tmp_path) as lesson:
-        lesson.wait_for_kernel()
+def test_every_cell_of_a_solution_runs_and_its_pictures_move(server, folder, shots):
+    work, base, token = server
+    shutil.copy(ROOT / "lessons" / folder / SOLUTION, work / folder / SOLUTION)
+    with open_notebook(f"{base}/lab/tree/{folder}/{SOLUTION}?token={token}&reset", base) as lesson:
         lesson.run_all(timeout_s=500)
-        assert lesson.trouble() == []
-        page = lesson.page
-        assert page.locator(".distlab-picture figcaption.failed").count() == 0
-        assert page.evaluate(NAMELESS) == []
-        panels = panels_of(page)
-        for place in range(panels.count()):
-            move_panel(page, panels.nth(place))
-            lesson.shoot(shots / f"lesson-{folder[:2]}-panel-{place}.png")
-        timelines = page.locator(".distlab-timeline canvas")
-        for place in range(timelines.count()):
-            move_timeline(page, timelines.nth(place))
-        assert page.locator(".distlab-picture figcaption.failed").count() == 0
-        assert lesson.console == []
-        assert lesson.offsite == []
+        move_all(lesson, shots / f"lesson-{folder[:2]}")
+
+
+def move_all(lesson, shot):
+    """Move each panel and each timeline of a notebook that has run; all have names, and nothing went wrong."""
+    page = lesson.page
+    assert page.evaluate(NAMELESS) == []
+    panels = panels_of(page)
+    for place in range(panels.count()):
+        move_panel(page, panels.nth(place))
+        lesson.shoot(shot.with_name(f"{shot.name}-panel-{place}.png"))
+    timelines = page.locator(".distlab-timeline canvas")
+    for place in range(timelines.count()):
+        move_timeline(page, timelines.nth(place))
+    assert page.locator(".distlab-picture figcaption.failed").count() == 0
+    assert (lesson.trouble(), lesson.console, lesson.offsite) == ([], [], [])
 
 
 def panels_of(page):
@@ -125,22 +73,18 @@ def panels_of(page):
 
 
 def move_panel(page, box):
-    """Move a panel's first slider, by key and by mouse; each shows another picture, or its words change."""
+    """Move a panel's first slider, by key and by mouse; each shows a different picture, or its words change."""
     slider, image = box.locator(".noUi-handle").first, box.locator(".distlab-picture img")
     slider.scroll_into_view_if_needed()
-    track = box.locator(".noUi-target").first
+    slider.focus()
     at_end = slider.get_attribute("aria-valuenow") == slider.get_attribute("aria-valuemax")
-    for act in (lambda: press(page, slider, "ArrowLeft" if at_end else "ArrowRight"), lambda: click(page, track)):
+    key, track = "ArrowLeft" if at_end else "ArrowRight", box.locator(".noUi-target").first
+    for act in (lambda: page.keyboard.press(key), lambda: click(page, track)):
         before = image.get_attribute("src"), box.inner_text()
         act()
         changed = "([box, image, [source, text]]) => image.src !== source || box.innerText !== text"
         page.wait_for_function(changed, arg=[box.element_handle(), image.element_handle(), before], timeout=60_000)
         page.wait_for_timeout(1000)
-
-
-def press(page, slider, key):
-    slider.focus()
-    page.keyboard.press(key)
 
 
 def click(page, track):
@@ -151,7 +95,7 @@ def click(page, track):
 
 
 def move_timeline(page, canvas):
-    """Zoom by key, then drag by mouse; each shows another view and other pixels."""
+    """Zoom by key, then drag by mouse; each shows a different view and different pixels."""
     canvas.scroll_into_view_if_needed()
     for act in (zoom_in, drag):
         before = canvas.evaluate("(canvas) => [canvas.dataset.view, canvas.toDataURL()]")

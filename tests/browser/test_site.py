@@ -52,9 +52,9 @@ def open_page(site, chromium):
     """Open a page of the site as a file; no page may ask for anything else, or complain."""
     opened = []
 
-    def show(name, *, dark=False, wide=1280):
+    def show(name, *, dark=False):
         scheme = "dark" if dark else "light"
-        page = chromium.new_page(viewport={"width": wide, "height": 900}, color_scheme=scheme)
+        page = chromium.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
         watched = Notebook(page, "file:")
         watched.watch()
         opened.append(watched)
@@ -64,8 +64,7 @@ def open_page(site, chromium):
     yield show
     for watched in opened:
         watched.page.close()
-        assert watched.console == []
-        assert watched.offsite == []
+        assert (watched.console, watched.offsite) == ([], [])
 
 
 class Page(HTMLParser):
@@ -169,16 +168,16 @@ def test_a_lesson_has_landmarks_names_and_a_timeline_that_moves(open_page, shots
     page.screenshot(path=str(shots / "site_timeline.png"))
 
 
-@pytest.mark.parametrize(("name", "dark"), [(FRONT, True), (LESSON, False), (PACKAGE, True)])
-def test_pages_are_light_and_dark_and_fit_a_phone(open_page, shots, name, dark):
-    page = open_page(name, dark=dark)
-    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, paper[4:-1].split(",")[:3])) < 380) == dark, paper
-    assert page.evaluate("document.body.dataset.jpThemeLight") == str(not dark).lower()
-    page.screenshot(path=str(shots / f"site_{Path(name).stem}_{'dark' if dark else 'light'}.png"))
-    page.set_viewport_size({"width": 400, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    page.screenshot(path=str(shots / f"site_{Path(name).stem}_{'dark' if dark else 'light'}_400.png"))
+def test_pages_are_light_and_dark_and_fit_a_phone(open_page, shots):
+    for name, dark in ((FRONT, True), (LESSON, False), (PACKAGE, True)):
+        page, shot = open_page(name, dark=dark), f"site_{Path(name).stem}_{'dark' if dark else 'light'}"
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, paper[4:-1].split(",")[:3])) < 380) == dark, paper
+        assert page.evaluate("document.body.dataset.jpThemeLight") == str(not dark).lower()
+        page.screenshot(path=str(shots / f"{shot}.png"))
+        page.set_viewport_size({"width": 400, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        page.screenshot(path=str(shots / f"{shot}_400.png"))
 
 
 def test_search_finds_a_word_without_a_server(open_page):

@@ -1,4 +1,6 @@
-"""What all commands owe a user who makes a mistake."""
+"""What all commands owe a user: one line for a mistake, and answers that are read here as text or as JSON."""
+
+import json
 
 import pytest
 
@@ -11,7 +13,7 @@ def refused(capsys):
 
     def run(*arguments):
         try:
-            status = main(list(arguments))
+            status = main([*map(str, arguments)])
         except SystemExit as stop:
             status = stop.code
         said = capsys.readouterr()
@@ -20,3 +22,20 @@ def refused(capsys):
         return said.err
 
     return run
+
+
+@pytest.fixture
+def said(capsys):
+    """Make `said("cost", "plan.toml")` run a command that is right; return what it prints."""
+
+    def run(*arguments):
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def facts(said):
+    """Make `facts("cost", "plan.toml")` run a command that is right; return its JSON."""
+    return lambda *arguments: json.loads(said(*arguments, "--json"))

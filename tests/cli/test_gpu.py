@@ -113,29 +113,30 @@ def test_a_second_run_goes_on_where_the_first_ended(use_fakes, tmp_path, capsys)
     assert kept(tmp_path)["not_run"] == {}
 
 
-def test_results_of_another_machine_or_program_are_not_mixed(use_fakes, tmp_path, monkeypatch, capsys):
+def test_results_of_a_different_machine_or_program_are_not_mixed(use_fakes, said, refused, tmp_path):
     use_fakes("rows")
-    assert gpu(tmp_path) == 0
+    said("gpu", "--device", "cpu", "--out", tmp_path)
     newer = replace(NO_GPU, machine="a fake", torch="2.14.0")
     assert resume(tmp_path, newer, "cpu")[1].endswith("was measured with torch '2.13.0+cpu' (now '2.14.0').")
     assert resume(tmp_path, newer, "cpu")[0].parts == {}
     assert "gpus" in resume(tmp_path, GOOD, "cuda")[1]
-    capsys.readouterr()
     (tmp_path / "gpu.json").write_text("[1, 2]")
-    assert gpu(tmp_path) == 2
-    assert "is not what this command writes; pass a different folder" in capsys.readouterr().err
+    told = refused("gpu", "--device", "cpu", "--out", tmp_path)
+    assert "is not what this command writes; pass a different folder" in told
 
 
-def test_without_a_gpu_it_says_what_it_would_run_and_loads_every_part(monkeypatch, capsys, tmp_path):
+def test_without_a_gpu_it_says_what_it_would_run_in_the_order_of_worth(said, refused, monkeypatch, tmp_path):
     monkeypatch.setattr("gpu.command.read_facts", lambda: NO_GPU)
     out = tmp_path / "new"
-    assert main(["gpu", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert all(f"{part.name} " in said for part in PARTS)
-    assert "no GPU: no driver of NVIDIA is loaded on this machine" in said
+    told = said("gpu", "--out", out)
+    assert all(f"{part.name} " in told for part in PARTS)
+    assert "no GPU: no driver of NVIDIA is loaded on this machine" in told
     assert not out.exists()
-    assert main(["gpu", "--device", "cuda", "--out", str(out)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    refused("gpu", "--device", "cuda", "--out", out)
+    lines = said("gpu", "--list").splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [part.name for part in PARTS] == [p.name for p in choose(None)]
+    assert [part.name for part in choose(["tour", "machine"])] == ["machine", "tour"]
+    assert sum(part.seconds for part in PARTS if not part.name.startswith("lab_")) <= 900
 
 
 ONLY_TORCH = """
@@ -167,19 +168,6 @@ def test_every_part_runs_small_with_nothing_but_torch_numpy_cloudpickle_and_matp
     assert not [row["claim"] for row in rows if row["holds"] is False]
 
 
-def test_an_installed_package_says_that_it_needs_its_checkout(monkeypatch, refused, tmp_path):
-    monkeypatch.setattr("distlab.cli.measure.gpu.NEEDED", (tmp_path / "benchmarks" / "gpu",))
-    assert "clone the repository and run `python -m distlab gpu` in it" in refused("gpu")
-
-
-def test_the_list_has_every_part_in_the_order_of_worth(capsys):
-    assert main(["gpu", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:-1]] == [part.name for part in PARTS] == [p.name for p in choose(None)]
-    assert [part.name for part in choose(["tour", "machine"])] == ["machine", "tour"]
-    assert sum(part.seconds for part in PARTS if not part.name.startswith("lab_")) <= 900
-
-
 DEAD = replace(GOOD, usable=0)
 
 
@@ -197,11 +185,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("facts", "words"), REFUSED)
-def test_gpus_that_cannot_be_used_are_refused_in_one_line(facts, words, monkeypatch, refused, tmp_path):
-    monkeypatch.setattr("gpu.command.read_facts", lambda: facts)
-    assert words in refused("gpu", "--device", "cuda", "--out", str(tmp_path / "new"))
-    assert not (tmp_path / "new").exists()
+def test_gpus_that_cannot_be_used_are_refused_in_one_line(monkeypatch, refused, tmp_path):
+    for facts, words in REFUSED:
+        monkeypatch.setattr("gpu.command.read_facts", lambda facts=facts: facts)
+        assert words in refused("gpu", "--device", "cuda", "--out", tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+    monkeypatch.setattr("distlab.cli.claims.NEEDED", (tmp_path / "benchmarks" / "gpu",))
+    assert "clone the repository and run `python -m distlab gpu` in it" in refused("gpu")
 
 
 NOTED = [
@@ -212,28 +202,12 @@ NOTED = [
 ]
 
 
-@pytest.mark.parametrize(("card", "words"), NOTED)
-def test_what_disturbs_a_run_is_said_once_and_told_to_the_parts(card, words, tmp_path):
-    facts = replace(GOOD, gpus=(card,))
-    verdict = judge(facts)
-    assert (verdict.refused, verdict.no_gpu) == ("", "")
-    assert len(verdict.notes) == 1
-    assert words in verdict.notes[0]
-    job = command.job_of(facts, "cuda", tmp_path)
-    assert job.may_share == (card.mode == "Default")
-    assert job.half == ("float16" if card.capability < (8, 0) else "bfloat16")
-    assert job.whole == (not card.mig)
-
-
-MISTAKES = {
-    "an unknown part": (["--only", "perpetual_motion"], f"choose from machine, plans, {PARTS[2].name}"),
-    "no minutes": (["--minutes", "0"], "is not a positive number"),
-    "a file as folder": (["--out", __file__], "expected the path of a folder"),
-    "a folder in a file": (["--out", f"{__file__}/a"], "cannot be written"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "words"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_one_line_before_any_work(arguments, words, monkeypatch, refused):
-    monkeypatch.setattr("gpu.command.read_facts", None)
-    assert words in refused("gpu", *arguments)
+def test_what_disturbs_a_run_is_said_once_and_told_to_the_parts(tmp_path):
+    for card, words in NOTED:
+        facts = replace(GOOD, gpus=(card,))
+        verdict = judge(facts)
+        assert (verdict.refused, verdict.no_gpu) == ("", "")
+        assert [words in note for note in verdict.notes] == [True]
+        job = command.job_of(facts, "cuda", tmp_path)
+        half = "float16" if card.capability < (8, 0) else "bfloat16"
+        assert (job.may_share, job.half, job.whole) == (card.mode == "Default", half, not card.mig)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distlab.cli import COMMANDS, parser
-from distlab.cli.course.lab import find_lab, load_settings
-from distlab.cli.predict.flags import ONLY_IN_FILES
+from distlab.cli.flags import ONLY_IN_FILES
+from distlab.cli.lab import find_lab, load_settings
 from distlab.course.lab.settings import parser_of
 from distlab.plan import Plan, Precision, Sharding
 from simulator import ClusterDescription, ModelDescription
@@ -56,9 +56,12 @@ def take(command: str) -> None:
     lab.parse_args(flags)
 
 
-def test_every_written_command_is_taken():
+def test_every_written_command_is_taken_and_a_wrong_one_refused():
     for command in examples():
         take(command)
+    for command in ("distlab labs 03", "distlab lab 03 --rank 4", "distlab lesson begin"):
+        with pytest.raises(SystemExit):
+            take(command)
 
 
 def test_a_file_that_a_command_reads_is_there():
@@ -78,12 +81,6 @@ def test_the_texts_have_commands_of_each_kind():
     assert any(command.startswith("torchrun") for command in examples())
     usages = written((ROOT / "README.md").read_text(encoding="utf-8"))
     assert {usage.split()[1] for usage in usages if usage.startswith("distlab ")} <= set(COMMANDS)
-
-
-@pytest.mark.parametrize("command", ["distlab labs 03", "distlab lab 03 --rank 4", "distlab lesson begin"])
-def test_a_wrong_command_is_refused(command):
-    with pytest.raises(SystemExit):
-        take(command)
 
 
 def test_the_readme_says_how_to_reach_the_commands():

@@ -88,23 +88,20 @@ def read_entry(path: Path | str, save_every: int) -> BoardEntry:
     entry = BoardEntry(read_plan_file(path), save_every)
     if not 1 <= save_every <= UPDATES:
         raise ValueError(f"--save-every is {save_every}; pass a number of updates from 1 to {UPDATES}")
-    if entry.plan.world_size != NUM_RANKS:
-        raise ValueError(
-            f"{path}: the plan has {entry.plan.world_size} ranks; the task has {NUM_RANKS}: let the degrees make "
-            f"{NUM_RANKS}"
-        )
-    workload, fixed = entry.file.workload, first_entry().file.workload
-    if replace(workload, microbatch_size=fixed.microbatch_size) != fixed:
-        raise ValueError(f"{path}: [workload] is of a different model; change microbatch_size alone")
-    samples = entry.plan.num_replicas * entry.plan.num_microbatches * workload.microbatch_size
-    if samples != BATCH:
-        parts = entry.plan.num_replicas * entry.plan.num_microbatches
+    plan, workload, fixed = entry.plan, entry.file.workload, first_entry().file.workload
+    parts, samples = plan.num_replicas * plan.num_microbatches, workload.microbatch_size
+    wrong = ""
+    if plan.world_size != NUM_RANKS:
+        wrong = f"the plan has {plan.world_size} ranks; the task has {NUM_RANKS}: let the degrees make {NUM_RANKS}"
+    elif replace(workload, microbatch_size=fixed.microbatch_size) != fixed:
+        wrong = "[workload] is of a different model; change microbatch_size alone"
+    elif parts * samples != BATCH:
         fix = f"microbatch_size = {BATCH // parts}" if BATCH % parts == 0 else "fewer replicas or micro-batches"
-        raise ValueError(
-            f"{path}: {entry.plan.num_replicas} replicas x {entry.plan.num_microbatches} micro-batches x "
-            f"{workload.microbatch_size} samples make {samples}; the batch has {BATCH}: write {fix}"
-        )
+        wrong = f"{plan.num_replicas} replicas x {plan.num_microbatches} micro-batches x {samples} samples make "
+        wrong += f"{parts * samples}; the batch has {BATCH}: write {fix}"
     try:
+        if wrong:
+            raise ValueError(wrong)
         entry.file.simulate()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -20,7 +20,7 @@ from distlab.course.grading import lessons
 from distlab.course.grading.lesson import lesson_number
 from distlab.course.grading.sealed import seal
 
-LEFT_OUT = ("lesson.py", "solution.ipynb", "solutions.py")  # the last one is sealed
+LEFT_OUT = ("lesson.py", "solution.ipynb", ".*", "__pycache__")
 SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb")
 HIDDEN = '''"""Hidden in a student copy: more cases, with drawn arguments, which are checked when the work is graded."""
 
@@ -67,21 +67,14 @@ def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str 
         raise ValueError(f"{out} holds something already; pass a new folder for the student copy")
     copies = [out / "lessons" / path.name for path in sorted(folder.iterdir()) if path.name[:2] in chosen]
     for copy in copies:
-        _copy_lesson(folder / copy.name, copy)
+        shutil.copytree(folder / copy.name, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for path in [copy / "solutions.py", *sorted(copy.glob("checks/*.py"))]:
+            kind = "solutions" if path.parent == copy else "checks"
+            is_hidden = kind == "checks" and path.stem.startswith("varied")
+            text = HIDDEN if is_hidden else seal(path.read_text(encoding="utf-8"), f"{kind} of lesson {copy.name[:2]}")
+            path.write_text(text, encoding="utf-8")
     for path in filter(Path.is_file, (folder / name for name in SHARED)):
         shutil.copyfile(path, out / "lessons" / path.name)
     words = README.format(title=title, folder=out.name, first=copies[0].name[:2], lesson=copies[0].name)
     (out / "README.md").write_text(words, encoding="utf-8")
     return copies
-
-
-def _copy_lesson(source: Path, copy: Path) -> None:
-    (copy / "checks").mkdir(parents=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name not in LEFT_OUT and not path.name.startswith("."):
-            shutil.copyfile(path, copy / path.name)
-    for path in [*source.glob("solutions.py"), *sorted(source.glob("checks/*.py"))]:
-        kind = "solutions" if path.parent == source else "checks"
-        is_hidden = kind == "checks" and path.stem.startswith("varied")
-        text = HIDDEN if is_hidden else seal(path.read_text(encoding="utf-8"), f"{kind} of lesson {source.name[:2]}")
-        (copy / path.relative_to(source)).write_text(text, encoding="utf-8")

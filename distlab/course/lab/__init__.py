@@ -13,7 +13,6 @@ A lab is a plain script for torchrun. It declares its settings and says what to 
         main("01", Settings, run)
 
 `distlab lab 01` starts it on ranks of this machine, `torchrun --nproc-per-node 4 .../lab.py` on any.
-`pictures` is what --trace leaves.
 """
 
 from distlab.course.lab.member import Lab as Lab, main as main

@@ -10,10 +10,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,30 @@ from distlab.comm.rendezvous import read_environment
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.frames import is_machinery
 from distlab.course.grading import NotYet
-from distlab.course.lab.pictures import StepWindow, write_pictures
 from distlab.course.lab.report import LabReport, read_reference
 from distlab.course.lab.settings import CommonSettings, parse, what_is_run
+from distlab.measure import this_machine
 from distlab.measure.machine.others import OtherProcesses
-from distlab.trace import Trace
+from distlab.trace import Trace, load_folder, rank_file, write_chrome
+from simulator.units import counted
 
 SettingsT = TypeVar("SettingsT", bound=CommonSettings)
 Function = Callable[..., Any]
+WAIT_S = 30.0  # for the ranks' traces
+
+
+class StepWindow(NamedTuple):
+    """The time that the picture shows.
+
+    Attributes:
+        ranks_ns: start and end of each rank's step, on its own clock.
+        predicted: what a simulator said that this step would be, or None.
+        title: the takeaway; "" lets the picture find its own.
+    """
+
+    ranks_ns: Sequence[tuple[int, int]]
+    predicted: Trace | None
+    title: str
 
 
 @dataclass
@@ -148,10 +164,10 @@ def main(number: str, settings: type[SettingsT], run: Callable[[Lab[SettingsT]],
 
     The exit status is 0 when all facts are right, 3 when one is wrong, 2 for a user's mistake, 1 for a failure.
     """
-    quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    with contextlib.suppress(ValueError):  # told by process_group
-        quiet = contextlib.redirect_stderr(io.StringIO()) if read_environment().rank else quiet
-    with quiet:
+    with contextlib.ExitStack() as quiet:
+        with contextlib.suppress(ValueError):  # told by process_group
+            if read_environment().rank:
+                quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
         chosen = parse(settings, None, f"lab {number}")
     try:
         status = _work(number, chosen, run)
@@ -225,29 +241,61 @@ def load_functions(impl: str, number: str) -> Mapping[str, Function]:
 
 
 def _report(number: str, settings: CommonSettings, member: Member, beside: Path) -> LabReport:
-    kind, what = member.device.type, what_is_run(settings)
-    ranks = f"{member.world_size} rank{'s' if member.world_size > 1 else ''}"
-    nodes = f"{settings.nodes} nodes {settings.between}".rstrip() if settings.nodes > 1 else ""
-    place = ", ".join(filter(None, [kind, ranks, nodes]))
-    known, note = read_reference(beside / "lab_reference.md", place, what)
-    return LabReport(
-        f"Lab {number} on {ranks}, {kind}, {dist.get_backend()}; functions: {settings.impl}", what, known, note
-    )
+    kind, what, ranks = member.device.type, what_is_run(settings), counted(member.world_size, "rank")
+    nodes = [f"{settings.nodes} nodes {settings.between}".rstrip()] if settings.nodes > 1 else []
+    known, note = read_reference(beside / "lab_reference.md", ", ".join([kind, ranks, *nodes]), what)
+    title = f"Lab {number} on {ranks}, {kind}, {dist.get_backend()}; functions: {settings.impl}"
+    return LabReport(title, what, known, note)
 
 
 def _tell(lab: Lab[Any]) -> bool:
     """Print the report on rank 0; return on every rank whether a fact in it is wrong."""
-    from distlab.measure import this_machine
-
     if lab.settings.trace is not None:
         lab.report.note(
             "Every call was recorded for the trace, some 30 us each: times are longer than without --trace."
         )
     if lab.member.rank == 0:
-        facts: dict[str, object] = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
-        facts["backend"] = dist.get_backend()
-        facts |= {"machine": this_machine().as_dict(), "impl": lab.settings.impl}
+        facts = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
+        facts |= {"backend": dist.get_backend(), "machine": this_machine().as_dict(), "impl": lab.settings.impl}
         print(json.dumps(lab.report.as_dict() | facts) if lab.settings.json else lab.report.table(), flush=True)
     wrong = torch.tensor(len(lab.report.wrong), device=lab.member.device)
     dist.broadcast(wrong, 0)
     return bool(wrong)
+
+
+def write_pictures(folder: Path, num_ranks: int, window: StepWindow | None) -> Iterator[str]:
+    """Merge the ranks' traces once they are saved, draw them, and yield a line for each file.
+
+    Rank 0 calls it after the group has ended. Ranks of other machines save on those machines: then their files have to
+    be brought together first.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while missing := [rank for rank in range(num_ranks) if not rank_file(folder, rank).is_file()]:
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        yield f"{folder} holds no trace of ranks {missing}: copy theirs here, then use distlab.trace.load_folder"
+        return
+    merged = load_folder(folder)
+    predicted = None if window is None else window.predicted
+    traces = {"measured": merged} | ({} if predicted is None else {"predicted": predicted})
+    yield f"Saved {write_chrome(folder / 'timeline.json', **traces)}: open it at ui.perfetto.dev or chrome://tracing"
+    shown = merged if window is None else cut(merged, window.ranks_ns)
+    if not len(shown):
+        yield "No call was recorded in the chosen step, so there is no picture."
+        return
+    from simulator.viz import draw_timeline
+
+    picture = folder / "timeline.png"
+    drawn = draw_timeline(shown, predicted, title=None if window is None else window.title or None)
+    drawn.figure.savefig(picture, dpi=150)
+    yield f"Saved {picture}"
+
+
+def cut(trace: Trace, ranks_ns: Sequence[tuple[int, int]]) -> Trace:
+    """Keep each rank's spans between its start and its end, except the lane "wait": calls show it already."""
+    parts = []
+    for rank, (start_ns, end_ns) in enumerate(ranks_ns):
+        inside = (trace.rank == rank) & (trace.start_ns >= start_ns) & (trace.end_ns <= end_ns)
+        parts.append(trace.select(inside & ~trace.is_word("lane", "wait")))
+    return Trace.concatenate(parts)

@@ -8,8 +8,9 @@ line, and does not fail the lab.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,8 +54,8 @@ class ReportRow(NamedTuple):
 
     def shown_expected(self) -> str:
         """Write the prediction, or what a wrong fact has to be."""
-        if self.wrong:
-            return f"must be {_text(self.expected, self.unit)}" if self.expected is not None else ""
+        if self.expected is not None:
+            return f"must be {_text(self.expected, self.unit)}" if self.wrong else ""
         if self.predicted is None:
             return ""
         error = f" ({self.error:+.0%})" if self.error is not None else ""
@@ -111,57 +112,44 @@ class LabReport:
 
     def table(self) -> str:
         """Lay everything out for a terminal."""
-        head = ("", "here", "predicted (error)", "reference")
         lines = [(row.what, row.shown(), row.shown_expected(), self.reference.get(row.what, "")) for row in self.rows]
-        used = [any(line[column] for line in lines) or column == 1 for column in range(4)]
-        used[0] = True
-        cells = [[cell for cell, keep in zip(line, used, strict=True) if keep] for line in (head, *lines)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        rows = ["  ".join([row[0].ljust(widths[0]), *_right(row[1:], widths[1:])]).rstrip() for row in cells]
-        parts = [self.title, *self.remarks, "\n".join(rows), "\n".join([*self.notes, self.reference_note]).strip()]
+        used = [True, True, any(line[2] for line in lines), any(line[3] for line in lines)]
+        head = ("", "here", "predicted (error)", "reference")
+        rows = _columns([tuple(compress(line, used)) for line in (head, *lines)], str.ljust)
+        parts = [self.title, *self.remarks, rows, "\n".join([*self.notes, self.reference_note]).strip()]
         return "\n\n".join(part for part in [*parts, self.verdict()] if part)
 
     def verdict(self) -> str:
-        """Return the last line: whether all facts are right."""
+        """Return the last line: whether all facts are right, and how far predictions are off."""
         facts = sum(row.expected is not None for row in self.rows)
-        if not self.wrong:
-            return " ".join(filter(None, [f"All {facts} facts are right." if facts else "", self._far_off()]))
-        first = self.wrong[0]
-        return (
-            f"WRONG: {len(self.wrong)} of {facts} facts, first: {first.what}: {first.shown()}, {first.shown_expected()}"
-        )
-
-    def _far_off(self) -> str:
-        """Say how many predictions are far off, and which one is furthest."""
-        predicted = [(abs(row.error), row) for row in self.rows if row.error is not None]
-        far = [pair for pair in predicted if pair[0] > FAR_OFF]
-        if not far:
-            return ""
-        _, row = max(far, key=lambda pair: pair[0])
-        return (
-            f"But {len(far)} of {len(predicted)} predictions are more than {FAR_OFF:.0%} off, the furthest: {row.what} "
-            f"is {row.shown()}, predicted {row.shown_expected()}. Close other programs and run again; the lesson says "
-            "what a prediction leaves out."
-        )
+        if wrong := self.wrong:
+            first = f"{wrong[0].what}: {wrong[0].shown()}, {wrong[0].shown_expected()}"
+            return f"WRONG: {len(wrong)} of {facts} facts, first: {first}"
+        told = [f"All {facts} facts are right."] if facts else []
+        errors = [(abs(row.error), row) for row in self.rows if row.error is not None]
+        if far := [pair for pair in errors if pair[0] > FAR_OFF]:
+            row = max(far, key=lambda pair: pair[0])[1]
+            told += [
+                f"But {len(far)} of {len(errors)} predictions are more than {FAR_OFF:.0%} off, the furthest: "
+                f"{row.what} is {row.shown()}, predicted {row.shown_expected()}. Close other programs and run again; "
+                "the lesson says what a prediction leaves out."
+            ]
+        return " ".join(told)
 
     def as_dict(self) -> dict[str, object]:
         """Return the report as JSON-ready values."""
         rows = [row._asdict() | {"shown": row.shown(), "wrong": row.wrong} for row in self.rows]
-        return {"schema": 1, "title": self.title, "settings": self.settings, "passed": not self.wrong} | {
-            "rows": rows,
-            "remarks": self.remarks,
-            "notes": self.notes,
-        }
+        said = {"schema": 1, "title": self.title, "settings": self.settings, "passed": not self.wrong}
+        return said | {"rows": rows, "remarks": self.remarks, "notes": self.notes}
 
 
 def reference_section(report: Mapping[str, object]) -> str:
     """Write a report, as JSON gave it, as the section of a reference file that `read_reference` reads."""
     rows = report["rows"]
     assert isinstance(rows, Sequence)
-    lines = [f"| {row['what']} | {row['shown']} |" for row in rows]
     wire = [f"Ranks talked over {report['backend']}.", ""] if "backend" in report else []
     head = [f"Settings: {report['settings'] or 'none'}", "", *wire, "| | value |", "|---|---|"]
-    return "\n".join([*head, *lines])
+    return "\n".join([*head, *(f"| {row['what']} | {row['shown']} |" for row in rows)])
 
 
 def read_reference(path: Path, section: str, settings: str) -> tuple[dict[str, str], str]:
@@ -185,13 +173,16 @@ def read_reference(path: Path, section: str, settings: str) -> tuple[dict[str, s
 def grid(corner: str, rows: Sequence[Sequence[str]]) -> str:
     """Lay out a rank x rank matrix, with `corner` over the row numbers."""
     head = [corner, *(f"to {peer}" for peer in range(len(rows)))]
-    lines = [head, *([f"from {rank}", *row] for rank, row in enumerate(rows))]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join("  ".join(_right(line, widths)) for line in lines)
+    return _columns([head, *([f"from {rank}", *row] for rank, row in enumerate(rows))], str.rjust)
 
 
-def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+def _columns(rows: Sequence[Sequence[str]], first: Callable[[str, int], str]) -> str:
+    """Lay rows out in columns, each as wide as its widest cell; `first` aligns the first one, others end alike."""
+    laid = []
+    for place, column in enumerate(zip(*rows, strict=True)):
+        align = str.rjust if place else first
+        laid.append([align(cell, max(map(len, column))) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*laid, strict=True))
 
 
 def _text(value: Value, unit: str) -> str:

@@ -1,4 +1,4 @@
-"""Put the magics and the names that lessons use into a notebook."""
+"""Put the magics and the names that lessons use into a notebook, and show a picture with its words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+    from matplotlib.figure import Figure
+
+    from simulator.viz import Picture
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -15,57 +18,51 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         print("Loading PyTorch, here and for the ranks. The first time takes about five seconds.", flush=True)
     from distlab.comm import RankError, warm
     from distlab.comm.command import put_on_path
-    from distlab.course.notebook.magics.magic import RanksMagics
+    from distlab.course.grading import check
+    from distlab.course.grading.answer.source import names_for_functions
+    from distlab.course.notebook.magic import RanksMagics, last_records
+    from distlab.course.notebook.prediction import predict
+    from distlab.course.notebook.stuck import hint, solution
 
     put_on_path()  # so that `!distlab lab 03` runs in a cell
     warm()  # first: the fork server loads torch while this process does
     shell.register_magics(RanksMagics)
     shell.set_custom_exc((RankError, KeyboardInterrupt), _show_short)  # type: ignore[no-untyped-call]
-    for name, value in _names().items():
+    own = {"check": check, "predict": predict, "hint": hint, "solution": solution}
+    for name, value in (names_for_functions() | own | {"show": show, "last_records": last_records}).items():
         shell.user_ns.setdefault(name, value)
 
 
 def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
     """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
-    from distlab.course.notebook.magics.trouble import (
-        ENDED_TOO,
-        STOPPED,
-        CellError,
-        called_from,
-        is_in_ranks,
-        name_cells,
-        shorten,
-        stopped_check,
-    )
+    from distlab.course.notebook.ranks import CellError, of_ranks
 
-    text = shorten(str(error))
-    if isinstance(error, KeyboardInterrupt):
-        if line := stopped_check(error, trace, shell):
-            shell.showtraceback((CellError, CellError(line), None))
-            return
-        if not is_in_ranks(trace):  # an interrupt of anything else
-            shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
-            return
-        stood = "\n".join(getattr(error, "__notes__", ()))
-        text = f"{STOPPED}\n\n{shorten(stood)}\n\n{ENDED_TOO}" if stood else f"You stopped the ranks. {ENDED_TOO}"
-    text = "\n".join([text, *called_from(trace)])
-    shell.showtraceback((CellError, CellError(name_cells(text, shell)), None))
+    text = of_ranks(error, trace, shell)
+    if text is None:  # an interrupt of anything else
+        shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+    else:
+        shell.showtraceback((CellError, CellError(text), None))
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """End the ranks; names stay."""
-    from distlab.course.notebook.magics.magic import stop_ranks
+    from distlab.course.notebook.magic import stop_ranks
 
     stop_ranks(shell)
 
 
-def _names() -> dict[str, Any]:
-    from distlab.course.grading import check
-    from distlab.course.grading.answer.source import names_for_functions
-    from distlab.course.notebook.display import show
-    from distlab.course.notebook.learner.prediction import predict
-    from distlab.course.notebook.learner.stuck import hint, solution
-    from distlab.course.notebook.magics.magic import last_records
+def show(picture: Picture | Figure, words: str = "") -> None:
+    """Display a Picture of `simulator.viz`, or a figure with the words that say what it shows; they stand below it.
 
-    own = {"check": check, "predict": predict, "hint": hint, "solution": solution}
-    return names_for_functions() | own | {"show": show, "last_records": last_records}
+    Raises:
+        ValueError: there are no words: a picture without words says nothing to those who cannot see it.
+    """
+    from IPython.display import display
+
+    from simulator.viz import Picture
+
+    shown = picture if isinstance(picture, Picture) else Picture(picture, words)
+    shown = shown._replace(words=words or shown.words)
+    if not shown.words.strip():
+        raise ValueError("show(figure, words) needs the words that say what the figure shows")
+    display(shown)  # type: ignore[no-untyped-call]

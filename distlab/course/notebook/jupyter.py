@@ -7,7 +7,6 @@ wrapped, so that a cell fits a window of 1280 pixels) and custom/custom.css.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
@@ -96,10 +95,7 @@ def _tell(address: str, log: Path, browser: bool) -> None:
     """Print the address and open a browser; what Jupyter and its kernels say from now on goes to the log."""
     print(f"The lessons are at  {address}\nThey run until you press Ctrl-C here; what you saved stays.", flush=True)
     if browser:
-        with contextlib.suppress(webbrowser.Error):
-            found = webbrowser.get()
-            if type(found) is not webbrowser.GenericBrowser:  # which would take over the terminal
-                found.open(address)
+        webbrowser.open(address)
     with log.open("w", encoding="utf-8") as kept:
         os.dup2(kept.fileno(), 1)
         os.dup2(kept.fileno(), 2)

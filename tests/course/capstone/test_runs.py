@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from distlab.comm import run
+from distlab.comm import Ranks
 from distlab.course.capstone import FIRST_PLAN, attempt, read_entry
 from distlab.course.capstone.task import BATCH, MODEL, NODES, NUM_RANKS, first_entry
 from distlab.course.capstone.train import new_model, read_log, train, train_alone
@@ -22,20 +20,16 @@ def pipeline(tmp_path):
     return read_entry(path, 1)
 
 
-def first_updates(entry, folder: Path):
-    folder.mkdir()
-    sent = run(train, NUM_RANKS, args=(entry, folder, 2), nodes=NODES, timeout_s=300)
-    return sent, read_log(folder)
-
-
 def test_what_crosses_the_nodes(pipeline, tmp_path):
     gradients = sum(4 * parameter.numel() for parameter in new_model().parameters())
     activations = BATCH * MODEL.context * MODEL.hidden_size * 4 // 4  # of one of four replicas
     alone = train_alone(2)
-    for entry, wanted in ((first_entry(), gradients / 4), (pipeline, activations)):
-        sent, made = first_updates(entry, tmp_path / entry.text)
-        assert max(sent) == pytest.approx(wanted, rel=0.01)
-        assert [update.loss for update in made] == pytest.approx(alone, rel=1e-5)
+    with Ranks(NUM_RANKS, nodes=NODES, timeout_s=300) as ranks:
+        for entry, wanted in ((first_entry(), gradients / 4), (pipeline, activations)):
+            folder = tmp_path / entry.text
+            folder.mkdir()
+            assert max(ranks.run(train, entry, folder, 2)) == pytest.approx(wanted, rel=0.01)
+            assert [update.loss for update in read_log(folder)] == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.soak

@@ -45,17 +45,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "words"), REFUSED)
-def test_a_plan_that_is_none_is_refused_in_one_line(tmp_path, capsys, before, after, words):
-    assert before in FIRST_PLAN
-    path = plan(tmp_path, FIRST_PLAN.replace(before, after))
-    assert main(["capstone", str(path)]) == 2
-    said = capsys.readouterr().err.strip()
-    assert words in said
-    assert len(said.splitlines()) == 1
-
-
-def test_an_entry_says_its_order_and_must_save(tmp_path):
+def test_a_plan_that_is_none_is_refused_in_one_line_and_a_right_one_says_its_order(tmp_path, capsys):
+    for before, after, words in REFUSED:
+        assert before in FIRST_PLAN
+        path = plan(tmp_path, FIRST_PLAN.replace(before, after))
+        assert main(["capstone", str(path)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert words in said
     path = plan(tmp_path, FIRST_PLAN.replace("data = 8\nnum_microbatches = 1\n", PIPELINE))
     assert read_entry(path, 3).text == "pipeline 2 x data 4, 2 micro-batches, save every 3"
     with pytest.raises(ValueError, match="from 1 to 24"):

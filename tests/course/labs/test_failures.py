@@ -1,9 +1,7 @@
 """Labs that fail: the cause first, a hang ended with words, and nothing left."""
 
 import contextlib
-import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,8 +13,6 @@ import psutil
 import pytest
 
 from distlab.cli import main
-from distlab.comm.launch import pool
-from distlab.comm.launch.ranks import _Round
 
 SMALL = ["--sizes", "8,1024", "--rounds", "1", "--repeats", "1", "--laps", "1"]
 MARK = "DISTLAB_TEST_OF_LABS"
@@ -91,23 +87,10 @@ def test_a_deadlock_is_told_with_who_waits_for_whom(failed):
     assert "dist.recv(received, (rank - 1) % n)" in told  # the learner's own line
 
 
-def test_a_function_that_never_ends_is_stopped_at_the_limit_with_its_line(failed, tmp_path, monkeypatch):
-    begun = tmp_path / "begun"
-    monkeypatch.setattr(_Round, "_give_up_at", lambda _: 0.0 if begun.exists() else math.inf)  # its limit passes then
-    monkeypatch.setattr(pool, "ANSWER_S", 30.0)  # the machine may be busy
-    text = f"\ndef shift(tensor):\n    while dist.get_rank() == 1:\n        open({str(begun)!r}, 'w').close()\n"
-    told = failed(text + "    return tensor\n", 2, "--limit-s", "300")
-    assert re.match("distlab lab: ranks? (0, )?1 of 2 did not finish in 300 s", told)
-    assert "in shift\n    " in told.partition("--- rank 1 stands here (innermost call last) ---")[2]
-
-
-def test_a_function_that_exits_is_told(failed):
+def test_what_exits_is_told(failed, tmp_path):
     told = failed("\ndef shift(tensor):\n    sys.exit(0)\n")
     assert "left by exit(0); a function returns instead" in told.splitlines()[0]
-
-
-def test_a_module_that_exits_is_one_line(failed, tmp_path):
-    told = failed("sys.exit(3)\n", status=2)
+    told = failed("sys.exit(3)\n", status=2)  # a module
     assert told.count("\n") == 1
     assert f"{tmp_path / 'mine.py'} cannot be loaded" in told
 
@@ -139,34 +122,3 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     assert process.returncode == code
     assert "Traceback" not in told
     assert not left(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["17"], "distlab lab: there is no lab 17; labs are 01, 02, 03"),
-        (["x"], "'x' names no lesson"),
-        (["01", "--ranks", "0"], "distlab lab 01: argument --ranks: 0 cannot be used; pass 1 to 1024"),
-        (["01", "--trace", __file__], f"--trace {__file__}: expected the path of a folder, got a file"),
-        (["01", "--impl", "tests/"], "distlab lab 01: --impl tests/: tests/ is a folder; pass a .py file"),
-        (["03", "--data", "nothing.txt"], "distlab lab 03: --data nothing.txt: there is no such file; pass the path"),
-        (["01", "--impl", "nothing.ipynb"], "distlab lab 01: --impl nothing.ipynb: there is no file nothing.ipynb"),
-        (["03", "--hidden", "30"], "4 heads do not divide hidden_size 30"),
-        (["02", "--ranks", "4", "--ranks-per-machine", "3"], "--ranks-per-machine 3 does not divide 4 ranks"),
-        (["04", "--ranks", "3", "--batch", "1"], "a batch of 1 of the 1,437 digits, less than 3 ranks; pass --batch 3"),
-        (["04", "--ranks", "2", "--batch", "718"], "less than 2 ranks; pass --batch 717"),
-        (["08", "--ranks", "5"], "heads is 24, which 5 ranks do not divide"),
-        (["09", "--ranks", "3", "--layers", "5"], "layers is 5; 6 stages need one each"),
-        (["10", "--ranks", "8", "--tensor", "3"], "does not fill 8 ranks"),
-        (["11", "--ranks", "4", "--length", "50"], "pass --length 48"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_status_2_before_any_rank_starts(arguments, told, capsys, monkeypatch):
-    monkeypatch.setattr("distlab.comm.launch.script.run_script", None)
-    try:
-        status = main(["lab", *arguments])
-    except SystemExit as left:
-        status = left.code
-    error = capsys.readouterr().err
-    assert (status, error.count("\n")) == (2, 1)
-    assert told in error

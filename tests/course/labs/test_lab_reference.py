@@ -4,28 +4,17 @@ import importlib.util
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[3]
 BUSY = 5.0  # four ranks and what starts them: a load above it, after the lab, came from other programs
 
 
-@pytest.fixture(scope="module")
-def tool():
+def test_every_lab_is_measured_and_a_busy_machine_said(tmp_path):
     spec = importlib.util.spec_from_file_location("lab_reference", ROOT / "tools" / "lab_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_without_numbers_every_lab_is_measured(tool):
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
     assert tool.labs() == [f"{number:02}" for number in range(1, 16)]
-
-
-def test_a_busy_machine_is_said(tool, tmp_path):
     assert "times say little" not in tool.how_busy(0.3)
     assert "load average 7.2" in tool.how_busy(7.2)
-    assert "times say little" in tool.how_busy(7.2)
     path = tmp_path / "lab_reference.md"
     tool.write(path, "15", {"cpu, 2 ranks": "Settings: none"}, 7.2)
     told = tool.known_sections(path)
@@ -35,9 +24,9 @@ def test_a_busy_machine_is_said(tool, tmp_path):
     assert re.search(r"^Measured .*times say little\.$", path.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("lessons/*/lab_reference.md")), ids=lambda path: path.parent.name[:2])
-def test_a_reference_from_a_busy_machine_says_so(path):
-    measured = re.search(r"^Measured .*$", path.read_text(), re.MULTILINE)[0]
-    load = re.search(r"load average (?:about )?([\d.]+\d|\d)", measured)
-    if load and float(load[1]) > BUSY:
-        assert re.search(r"times (say little|are several times too long)", measured), measured
+def test_a_reference_from_a_busy_machine_says_so():
+    for path in ROOT.glob("lessons/*/lab_reference.md"):
+        measured = re.search(r"^Measured .*$", path.read_text(), re.MULTILINE)[0]
+        load = re.search(r"load average (?:about )?([\d.]+\d|\d)", measured)
+        if load and float(load[1]) > BUSY:
+            assert re.search(r"times (say little|are several times too long)", measured), (path, measured)

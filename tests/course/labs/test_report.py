@@ -2,9 +2,9 @@
 
 import json
 
-from distlab.cli.course.lab import find_lab, load_settings
+from distlab.cli.lab import find_lab, load_settings
 from distlab.course.lab import LabReport
-from distlab.course.lab.pictures import cut
+from distlab.course.lab.member import cut
 from distlab.course.lab.report import grid, read_reference, reference_section
 from distlab.course.lab.settings import what_is_run
 from distlab.trace import Span, Trace
@@ -21,7 +21,7 @@ def filled(**named) -> LabReport:
     return report
 
 
-def test_a_report_with_right_facts():
+def test_a_report_with_right_facts_and_one_with_wrong_ones():
     report = filled(reference={"a message": "3 ms"}, reference_note="Reference: elsewhere")
     table = report.table()
     assert not report.wrong
@@ -29,10 +29,20 @@ def test_a_report_with_right_facts():
     row = next(line for line in table.splitlines() if line.startswith("a message"))
     assert row.split() == ["a", "message", "2", "ms", "1", "ms", "(-50%)", "3", "ms"]
     assert "12,000 B" in table
-    assert table.count("a remark") == 1
+    assert (table.count("a remark"), table.count("a matrix")) == (1, 1)
     last = table.splitlines()[-1]
     assert last.startswith("All 2 facts are right. But 1 of 1 predictions are more than 25% off, the furthest: ")
     assert "a message is 2 ms, predicted 1 ms (-50%). Close other programs and run again" in last
+    report.others_took(0.1)
+    assert "busy" not in report.table()
+    report.others_took(0.6)
+    assert "The machine was busy: other processes took 0.6 of its cores from the ranks." in report.table()
+    assert not report.wrong
+    report.fact("calls", 7, 1)
+    report.fact("equal", False, True)
+    assert [row.what for row in report.wrong] == ["calls", "equal"]
+    assert report.table().endswith("WRONG: 2 of 4 facts, first: calls: 7, must be 1")
+    assert json.loads(json.dumps(report.as_dict()))["passed"] is False
 
 
 def test_near_predictions_and_those_of_what_took_no_time_are_not_spoken_of():
@@ -45,44 +55,24 @@ def test_near_predictions_and_those_of_what_took_no_time_are_not_spoken_of():
     assert report.table().endswith("All 1 facts are right.")
 
 
-def test_a_busy_machine_is_told_below_the_table_and_a_calm_one_is_not():
-    report = filled()
-    report.others_took(0.1)
-    assert "busy" not in report.table()
-    report.others_took(0.6)
-    assert "The machine was busy: other processes took 0.6 of its cores from the ranks." in report.table()
-    assert not report.wrong
-
-
-def test_a_wrong_fact_is_named_and_fails_the_report():
-    report = filled()
-    report.fact("calls", 7, 1)
-    report.fact("equal", False, True)
-    assert [row.what for row in report.wrong] == ["calls", "equal"]
-    assert report.table().endswith("WRONG: 2 of 4 facts, first: calls: 7, must be 1")
-    assert json.loads(json.dumps(report.as_dict()))["passed"] is False
-
-
 def test_a_reference_is_read_back_where_device_ranks_and_settings_are_the_same(tmp_path):
-    path = tmp_path / "lab_reference.md"
-    section = reference_section(json.loads(json.dumps(filled().as_dict())))
-    path.write_text(
-        f"# Reference\n\nMeasured 2026 on X.\n\n## cpu, 2 ranks\n\n{section}\n\n## cuda, 2 ranks\n\nNone.\n"
-    )
+    path, head = tmp_path / "lab_reference.md", "# Reference\n\nMeasured 2026 on X.\n\n## cpu, 2 ranks\n\n"
+    path.write_text(f"{head}{reference_section(filled().as_dict())}\n\n## cuda, 2 ranks\n\nNone.\n")
     values, note = read_reference(path, "cpu, 2 ranks", "sizes=8")
     assert values == {"a message": "2 ms", "bytes": "12,000 B", "right": "yes"}
     assert note == "Reference: 2026 on X."
-    assert read_reference(path, "cpu, 2 ranks", "sizes=9")[0] == {}
-    assert "other settings (sizes=8)" in read_reference(path, "cpu, 2 ranks", "sizes=9")[1]
-    assert "no reference output for cuda, 2 ranks" in read_reference(path, "cuda, 2 ranks", "sizes=8")[1]
-    assert "no reference output for cpu, 5 ranks" in read_reference(path, "cpu, 5 ranks", "sizes=8")[1]
+    for section, settings, told in (
+        ("cpu, 2 ranks", "sizes=9", "other settings (sizes=8)"),
+        ("cuda, 2 ranks", "sizes=8", "no reference output for cuda, 2 ranks"),
+        ("cpu, 5 ranks", "sizes=8", "no reference output for cpu, 5 ranks"),
+    ):
+        found, note = read_reference(path, section, settings)
+        assert found == {}
+        assert told in note
     assert "missing" in read_reference(tmp_path / "other.md", "cpu, 2 ranks", "sizes=8")[1]
-    section = reference_section(filled().as_dict() | {"backend": "shared"})
-    path.write_text(f"# Reference\n\nMeasured 2026 on X.\n\n## cpu, 2 ranks\n\n{section}\n")
-    assert read_reference(path, "cpu, 2 ranks", "sizes=8") == (
-        values,
-        "Reference: 2026 on X. Ranks talked over shared.",
-    ), "times of another wire are told as such"
+    path.write_text(f"{head}{reference_section(filled().as_dict() | {'backend': 'shared'})}\n")
+    wire = "Reference: 2026 on X. Ranks talked over shared."  # times of a different wire are told as such
+    assert read_reference(path, "cpu, 2 ranks", "sizes=8") == (values, wire)
 
 
 def test_each_lab_has_a_reference_for_its_default_settings():
@@ -96,21 +86,11 @@ def test_each_lab_has_a_reference_for_its_default_settings():
             assert len(values) >= 2
 
 
-def test_a_grid_has_a_row_and_a_column_a_rank():
-    assert grid("us", [["-", "12"], ["345", "-"]]).splitlines() == [
-        "    us  to 0  to 1",
-        "from 0     -    12",
-        "from 1   345     -",
-    ]
-
-
-def test_the_picture_holds_each_ranks_own_step():
-    spans = [
-        Span(0, "compute", "F", "F", 0, 10),
-        Span(0, "compute", "B", "B", 10, 20),
-        Span(0, "wait", "all_reduce", "wait", 11, 12),
-        Span(1, "compute", "F", "F", 5, 15),
-        Span(1, "compute", "B", "B", 15, 30),
-    ]
+def test_a_grid_has_a_row_and_a_column_a_rank_and_the_picture_each_ranks_own_step():
+    shown = grid("us", [["-", "12"], ["345", "-"]]).splitlines()
+    assert shown == ["    us  to 0  to 1", "from 0     -    12", "from 1   345     -"]
+    first = [("compute", "F", 0, 10), ("compute", "B", 10, 20), ("wait", "wait", 11, 12)]
+    spans = [Span(0, lane, kind, kind, start, end) for lane, kind, start, end in first]
+    spans += [Span(1, "compute", "F", "F", 5, 15), Span(1, "compute", "B", "B", 15, 30)]
     kept = cut(Trace.from_spans(spans), [(10, 20), (5, 16)])
     assert [(span.rank, span.name) for span in kept] == [(0, "B"), (1, "F")]

@@ -1,17 +1,17 @@
 """Flags from a dataclass: types, limits, help, and one line for a mistake."""
 
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
 import nbformat
 import pytest
 
-from distlab.cli.course.lab import _read_flags, find_lab, load_settings
+from distlab.cli.lab import find_lab, load_settings, read_flags
 from distlab.course.grading import load_lesson
 from distlab.course.grading.progress import MARKER, change_entry, now
 from distlab.course.lab import CommonSettings, flag
-from distlab.course.lab.settings import MAX_FIELDS, as_arguments, parse, parser_of, what_is_run
+from distlab.course.lab.settings import parse, parser_of, what_is_run
 
 
 @dataclass(frozen=True)
@@ -44,42 +44,37 @@ def test_every_type_is_read():
     assert settings.sizes == (1, 4096, 1_500_000, 2 << 30)
     assert (settings.rate, settings.kind, settings.file, settings.quick) == (1.0, "other", Path("a/b.txt"), True)
     assert (settings.impl, settings.trace, settings.device, settings.limit_s) == ("x.ipynb", Path("out"), "auto", 300.0)
-    assert parse(Settings, as_arguments(settings), "lab") == settings
-    assert as_arguments(Settings()) == []
     assert parse(Settings, [], "lab") == Settings()
+    assert what_is_run(Settings()) == what_is_run(Settings(impl="a.py", trace=Path("b"), json=True, device="cpu"))
+    assert what_is_run(Settings()) != what_is_run(Settings(rate=0.25)), "of what changes a number"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--sizes 8,x", "is not a size such as 65536, 64KiB or 1MB"),
-        ("--sizes 0,8", "cannot be used; pass 1 or more"),
-        ("--sizes 8", "--sizes has 1 sizes; pass two or more"),
-        ("--rate nan", "nan cannot be used; pass 0 to 1"),
-        ("--kind two", "invalid choice: 'two'"),
-        ("--limit-s 0", "0 cannot be used; pass 1 to 1000000"),
-        ("--frob 3", "unrecognized arguments: --frob 3"),
-        ("--rat 1", "unrecognized arguments: --rat 1"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_status_2(line, message, capsys):
-    with pytest.raises(SystemExit) as left:
-        parse(Settings, line.split(), "lab 03")
-    told = capsys.readouterr().err
-    assert left.value.code == 2
-    assert told.startswith("lab 03: ")
-    assert told.count("\n") == 1
-    assert message in told
+MISTAKES = [
+    ("--sizes 8,x", "is not a size such as 65536, 64KiB or 1MB"),
+    ("--sizes 8,1.5XB", "is not a size such as 65536, 64KiB or 1MB"),
+    ("--sizes 0,8", "cannot be used; pass 1 or more"),
+    ("--sizes 8", "--sizes has 1 sizes; pass two or more"),
+    ("--rate nan", "nan cannot be used; pass 0 to 1"),
+    ("--kind two", "invalid choice: 'two'"),
+    ("--limit-s 0", "0 cannot be used; pass 1 to 1000000"),
+    ("--frob 3", "unrecognized arguments: --frob 3"),
+    ("--rat 1", "unrecognized arguments: --rat 1"),
+]
 
 
-def test_the_help_comes_from_the_docstring(capsys):
+def test_a_mistake_is_one_line_and_exit_status_2_and_the_help_is_the_docstring(capsys):
+    for line, message in MISTAKES:
+        with pytest.raises(SystemExit) as left:
+            parse(Settings, line.split(), "lab 03")
+        told = capsys.readouterr().err
+        assert (left.value.code, told.count("\n"), told[:8]) == (2, 1, "lab 03: ")
+        assert message in told
     with pytest.raises(SystemExit):
         parse(Settings, ["--help"], "lab")
     told = " ".join(capsys.readouterr().out.split())
-    assert "Measure something." in told
-    assert "bytes of the messages (default 8,1024)" in told
+    for words in ("Measure something.", "bytes of the messages (default 8,1024)", "folder for each rank's trace"):
+        assert words in told
     assert "a share of the whole, 100 % (default 0.5)" in told
-    assert "folder for each rank's trace" in told
 
 
 def test_your_own_answers_that_have_not_passed_are_told(tmp_path, monkeypatch, capsys):
@@ -88,37 +83,25 @@ def test_your_own_answers_that_have_not_passed_are_told(tmp_path, monkeypatch, c
     (tmp_path / MARKER).touch()
     script = find_lab("01")[1]
     nbformat.write(nbformat.v4.new_notebook(), folder / "lesson.ipynb")
-    change_entry("01.shift", lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
     monkeypatch.chdir(folder)
-    _read_flags("01", script, ["--impl", "mine"])
-    told = capsys.readouterr().err
-    assert "not passed yet: 01.ping_pong, 01.fit, 01.gather, 01.repair. " in told
-    assert "01.shift" not in told
-    assert "distlab check 01" in told
-    for exercise in load_lesson("01").exercises:
-        change_entry(exercise.name, lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
-    _read_flags("01", script, ["--impl", "mine"])
-    assert capsys.readouterr().err == ""
-
-
-def test_settings_with_too_many_fields_are_refused():
-    many = make_dataclass("Many", [(f"n{i}", int, 1) for i in range(8)], bases=(CommonSettings,), frozen=True)
-    with pytest.raises(ValueError, match="Many has 8 fields of its own; a lab has at most 7"):
-        parser_of(many, "lab")
-
-
-def test_what_is_run_leaves_out_what_changes_no_number():
-    assert what_is_run(Settings()) == what_is_run(Settings(impl="a.py", trace=Path("b"), json=True, device="cpu"))
-    assert what_is_run(Settings()) != what_is_run(Settings(rate=0.25))
+    exercises = [exercise.name for exercise in load_lesson("01").exercises]
+    for names, told in (
+        (["01.shift"], "not passed yet: 01.ping_pong, 01.fit, 01.gather, 01.repair. "),
+        (exercises, ""),
+    ):
+        for name in names:
+            change_entry(name, lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
+        num_ranks, settings, given = read_flags("01", script, ["--ranks", "2", "--impl", "mine", "--laps", "3"])
+        assert (num_ranks, settings.laps, given) == (2, 3, ["--impl", "mine", "--laps", "3"])
+        said = capsys.readouterr().err
+        assert (told in said, "distlab check 01" in said) == (True, bool(told))
+        assert "01.shift" not in said
 
 
 def test_each_lab_has_few_settings_and_explains_each():
     for number in ("01", "03", "09"):
         settings = load_settings(*find_lab(number))
-        parser = parser_of(settings, "lab")
-        assert len(fields(settings)) - len(fields(CommonSettings)) <= MAX_FIELDS
-        explained = {
-            action.dest for action in parser._actions if action.help and not action.help.startswith(" (default")
-        }
-        assert {entry.name for entry in fields(settings)} <= explained
+        assert len(fields(settings)) - len(fields(CommonSettings)) <= 7
+        told = {one.dest for one in parser_of(settings, "lab")._actions if one.help and one.help[:9] != " (default"}
+        assert {entry.name for entry in fields(settings)} <= told
         assert parse(settings, [], "lab") == settings()

@@ -1,9 +1,9 @@
 """What learners see of their progress: the map, the page to print, hints one by one, the solution after trying."""
 
-import html.parser
+import html
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,7 @@ from distlab.cli import main
 from distlab.course.grading import Lesson, Report, load_lesson, progress, reference_of
 from distlab.course.grading.progress import FILE, MARKER, OUTSIDE, Entry, Record, keep, load_progress
 from distlab.course.notebook import course_map, hint, progress_page, solution
-from distlab.course.notebook.learner.course import CourseMap, CourseRow, rows, text_table
-from distlab.course.notebook.learner.page import PAGE, page
+from distlab.course.notebook.course import PAGE, CourseMap, CourseRow, page, rows
 
 LESSONS = Path(__file__).resolve().parents[3] / "lessons"
 
@@ -37,18 +36,18 @@ def test_what_is_passed_and_what_is_to_come(lessons):
     assert (second.title, second.ready, second.progress) == ("Second one", False, "to come")
     table = CourseMap([first, second], "This machine.")
     assert table.summary == "1 of 3 exercises passed. Next: 01 First."
-    html = table._repr_html_()
-    assert '<a href="01_first/lesson.ipynb">01 First</a>' in html
-    assert "send &lt;bytes&gt;" in html
-    assert 'href="02_second_one' not in html
+    shown = table._repr_html_()
+    assert '<a href="01_first/lesson.ipynb">01 First</a>' in shown
+    assert "send &lt;bytes&gt;" in shown
+    assert 'href="02_second_one' not in shown
 
 
 def test_the_command_line_reads_progress_from_the_work_folder(lessons, tmp_path):
-    assert "0 of 3 exercises passed" in text_table(lessons, tmp_path / "none")
+    assert "0 of 3 exercises passed" in str(course_map(lessons, tmp_path / "none"))
     entry = asdict(Entry(1, "x", "x"))
-    assert "1 of 3 exercises passed" in text_table(lessons, work_with(tmp_path, {"01.c": entry}))
+    assert "1 of 3 exercises passed" in str(course_map(lessons, work_with(tmp_path, {"01.c": entry})))
     entry |= {"first_passed": "", "solution_seen": "x"}
-    assert "0 of 3; solution seen: 01.c" in text_table(lessons, work_with(tmp_path, {"01.c": entry}))
+    assert "0 of 3; solution seen: 01.c" in str(course_map(lessons, work_with(tmp_path, {"01.c": entry})))
 
 
 def test_every_lesson_of_the_course_is_on_the_map():
@@ -65,24 +64,6 @@ ROWS = [
 PASSED = Entry(3, "2026-01-02T03:04:05+00:00", "2026-01-02T03:04:05+00:00", ("8 bytes < 9", "2 steps"), 1.0, 2, 1)
 
 
-class Cells(html.parser.HTMLParser):
-    """The texts of a page, and the tags that are open: all must be closed."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.texts, self.open = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.open += [tag] if tag != "meta" else []
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts += [data] if self.open and self.open[-1] not in ("style", "title") else []
-
-
 def work_with(tmp_path, entries):
     (tmp_path / MARKER).touch()
     (tmp_path / FILE).write_text(json.dumps({"schema": 1, "exercises": entries}))
@@ -91,36 +72,30 @@ def work_with(tmp_path, entries):
 
 def test_the_page_says_what_was_passed_when_and_with_what_help():
     seen = Entry(4, failed=4, hints=3, solution_seen="2026-01-03")
-    cells = Cells(page(ROWS, {"01.a": PASSED, "01.b": seen}, day="2026-02-03"))
-    assert cells.open == []
-    assert {"01.a", "2026-01-02", "3, 2 wrong", "1 hint", "8 bytes < 9; 2 steps"} <= set(cells.texts)
-    assert {"01.b", "not yet", "4, 4 wrong", "3 hints, solution seen"} <= set(cells.texts)
-    assert "01 First <steps>: 1 of 2" in cells.texts
-    assert "02 Second" in cells.texts  # among the lessons that are not begun
-    assert "1 of 3 exercises passed. Next: 01 First <steps>. Lessons with all exercises passed: 0 of 2." in cells.texts
-    assert any("2026-02-03" in text for text in cells.texts)
-    assert not re.search("http|<script", page(ROWS, {"01.a": PASSED}, day="2026-02-03")), "it loads nothing"
+    text = page(ROWS, {"01.a": PASSED, "01.b": seen}, day="2026-02-03")
+    for tag in ("table", "tr", "td", "th", "section", "p", "body"):
+        assert len(re.findall(rf"<{tag}\b", text)) == text.count(f"</{tag}>"), tag
+    cells = [html.unescape(cell) for cell in re.split("<[^>]+>", text)]
+    assert {"01.a", "2026-01-02", "3, 2 wrong", "1 hint", "8 bytes < 9; 2 steps"} <= set(cells)
+    assert {"01.b", "not yet", "4, 4 wrong", "3 hints, solution seen"} <= set(cells)
+    assert {"01 First <steps>: 1 of 2", "02 Second"} <= set(cells)  # the second is among those not begun
+    assert "1 of 3 exercises passed. Next: 01 First <steps>. Lessons with all exercises passed: 0 of 2." in cells
+    assert "2026-02-03" in text
+    assert not re.search("http|<script", text), "it loads nothing"
 
 
-def test_the_command_writes_the_page_anew(tmp_path, capsys):
+def test_the_page_is_written_anew_by_the_command_and_by_start_and_nothing_outside(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert repr(progress_page()) == OUTSIDE
+    assert list(tmp_path.iterdir()) == []
     work = work_with(tmp_path, {})
-    assert main(["lesson", "page", "--work", str(work)]) == 0
+    assert f'href="{PAGE}"' in progress_page()._repr_html_()
     before = (work / PAGE).read_text()
-    passed = asdict(Entry(1, "2026-01-02", "2026-01-02"))
-    work_with(tmp_path, {"01.shift": passed})
+    work_with(tmp_path, {"01.shift": asdict(Entry(1, "2026-01-02", "2026-01-02"))})
     assert main(["lesson", "page", "--work", str(work)]) == 0
     assert PAGE in capsys.readouterr().out
     assert "01.shift" not in before
     assert "01.shift" in (work / PAGE).read_text()
-
-
-def test_start_asks_for_the_page_and_outside_working_copies_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert repr(progress_page()) == OUTSIDE
-    assert list(tmp_path.iterdir()) == []
-    work_with(tmp_path, {})
-    assert f'href="{PAGE}"' in progress_page()._repr_html_()
-    assert (tmp_path / PAGE).is_file()
     assert "progress_page()" in (LESSONS / "START.ipynb").read_text()
 
 
@@ -164,7 +139,7 @@ def test_hints_come_one_by_one_and_are_noted(work, lesson):
     assert (load_progress()[NAME].hints, load_progress()[NAME].attempts) == (3, 0)
 
 
-def test_the_solution_says_in_one_line_what_is_missing(work, lesson):
+def test_the_solution_says_in_one_line_what_is_missing_and_is_shown_and_noted(work, lesson):
     function = lesson.exercise(NAME).function
     check_it, next_hint = (
         f'check("{NAME}", {function}) checks your function',
@@ -181,18 +156,8 @@ def test_the_solution_says_in_one_line_what_is_missing(work, lesson):
     checked(lesson, "wrong")
     checked(lesson, "wrong")
     assert load_progress()[NAME].solution_seen == ""
-    assert repr(solution(NAME)).startswith(f"The solution of {NAME}:")
-
-
-def stuck(lesson: Lesson) -> None:
-    for _ in range(3):
-        checked(lesson, "wrong")
-        hint(NAME)
-
-
-def test_the_solution_is_shown_and_noted(work, lesson):
-    stuck(lesson)
     shown = solution(NAME)
+    assert repr(shown).startswith(f"The solution of {NAME}:")
     assert "white-space:pre;overflow-x:auto" in shown._repr_html_(), "a long line scrolls, no word is broken"
     assert hint(NAME)._repr_html_() is None
     exercise = lesson.exercise(NAME)
@@ -213,7 +178,9 @@ def test_the_solution_is_shown_and_noted(work, lesson):
 
 
 def test_a_right_answer_and_a_kernel_outside_a_work_folder_are_shown_it_too(outside, lesson):
-    stuck(lesson)
+    for _ in range(3):
+        checked(lesson, "wrong")
+        hint(NAME)
     assert SECRET in repr(solution(NAME))
     assert list(outside.iterdir()) == []
     (outside / MARKER).touch()
@@ -222,15 +189,6 @@ def test_a_right_answer_and_a_kernel_outside_a_work_folder_are_shown_it_too(outs
     assert load_progress()[NAME].solution_seen == "", "not noted"
     (outside / FILE).write_text("{")
     assert "progress.json could not be read" in repr(hint(NAME))
-
-
-def test_an_exercise_without_hints(work, lesson, monkeypatch):
-    bare = replace(lesson, exercises=tuple(replace(exercise, hints=()) for exercise in lesson.exercises))
-    monkeypatch.setattr("distlab.course.notebook.learner.stuck.load_lesson", lambda name: bare)
-    assert repr(hint(NAME)) == f"hint: {NAME} has no hints"
-    for _ in range(3):
-        checked(lesson, "wrong")
-    assert SECRET in repr(solution(NAME))
 
 
 def test_a_name_that_is_no_exercise(work):

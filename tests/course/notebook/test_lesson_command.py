@@ -12,7 +12,6 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +19,6 @@ import pytest
 from distlab.cli import main
 from distlab.course.notebook import jupyter
 
-COMMAND = [sys.executable, "-m", "distlab", "lesson"]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -36,63 +34,69 @@ def lesson(capsys):
     return run
 
 
-class Started:
-    """`distlab lesson start --no-browser`, up to the line with the address."""
+@contextlib.contextmanager
+def started(work):
+    """Run `distlab lesson start --no-browser`, up to the line with the address; it is gone after the block."""
+    command = [sys.executable, "-m", "distlab", "lesson", "start", "--no-browser", "--work", str(work)]
+    hear = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
-    def __init__(self, work: Path, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, "start", "--no-browser", "--work", str(work), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would be ignored
-        )
-        self.lines: list[str] = []
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+    def hear_hangup() -> None:  # under nohup it would be ignored
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    with subprocess.Popen(command, preexec_fn=hear_hangup, **hear) as process:
+        try:
+            yield Lab(process)
+        finally:
+            process.kill()
+
+
+class Lab:
+    """A server that has told its address."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self.process, self.lines = process, []
+        for line in process.stdout:
             self.lines.append(line.rstrip())
             if found := re.search(r"(http://127\.0\.0\.1:(\d+))/lab/tree/START\.ipynb\?token=(\w+)", line):
                 self.url, self.port, self.token = found[1], int(found[2]), found[3]
-                break
-        else:
-            raise AssertionError("\n".join(self.lines))
-        self.family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
+                return
+        raise AssertionError("\n".join(self.lines))
 
-    def get(self, path: str, token: str | None = None) -> int:
-        headers = {"Authorization": f"token {token}"} if token else {}
+    def ask(self, path: str, body: dict | None = None, *, token: bool = True) -> tuple[int, bytes]:
+        """Ask the server for something; its status and answer."""
+        headers = {"Authorization": f"token {self.token}"} if token else {}
+        data = None if body is None else json.dumps(body).encode()
         try:
-            with DIRECT.open(urllib.request.Request(f"{self.url}{path}", headers=headers), timeout=60) as answer:
-                return answer.status
+            with DIRECT.open(urllib.request.Request(f"{self.url}{path}", data, headers), timeout=60) as answer:
+                return answer.status, answer.read()
         except urllib.error.HTTPError as error:
-            return error.code
+            return error.code, b""
 
-    def post(self, path: str, body: dict) -> dict:
-        return self.ask(path, json.dumps(body).encode())
-
-    def ask(self, path: str, data: bytes | None = None) -> Any:
-        headers = {"Authorization": f"token {self.token}"}
-        with DIRECT.open(urllib.request.Request(f"{self.url}{path}", data, headers), timeout=60) as answer:
-            return json.load(answer)
-
-    def gone_after(self, number: int) -> float:
-        """Send a signal; seconds until the command and everything it started have gone."""
+    def goes_after(self, number: int) -> None:
+        """Send a signal, and see that the command and everything that it started go."""
         family = psutil.Process(self.process.pid).children(recursive=True)
-        start = time.monotonic()
         self.process.send_signal(number)
         self.process.wait(timeout=60)
         gone, _ = psutil.wait_procs(family, timeout=60)
         assert [process for process in family if process not in gone and is_alive(process)] == []
-        return time.monotonic() - start
 
+    def addresses(self) -> set[str]:
+        """Return where it and its descendants listen; a short-lived one may end while it is asked."""
+        found: set[str] = set()
+        for process in (psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                every = process.net_connections(kind="inet")
+                found |= {one.laddr.ip for one in every if one.status == psutil.CONN_LISTEN}
+        return found
 
-def listening_addresses(pid: int) -> set[str]:
-    """Addresses on which a process and its descendants listen; a short-lived one may end while it is asked."""
-    found: set[str] = set()
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            connections = process.net_connections(kind="inet")
-            found |= {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
-    return found
+    def sessions(self) -> list[psutil.Process]:
+        """Return the kernel and the terminal: each leads a session and has begun its command."""
+        found, server = [], psutil.Process(self.process.pid)
+        for one in server.children():
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                if is_alive(one) and os.getsid(one.pid) == one.pid and one.cmdline() != server.cmdline():
+                    found.append(one)
+        return found
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -103,45 +107,12 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def started(work, *arguments):
-    lab = Started(work, *arguments)
-    try:
-        yield lab
-    finally:
-        if lab.process.poll() is None:
-            lab.process.kill()
-            lab.process.wait()
-        lab.process.stdout.close()
-
-
-def own_sessions(server):
-    """The kernel and the terminal: each leads a session and has begun its command. Other children do not."""
-    found = []
-    for one in server.children():
-        with contextlib.suppress(ProcessLookupError, psutil.Error):
-            if is_alive(one) and os.getsid(one.pid) == one.pid and one.cmdline() != server.cmdline():
-                found.append(one)
-    return found
-
-
 def wait_for(condition):
     deadline = time.monotonic() + 60
     while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return found
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("state", ["begun", "ready"])  # one that is stopped is in the test below
-def test_ctrl_c_ends_all_within_five_seconds(tmp_path, state):
-    with started(tmp_path / "work") as lab:
-        lab.post("/api/kernels", {"name": "python3"})  # it has begun to load its modules and hears nothing yet
-        (kernel,) = wait_for(lambda: own_sessions(psutil.Process(lab.process.pid)))
-        if state == "ready":
-            wait_for(lambda: sum(one.status == psutil.CONN_LISTEN for one in kernel.net_connections("tcp")) >= 5)
-        assert lab.gone_after(signal.SIGINT) < 5
 
 
 @pytest.mark.timeout(300)  # a server, a terminal and a kernel begin: a busy machine takes minutes
@@ -160,66 +131,57 @@ def test_a_server_that_answers_and_ends_with_ctrl_c(lesson, tmp_path):
         assert sum("http://" in line for line in lab.lines) == 1, "one clear line"
         (told,) = [line for line in lab.lines if "START.ipynb cannot be used: Expecting" in line]
         assert "distlab lesson reset START" in told
-        assert lab.get("/api/contents/GLOSSARY.md", lab.token) == 200
-        assert lab.get("/api/contents/GLOSSARY.md") == 403, "not without the token"
-        assert lab.get("/lab/tree/START.ipynb", lab.token) == 200
-        tracker = lab.ask("/lab/api/settings/@jupyterlab/notebook-extension:tracker")["schema"]["properties"]
-        assert tracker["codeCellConfig"]["default"]["lineWrap"] is True
-        assert lab.get("/custom/custom.css", lab.token) == 200
+        for path in ("/api/contents/GLOSSARY.md", "/lab/tree/START.ipynb", "/custom/custom.css"):
+            assert lab.ask(path)[0] == 200
+        assert lab.ask("/api/contents/GLOSSARY.md", token=False)[0] == 403
+        _, settings = lab.ask("/lab/api/settings/@jupyterlab/notebook-extension:tracker")
+        assert json.loads(settings)["schema"]["properties"]["codeCellConfig"]["default"]["lineWrap"] is True
         assert lab.token not in " ".join(psutil.Process(lab.process.pid).cmdline())
-        assert listening_addresses(lab.process.pid) == {"127.0.0.1"}
-        lab.post("/api/terminals", {})
-        lab.post("/api/kernels", {"name": "python3"})
-        server = psutil.Process(lab.process.pid)
-        found = wait_for(lambda: len(both := own_sessions(server)) == 2 and both)
+        assert lab.addresses() == {"127.0.0.1"}
+        lab.ask("/api/terminals", {})
+        lab.ask("/api/kernels", {"name": "python3"})
+        found = wait_for(lambda: len(both := lab.sessions()) == 2 and both)
         here, root = str(Path(sys.executable).parent), str(Path(__file__).resolve().parents[3])
         paths = [one.environ()["PATH"].split(os.pathsep)[0] for one in found]
         assert paths == [here, here], "terminals and kernels find the commands of the lessons"
         terminal = next(one for one in found if "ipykernel" not in " ".join(one.cmdline()))
         wait_for(lambda: terminal.cwd() == root)
         next(one for one in found if one is not terminal).suspend()
-        lab.gone_after(signal.SIGINT)
+        lab.goes_after(signal.SIGINT)
         assert lab.process.returncode == 0
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", lab.port), timeout=60)
     assert (work / "START.ipynb").read_bytes() == b'{"cells": ['
-    done = lesson("reset", "START", work=work)
-    assert done.returncode == 0
-    assert "your copy is kept as" in done.stdout
+    assert "your copy is kept as" in lesson("reset", "START", work=work).stdout
     assert [path.read_bytes() for path in work.glob("START.2*.ipynb")] == [b'{"cells": [']
     assert json.loads((work / "START.ipynb").read_text())["nbformat"] == 4
 
 
-@pytest.mark.soak_where(number=[signal.SIGHUP])
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_kernels_go_however_the_server_goes(tmp_path, number):
     with started(tmp_path / "work") as lab:
-        lab.post("/api/kernels", {"name": "python3"})
-        lab.gone_after(number)
+        lab.ask("/api/kernels", {"name": "python3"})
+        lab.goes_after(number)
 
 
 def test_list_and_mistakes_are_plain(lesson, tmp_path, monkeypatch):
-    done = lesson("list", work=tmp_path / "work")
-    assert done.returncode == 0
-    assert "15  Choose a plan" in done.stdout
+    assert "15  Choose a plan" in lesson("list", work=tmp_path / "work").stdout
     assert not (tmp_path / "work").exists(), "looking makes nothing"
     (tmp_path / "file").write_text("x")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
+        taken = f"port {port} is taken by a different program; pass a different --port"
         for words, work, told in (
-            (["reset", "77"], "work", "there is no lesson '77'; pass one of START"),
-            (["reset", "START"], "work", "nothing to reset"),
-            (["page"], "none", "has no working copies"),
-            (["start", "--no-browser"], "file", "is a file; pass --work"),
-            (
-                ["start", "--port", port],
-                "work",
-                f"port {port} is taken by a different program; pass a different --port",
-            ),
+            ("reset 77", "work", "there is no lesson '77'; pass one of START"),
+            ("reset START", "work", "nothing to reset"),
+            ("page", "none", "has no working copies"),
+            ("start --no-browser", "file", "is a file; pass --work"),
+            (f"start --port {port}", "work", taken),
         ):
-            done = lesson(*words, work=tmp_path / work)
+            done = lesson(*words.split(), work=tmp_path / work)
             assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), words
             assert done.stderr.startswith("distlab lesson: ")
             assert told in done.stderr

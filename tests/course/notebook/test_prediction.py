@@ -8,7 +8,7 @@ import pytest
 from distlab.course.grading import progress
 from distlab.course.grading.progress import FILE, MARKER, Record
 from distlab.course.notebook import predict
-from distlab.course.notebook.learner.prediction import PredictionError
+from distlab.course.notebook.prediction import PredictionError
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +42,15 @@ COMPARED = [
 ]
 
 
-def test_a_prediction_is_compared():
+def test_a_prediction_is_compared_and_none_is_said():
     for predicted, measured, says in COMPARED:
         guess = predict("How long?", unit="ms", signed=True)
         assert guess.commit(predicted) == f"your prediction: {predicted:.4g} ms"
         assert guess.compare(measured).endswith(says)
         assert guess.answer == f"You said {predicted:.4g} ms."
-
-
-def test_no_prediction_is_said_and_stops_nothing():
-    guess = predict("How long?")
-    assert guess.compare(3).startswith("measured 3; you predicted nothing")
-    assert guess.compare(3, how="simulated").startswith("simulated 3; you predicted nothing")
+    guess = predict("How far?")
+    for how in ("measured", "simulated"):
+        assert guess.compare(3, how=how).startswith(f"{how} 3; you predicted nothing")
     assert guess.answer == "You gave no number."
 
 
@@ -112,27 +109,6 @@ def test_an_answer_is_kept_in_the_folder_of_progress(tmp_path, monkeypatch):
     assert said.value.startswith("Predict: How deep? (3 ms) (progress.json could not be read")
 
 
-def test_the_box_commits_and_shows_what_code_commits():
-    guess = predict("How long?", "ms")
-    bundle = guess._repr_mimebundle_()
-    assert bundle["text/plain"] == "Predict: How long? (not answered yet)"
-    assert "application/vnd.jupyter.widget-view+json" in bundle
-    _, box, button = widget(guess)
-    box.value = "3.5"
-    assert guess.value == 3.5
-    guess.commit(1234567.125)
-    assert (guess.value, box.value) == (1234567.125, "1234567.125")
-    guess.commit(4)
-    assert box.value == "4"
-    for refused in ("soon", "-5", "1e999"):
-        box.value = refused
-        button.click()
-        assert guess.value == 4.0
-    box.value = "5"
-    button.click()
-    assert guess.value == 5.0
-
-
 TYPED = [
     ("2.5", "2.5 ms"),
     ("1E+3", "1000 ms"),
@@ -143,17 +119,29 @@ TYPED = [
 ]
 
 
-def test_the_box_says_what_was_understood(monkeypatch):
+def test_the_box_commits_shows_what_code_commits_and_says_what_was_understood(monkeypatch):
     for typed, says in TYPED:
         new_kernel(monkeypatch)
         said, box, _ = widget(predict("How long?", "ms"))
         box.value = typed
         assert said.value == f"Predict: How long? ({says})"
     new_kernel(monkeypatch)
-    said, box, button = widget(predict("How long?", "ms"))
+    guess = predict("How long?", "ms")
+    bundle = guess._repr_mimebundle_()
+    assert bundle["text/plain"] == "Predict: How long? (not answered yet)"
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    said, box, button = widget(guess)
     button.click()
     assert said.value == "Predict: How long? (Type a number first.)"
-    box.value = "3"
+    box.value = "3.5"
+    assert guess.value == 3.5
     box.value = ""
     button.click()
-    assert said.value == "Predict: How long? (Type a number first; 3 ms stays your answer.)"
+    assert said.value == "Predict: How long? (Type a number first; 3.5 ms stays your answer.)"
+    for number, shown in ((1234567.125, "1234567.125"), (4, "4")):
+        guess.commit(number)
+        assert (guess.value, box.value) == (number, shown)
+    for typed, value in (("soon", 4.0), ("-5", 4.0), ("1e999", 4.0), ("5", 5.0)):
+        box.value = typed
+        button.click()
+        assert guess.value == value

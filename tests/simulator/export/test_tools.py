@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from plan_files import BF16, H100, LLAMA, SHARDED, WIDE, said
 
-from distlab.cli.predict.export import TOOLS as NAMES
+from distlab.cli.simulate import TOOLS as NAMES
 from distlab.plan import Plan, Precision, Sharding
 from distlab.plan.compression import Compression
 from simulator import ClusterDescription, ModelDescription, model_by_name

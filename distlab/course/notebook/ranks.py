@@ -1,11 +1,16 @@
-"""Say in a notebook what went wrong on the ranks: the cause first, the cell's own line, and little else."""
+"""What a notebook says of its ranks: the names that they hold; what went wrong, the cause and the cell's line first.
+
+It needs no IPython: `take` and `holdings` are called inside a rank.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 import traceback
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sized
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,12 +22,39 @@ if TYPE_CHECKING:
 ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
 KEPT = "The ranks are still there, with their variables."
 WIDTH = 100  # characters that a cell's output shows in a line, in a window of 1280 pixels
-ENDED_TOO = "They have ended."
 STOPPED = "You stopped the ranks. This is where each one stood:"
 _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
 _CELL_FRAME = re.compile(r'^  File "(your cell|In\[\d+\])", (line \d+), in .*\n    (.*)', re.MULTILINE)
 _NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
+GIVEN = ("rank", "world_size", "torch", "dist")  # names that a rank begins with
+
+
+def take(values: Mapping[str, object]) -> None:
+    """Put these names into the namespace in which a rank's cells run."""
+    sys.modules["__main__"].__dict__.update(values)
+
+
+def holdings() -> list[str]:
+    """Return the names that cells have made on this rank, each with what it is."""
+    names = sys.modules["__main__"].__dict__
+    return [
+        f"{name} ({_describe(value)})"
+        for name, value in names.items()
+        if not name.startswith("_")
+        and name not in GIVEN
+        and not isinstance(value, types.ModuleType)
+        and not getattr(value, "__module__", "").startswith("distlab.comm")  # what a rank itself is made of
+    ]
+
+
+def _describe(value: object) -> str:
+    kind, shape = type(value).__name__, getattr(value, "shape", None)
+    if shape is not None:
+        return f"{kind} {list(shape)}"
+    if isinstance(value, bool | int | float):
+        return repr(value)
+    return f"{kind} of {len(value)}" if isinstance(value, Sized) else kind
 
 
 class CellError(RuntimeError):
@@ -57,19 +89,26 @@ def shorten(text: str) -> str:
     return "\n".join(kept)
 
 
-def called_from(trace: TracebackType | None) -> list[str]:
-    """Return a line that names the notebook's line from which ranks were called, if it is known."""
+def of_ranks(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str | None:
+    """Return the text of a RankError, or of an interrupt of ranks or a check; None for any other interrupt.
+
+    Its last line names the notebook's line from which ranks were called, if it is known.
+    """
     frames = traceback.extract_tb(trace)
+    text = shorten(str(error))
+    if isinstance(error, KeyboardInterrupt):
+        if line := _stopped_check(error, trace, shell):
+            return line
+        if not any(frame.filename.endswith("distlab/comm/launch/ranks.py") for frame in frames):
+            return None
+        stood = shorten("\n".join(getattr(error, "__notes__", ())))
+        text = f"{STOPPED}\n\n{stood}\n\nThey have ended." if stood else "You stopped the ranks. They have ended."
     own = [frame for frame in frames if not _is_foreign(frame.filename) and "/distlab/" not in frame.filename]
-    return ["", f"called in line {own[-1].lineno} of {own[-1].filename}"] if own else []
+    text += f"\n\ncalled in line {own[-1].lineno} of {own[-1].filename}" if own else ""
+    return name_cells(text, shell)
 
 
-def is_in_ranks(trace: TracebackType | None) -> bool:
-    """Tell whether an exception came while ranks were at work."""
-    return any(frame.filename.endswith("distlab/comm/launch/ranks.py") for frame in traceback.extract_tb(trace))
-
-
-def stopped_check(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str:
+def _stopped_check(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str:
     """Return one line for an interrupt that came inside `check`: which check, and where the answer stood; else ""."""
     while trace is not None and not trace.tb_frame.f_code.co_filename.endswith("distlab/course/grading/check.py"):
         trace = trace.tb_next

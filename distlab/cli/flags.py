@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -19,7 +17,7 @@ from distlab.faces import attributes_of
 from distlab.plan import AXES, SCHEDULES, Cluster, Link, Plan, Precision, Sharding
 
 if TYPE_CHECKING:
-    from simulator import ClusterDescription, ModelDescription, PlanFile
+    from simulator import ClusterDescription, PlanFile
 
 NAMES = {  # of flags that are not called as the field is
     "workload.hidden_size": "hidden",
@@ -28,7 +26,7 @@ NAMES = {  # of flags that are not called as the field is
     "workload.vocab_size": "vocabulary",
     "workload.feed_forward_size": "feed-forward",
     "workload.num_key_value_heads": "kv-heads",
-    "workload.is_gated": "no-gate",
+    "workload.is_gated": "gate",
     "workload.ties_embedding": "tie-embedding",
     "workload.num_experts": "experts",
     "workload.sequence_length": "sequence",
@@ -39,7 +37,7 @@ NAMES = {  # of flags that are not called as the field is
     "plan.bucket_bytes": "bucket-mb",
     "plan.sharding.stage": "sharding",
     "plan.precision.compute": "precision",
-    "plan.precision.master": "no-master",
+    "plan.precision.master": "master",
 }
 ONLY_IN_FILES = {"first_bucket_bytes", "compression", "reshard_after_forward", "prefetch", "reduce"}
 ONLY_IN_FILES |= {"num_devices", "devices_per_node", "device", "intra_node", "inter_node"}
@@ -97,9 +95,7 @@ def add_flags(command: argparse.ArgumentParser, *tables: str) -> None:
         options: dict[str, Any] = {}
         text = re.sub(r"; None: (.*)$", r" (default: \1)", _named(flag.text))
         if bool in flag.kinds:
-            is_off = flag.name.startswith("--no-")
-            options = {"action": "store_const", "const": not is_off}
-            text = f"without: {text}" if is_off else text
+            options = {"action": argparse.BooleanOptionalAction}
         else:
             options["metavar"] = "N" if int in flag.kinds else "NAME|FILE" if path == "cluster.name" else "NAME"
             default = flag.default // MB if path == "plan.bucket_bytes" else flag.default
@@ -123,32 +119,24 @@ def said_by(arguments: argparse.Namespace) -> PlanFile:
         OSError: the file cannot be read.
     """
     from simulator import read_plan_file
-    from simulator.plan_file import plan_of_tables
 
     if arguments.file is None:
-        with _told_of_flags():
-            return plan_of_tables(_tables(arguments))
+        return tables_said(arguments)
     if beside := [flag.name for path, flag in _flags().items() if path in vars(arguments)]:
         raise ValueError(f"{arguments.file} says all of the plan: leave out {', '.join(beside)}")
     return read_plan_file(arguments.file)
 
 
-def model_of(arguments: argparse.Namespace) -> ModelDescription:
-    """Return the model that the flags describe.
+def tables_said(arguments: argparse.Namespace) -> PlanFile:
+    """Return what the flags say.
 
     Raises:
-        ValueError: they make no sense together.
+        ValueError: they make no sense together, in the words of a plan file with the names of flags in it.
     """
     from simulator.plan_file import plan_of_tables
 
-    with _told_of_flags():
-        return plan_of_tables(_tables(arguments)).workload
-
-
-@contextmanager
-def _told_of_flags() -> Iterator[None]:
     try:
-        yield
+        return plan_of_tables(_tables(arguments))
     except ValueError as error:
         raise ValueError(_named(str(error))) from None
 
@@ -204,8 +192,7 @@ def cluster_of(said: ClusterDescription, num_ranks: int) -> Cluster:
     if not Path(said.name).exists():
         raise ValueError(f"{said.name!r} is neither a preset nor a file; presets: {', '.join(known)}")
     if said.stack:
-        text = f"--stack {said.stack}: {said.name} has the speeds that its machine reached; leave --stack out"
-        raise ValueError(text)
+        raise ValueError(f"--stack {said.stack}: {said.name} has what its machine reached; leave --stack out")
     from distlab.measure import load_calibration
 
     return load_calibration(Path(said.name)).cluster
@@ -223,10 +210,9 @@ def presets() -> str:
 
     rows = [("clusters (--cluster)", "a node")]
     for name in hardware.names("clusters"):
-        known = hardware.cluster(name)
-        wires = f"{wire(known.intra_node)} inside, {wire(known.inter_node)} between nodes"
-        memory = format_bytes(known.device.memory_bytes)
-        rows.append((f"  {name}", f"{known.devices_per_node} x {known.device.name} of {memory}; {wires}"))
+        one = hardware.cluster(name)
+        node = f"{one.devices_per_node} x {one.device.name} of {format_bytes(one.device.memory_bytes)}"
+        rows.append((f"  {name}", f"{node}; {wire(one.intra_node)} inside, {wire(one.inter_node)} between nodes"))
     rows.append(("stacks (--stack)", "software; of the best product and of the memory's rate what it reaches"))
     for name in hardware.names("stacks"):
         own = hardware.stack(name)

@@ -1,9 +1,4 @@
-"""Say what a training run takes: days, dollars, goodput with failures, how often to save, which number of GPUs pays.
-
-The plan file's [run] says how many tokens, at which price, and what fails; flags take its place or change it. The same
-plan is then spread over other numbers of devices with the same batch: distlab plan searches for the best plan of each.
-The sweet spot among them has the least product of days and dollars.
-"""
+"""`cost`: what a whole run takes."""
 
 from __future__ import annotations
 
@@ -15,33 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.cli.arguments import check_output, counts_of_devices, positive_number
-from distlab.cli.predict.simulate import check_size
+from distlab.cli.command import check_output, counts_of_devices, flag, positive_number
+from distlab.cli.simulate import check_size
 
 if TYPE_CHECKING:
     from simulator import Bill, Curve, PlanFile, Run
 
 DRAWN = 2_000_000  # failures, over all drawn runs
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the flags of `distlab cost`."""
-    command.add_argument("file", metavar="PLAN.toml", help="a plan file, such as distlab plan --save writes")
-    command.add_argument("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 15e12")
-    command.add_argument("--price", type=positive_number, metavar="DOLLARS", help="of a device for an hour")
-    add_failures(command)
-    what = "further numbers of devices (default: an eighth to 16 times the plan's)"
-    command.add_argument("--gpus", type=counts_of_devices, metavar="N[,N...]", help=what)
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the failures that are drawn (default 0)")
-    command.add_argument("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
-    command.add_argument("--goodput", type=Path, metavar="FILE", help="save where the time goes as PNG")
-    command.add_argument("--json", action="store_true", help="print all of it as JSON")
-
-
-def add_failures(command: argparse.ArgumentParser) -> None:
-    """Declare the flag that says how often devices fail."""
-    what = "failures of a device in an hour: llama-3, llama-3-all, none, or a number such as 2e-5"
-    command.add_argument("--failures", type=_rate, metavar="RATE", help=what)
+BEST = ("shortest", "cheapest", "sweet_spot")  # of a curve
 
 
 def _rate(text: str) -> str | float:
@@ -52,13 +28,35 @@ def _rate(text: str) -> str | float:
         return text
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Simulate the plan on each number of devices, add failures and prices, print, and draw what was asked for."""
+FAILURES = flag(
+    "--failures",
+    type=_rate,
+    metavar="RATE",
+    help="failures of a device in an hour: llama-3, llama-3-all, none, or a number such as 2e-5",
+)
+
+
+@flag("file", metavar="PLAN.toml", help="a plan file, such as distlab plan --save writes")
+@flag("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 15e12")
+@flag("--price", type=positive_number, metavar="DOLLARS", help="of a device for an hour")
+@FAILURES
+@flag("--gpus", type=counts_of_devices, metavar="N[,N...]", help="devices (default: an eighth to 16 times the plan's)")
+@flag("--seed", type=int, default=0, metavar="N", help="of the failures that are drawn")
+@flag("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
+@flag("--goodput", type=Path, metavar="FILE", help="save where the time goes as PNG")
+@flag("--json", action="store_true", help="print all of it as JSON")
+def cost(arguments: argparse.Namespace) -> int:
+    """Say what a training run takes: days, dollars, goodput with failures, how often to save, what number of GPUs pays.
+
+    The plan file's [run] says how many tokens, at which price, and what fails; flags take its place or change it. The
+    same plan is then spread over other numbers of devices with the same batch: distlab plan searches for the best plan
+    of each. The sweet spot among them has the least product of days and dollars.
+    """
     from simulator import bill, counts_of, curve, read_plan_file, spread
     from simulator.plan_file import told_of
 
-    for flag in ("curve", "goodput"):
-        check_output(f"--{flag}", getattr(arguments, flag), picture=True)
+    for name in ("curve", "goodput"):
+        check_output(f"--{name}", getattr(arguments, name), picture=True)
     said = read_plan_file(arguments.file)
     run = _run(arguments, said)
     own = said.plan.world_size
@@ -80,8 +78,10 @@ def main(arguments: argparse.Namespace) -> int:
     costs = curve(bills)
     chosen = next(each for each in bills if each.num_devices == own)
     _draw(arguments, chosen, costs)
-    told = facts(chosen, costs, left_out, seed=arguments.seed)
-    print(json.dumps(told, indent=2) if arguments.json else text(told))
+    told = {"model": chosen.step.workload.name, "cluster": chosen.step.cluster.name, "tokens": run.num_tokens}
+    told |= _row(chosen) | {"price": run.price, "failures": run.failures and _failures(chosen, arguments.seed)}
+    told |= curve_facts(costs, _row) | {"left_out": {str(count): why for count, why in left_out.items()}}
+    print(json.dumps(told, indent=2) if arguments.json else _text(told))
     return 0
 
 
@@ -98,46 +98,31 @@ def _run(arguments: argparse.Namespace, said: PlanFile) -> Run:
 
 
 def _draw(arguments: argparse.Namespace, chosen: Bill, costs: Curve) -> None:
+    from simulator import viz
+
     if arguments.curve:
-        from simulator.viz import draw_cost_curve
-
-        draw_cost_curve(costs).figure.savefig(arguments.curve, dpi=150)
+        viz.draw_cost_curve(costs).figure.savefig(arguments.curve, dpi=150)
     if arguments.goodput:
-        from simulator.viz import draw_goodput
-
         if chosen.run.failures is None:
             raise ValueError("--goodput shows failures, and the run has none; add --failures, such as llama-3")
         save_s, seed = chosen.goodput.save_s, arguments.seed
-        picture = draw_goodput(chosen.run.failures, chosen.num_devices, save_s, seed=seed)
+        picture = viz.draw_goodput(chosen.run.failures, chosen.num_devices, save_s, seed=seed)
         picture.figure.savefig(arguments.goodput, dpi=150)
-
-
-def facts(chosen: Bill, costs: Curve, left_out: dict[int, str], *, seed: int = 0) -> dict[str, Any]:
-    """Return the run, its goodput and the cost curve as JSON-ready values."""
-    step, run = chosen.step, chosen.run
-    said: dict[str, Any] = {"model": step.workload.name, "cluster": step.cluster.name, "tokens": run.num_tokens}
-    said |= row(chosen) | {"price": run.price, "failures": None}
-    if run.failures is not None:
-        said["failures"] = _failures(chosen, seed)
-    said |= curve_facts(costs, row)
-    return said | {"left_out": {str(count): why for count, why in left_out.items()}}
 
 
 def curve_facts(costs: Curve, row: Callable[[Bill], dict[str, Any]]) -> dict[str, Any]:
     """Return the bills of a curve as JSON-ready values, each as `row` says, and the places of the three best."""
-    three = {"shortest": costs.shortest, "cheapest": costs.cheapest, "sweet_spot": costs.sweet}
-    places = {name: costs.bills.index(each) for name, each in three.items()}
-    return {"curve": [row(each) for each in costs.bills], **places}
+    best = zip(BEST, (costs.shortest, costs.cheapest, costs.sweet), strict=True)
+    return {"curve": [row(each) for each in costs.bills]} | {name: costs.bills.index(each) for name, each in best}
 
 
-def marks(said: dict[str, Any]) -> list[str]:
-    """Return what stands behind each bill of a curve: whether it is one of the three best."""
-    three = ("shortest", "cheapest", "sweet_spot")
-    names = [[name.replace("_", " ") for name in three if said[name] == place] for place in range(len(said["curve"]))]
-    return [f"  <- {', '.join(each)}" if each else "" for each in names]
+def marked(said: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return each bill of a curve, and what stands behind it: whether it is one of the three best."""
+    names = [[name.replace("_", " ") for name in BEST if said[name] == place] for place in range(len(said["curve"]))]
+    return [(row, f"  <- {', '.join(each)}" if each else "") for row, each in zip(said["curve"], names, strict=True)]
 
 
-def row(each: Bill) -> dict[str, Any]:
+def _row(each: Bill) -> dict[str, Any]:
     """Return one bill as JSON-ready values."""
     plan = each.step.plan
     said: dict[str, Any] = {"devices": each.num_devices, "data": plan.data, "microbatches": plan.num_microbatches}
@@ -160,36 +145,33 @@ def _failures(chosen: Bill, seed: int) -> dict[str, Any]:
     if math.isinf(good.mtbf_s):
         return said
     both, seconds = (good.save_s, good.mtbf_s), chosen.days * 24 * 3600
-    trial = best_by_trial(*both, restart_s=failures.restart_s, seed=seed)
     said |= {"mtbf_s": good.mtbf_s, "interval_s": good.interval_s, "expected": seconds / good.mtbf_s}
-    said["best_interval_s"] = {
-        "exact": best_s(*both),
-        "young": young_s(*both),
-        "daly": daly_s(*both),
-        "monte_carlo": trial,
-    }
+    best = {"exact": best_s(*both), "young": young_s(*both), "daly": daly_s(*both)}
+    best["monte_carlo"] = best_by_trial(*both, restart_s=failures.restart_s, seed=seed)
     num_runs = int(np.clip(DRAWN / said["expected"], 50, 1000))
     works: dict[str, Any] = {"save_s": good.save_s, "restart_s": failures.restart_s, "num_runs": num_runs, "seed": seed}
     ends = draw_runs(seconds * (good.useful + good.slow), good.mtbf_s, good.interval_s, **works)
     low, high = np.percentile(ends, [10, 90]) / 86_400
-    return said | {"drawn_days": {"runs": num_runs, "mean": ends.mean() / 86_400, "low": low, "high": high}}
+    return said | {
+        "best_interval_s": best,
+        "drawn_days": {"runs": num_runs, "mean": ends.mean() / 86_400, "low": low, "high": high},
+    }
 
 
-def text(said: dict[str, Any]) -> str:
+def _text(said: dict[str, Any]) -> str:
     """Lay the run and the curve out for a terminal."""
     from simulator.units import format_s, format_span
 
     paid = f", {said['dollars']:,.0f} dollars at {said['price']:g} for a device and an hour" if said["price"] else ""
-    steps = f"{said['num_steps']:,} steps of {format_s(said['step_s'])}, MFU {said['mfu']:.1%}"
     rows = [
         ("run", f"{said['model']}, {said['tokens']:.3g} tokens, on {said['devices']:,} devices of {said['cluster']}"),
-        ("steps", steps),
+        ("steps", f"{said['num_steps']:,} steps of {format_s(said['step_s'])}, MFU {said['mfu']:.1%}"),
         ("time", f"{format_span(86_400 * said['days'])}{paid}"),
     ]
     rows += _failure_rows(said["failures"]) if said["failures"] else []
     lines = [f"{name:<14} {value}" for name, value in rows]
     lines.append("the same plan and batch on other numbers of devices")
-    for each, mark in zip(said["curve"], marks(said), strict=True):
+    for each, mark in marked(said):
         parts = [f"{each['devices']:>8,} devices", f"{format_span(86_400 * each['days']):>10}"]
         parts += [f"{each['dollars']:>14,.0f} dollars"] if each["dollars"] is not None else []
         lines.append(f"{'  '.join(parts)}  step {format_s(each['step_s'])}, goodput {each['goodput']:.1%}{mark}")
@@ -206,10 +188,10 @@ def _failure_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
         return [*rows, ("failures", said["source"])]
     best = ", ".join(f"{name.replace('_', ' ')} {format_span(each)}" for name, each in said["best_interval_s"].items())
     drawn = said["drawn_days"]
-    rows += [
+    return [
+        *rows,
         ("failures", f"{said['expected']:,.3g}, one in {format_span(said['mtbf_s'])}; {said['source']}"),
         ("checkpoints", f"after {format_span(said['interval_s'])} of training, {format_span(said['save_s'])} each"),
         ("best interval", best),
         ("drawn runs", f"{drawn['low']:.4g} to {drawn['high']:.4g} days in 8 of 10, {drawn['mean']:.4g} on average"),
     ]
-    return rows

@@ -87,9 +87,7 @@ class Prediction:
         return f"Predict: {self.question} ({answer})"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        bundle: dict[str, Any] = {"text/plain": repr(self)}
-        box = self._widget()
-        return bundle if box is None else {**box._repr_mimebundle_(), **bundle}
+        return {**self._widget()._repr_mimebundle_(), "text/plain": repr(self)}
 
     @property
     def _key(self) -> str:
@@ -100,9 +98,9 @@ class Prediction:
         """Take a number as the learner's and keep it; return what must be told about that, in brackets, or ""."""
         self._set(value)
         self.given = True
-        told = keep_prediction(self._key, float(value))
         if self._box is not None:
             self._box.value = _text_of(float(value))
+        told = keep_prediction(self._key, float(value))
         return "" if told in ("", OUTSIDE) else f" ({told})"
 
     def _set(self, value: float) -> None:
@@ -122,11 +120,9 @@ class Prediction:
         return f"{value:.4g} {self.unit}".rstrip()
 
     def _widget(self) -> Any:
-        """Make the question with its box, or None where ipywidgets is missing."""
-        try:
-            from ipywidgets import HTML, Button, HBox, Label, Layout, Text, VBox
-        except ModuleNotFoundError:
-            return None
+        """Make the question with its box."""
+        from ipywidgets import HTML, Button, HBox, Label, Layout, Text, VBox
+
         said = HTML(html.escape(repr(self)))
         typed = _text_of(self.value) if self.given and self.value is not None else ""
         self._box = box = Text(typed, placeholder="your number", continuous_update=False, layout=Layout(width="9em"))

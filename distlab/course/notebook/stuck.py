@@ -14,18 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from distlab.course.grading import Exercise, load_lesson, load_submission, reference_of
+from distlab.course.grading import Exercise, load_lesson, load_submission, progress, reference_of
 from distlab.course.grading.lesson import source_text
-from distlab.course.grading.progress import (
-    FAILED_CHECKS,
-    OUTSIDE,
-    Entry,
-    change_entry,
-    entry_of,
-    load_progress,
-    now,
-    working_copy,
-)
 
 
 class Note:
@@ -55,10 +45,8 @@ def hint(name: str) -> Note:
     """
     exercise = load_lesson(name).exercise(name)
     total = len(exercise.hints)
-    if not total:
-        return Note(f"hint: {name} has no hints")
     told = _keep(exercise, lambda entry: replace(entry, hints=min(entry.hints + 1, total)))
-    seen = max(1, min(entry_of(name).hints, total))  # 1: also where nothing can be kept
+    seen = max(1, min(progress.entry_of(name).hints, total))  # 1: also where nothing can be kept
     shown = [(f"Hint {number} of {total}:", text) for number, text in enumerate(exercise.hints[:seen], 1)]
     text = "\n\n".join([*(f"{head} {words}" for head, words in shown), *told])
     return Note(text, "\n\n".join([*(f"**{head}** {words}" for head, words in shown), *told]))
@@ -77,14 +65,19 @@ def solution(name: str) -> Note:
         ValueError: no lesson has an exercise of this name.
     """
     exercise = load_lesson(name).exercise(name)
-    entry = entry_of(name)
-    if not entry.passed and not entry.solution_seen and (missing := _missing(exercise, entry)):
-        return Note(missing)
+    entry = progress.entry_of(name)
+    needed, total = progress.FAILED_CHECKS, len(exercise.hints)
+    failed, hints = min(entry.failed, needed), min(entry.hints, total)
+    todo = [f'check("{name}", {exercise.function}) checks your function'] if failed < needed else []
+    todo += [f'hint("{name}") shows and counts the next hint'] if hints < total else []
+    if todo and not entry.passed and not entry.solution_seen:
+        so_far = f"{failed} of {needed} failed checks, {hints} of {total} hints seen so far"
+        return Note(f"solution: {so_far}; {' and '.join(todo)}")
     if not (text := source_text(reference_of(exercise))):
         return Note(f"solution: this copy has no solution of {name}; ask your instructor")
     told = list[str]()
     if not entry.passed:
-        told = _keep(exercise, lambda entry: replace(entry, solution_seen=entry.solution_seen or now()))
+        told = _keep(exercise, lambda entry: replace(entry, solution_seen=entry.solution_seen or progress.now()))
     source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), text]))
     head, foot = f"The solution of {name}:", "\n\n".join(told)
     code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word
@@ -92,22 +85,10 @@ def solution(name: str) -> Note:
     return Note("\n\n".join(filter(None, [head, source, foot])), f"{head}\n\n```python\n{source}\n```\n\n{foot}", page)
 
 
-def _missing(exercise: Exercise, entry: Entry) -> str:
-    """Return the line that says what is still to do before the solution is shown, or ""."""
-    failed, total = min(entry.failed, FAILED_CHECKS), len(exercise.hints)
-    hints, todo = min(entry.hints, total), []
-    if failed < FAILED_CHECKS:
-        todo.append(f'check("{exercise.name}", {exercise.function}) checks your function')
-    if hints < total:
-        todo.append(f'hint("{exercise.name}") shows and counts the next hint')
-    so_far = f"{failed} of {FAILED_CHECKS} failed checks, {hints} of {total} hints seen so far"
-    return f"solution: {so_far}; {' and '.join(todo)}" if todo else ""
-
-
-def _keep(exercise: Exercise, alter: Callable[[Entry], Entry]) -> list[str]:
+def _keep(exercise: Exercise, alter: Callable[[progress.Entry], progress.Entry]) -> list[str]:
     """Change the record of an exercise; return the lines that the learner must read about it."""
-    told = change_entry(exercise.name, alter)
-    return [told] if told not in ("", OUTSIDE) else []
+    told = progress.change_entry(exercise.name, alter)
+    return [told] if told not in ("", progress.OUTSIDE) else []
 
 
 def saved_answers(name: str, *more: str) -> tuple[Callable[..., Any], ...]:
@@ -120,9 +101,9 @@ def saved_answers(name: str, *more: str) -> tuple[Callable[..., Any], ...]:
     Raises:
         ValueError: no lesson has an exercise of this name, or your notebook cannot be read.
     """
-    names, lesson, progress = (name, *more), load_lesson(name), load_progress()
-    yours = [name for name in names if name in progress and progress[name].passed]
-    saved = load_submission(str(working_copy(lesson.folder.name)), lesson) if yours else {}
+    names, lesson, known = (name, *more), load_lesson(name), progress.load_progress()
+    yours = [name for name in names if name in known and known[name].passed]
+    saved = load_submission(str(progress.working_copy(lesson.folder.name)), lesson) if yours else {}
     yours = [name for name in yours if name in saved]
     print("from your notebook:", ", ".join(yours) or "nothing yet, so these are the reference's")
     return tuple(saved[name] if name in yours else reference_of(lesson.exercise(name)) for name in names)

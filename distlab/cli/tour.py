@@ -1,9 +1,4 @@
-"""Train a small GPT on real ranks, compare it with one process, and lay its measured timeline over the predicted one.
-
-First one process makes ten updates. Then the ranks make the same ten on the same batches, each with its share of the
-samples: the weights must be the same. Then the ranks go on in timed windows, with a calibration of this machine before
-and after each, and the simulator predicts the step from the calibration.
-"""
+"""`tour`: the whole project in a minute, on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.cli.arguments import MAX_RANKS, check_output, whole_number
+from distlab.cli.command import NUM_RANKS, check_output, flag
 from distlab.comm.command import runnable
 
 if TYPE_CHECKING:
@@ -30,18 +25,18 @@ TOLERANCE = 1e-5  # of weights in fp32, by SGD with momentum
 STEP_BAR = 0.15
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the flags of `distlab tour`."""
-    ranks = whole_number(most=MAX_RANKS)
-    command.add_argument("--ranks", type=ranks, default=4, metavar="N", help="processes to train on (default 4)")
-    command.add_argument("--data", metavar="FILE", help="a text file to train on (default: Python's documentation)")
-    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (default cpu)")
-    command.add_argument("--output", type=Path, default=Path("tour"), metavar="DIR", help="folder for the two files")
-    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+@flag("--ranks", type=NUM_RANKS, default=4, metavar="N", help="processes to train on")
+@flag("--data", metavar="FILE", help="a text file to train on (default: Python's documentation)")
+@flag("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute")
+@flag("--output", type=Path, default=Path("tour"), metavar="DIR", help="folder for the two files")
+@flag("--json", action="store_true", help="print the findings as JSON")
+def tour(arguments: argparse.Namespace) -> int:
+    """Train a small GPT on real ranks, compare it with one process, lay its measured timeline over the predicted one.
 
-
-def main(arguments: argparse.Namespace) -> int:
-    """Run the tour; exit 0 when the ranks equal one process, else 1."""
+    First one process makes ten updates. Then the ranks make the same ten on the same batches, each with its share of
+    the samples: the weights must be the same. Then the ranks go on in timed windows, with a calibration of this machine
+    before and after each, and the simulator predicts the step from the calibration.
+    """
     start = time.monotonic()
     training, data = prepare(arguments)
     check_output("--output", arguments.output, folder=True)
@@ -50,14 +45,12 @@ def main(arguments: argparse.Namespace) -> int:
     one_process, reports, records = run_training(arguments.ranks, training, data, echo=not arguments.json)
     result = RunResult(training, reports)
     overlay = overlay_of_run(result)
-    said = facts(result, one_process, records, overlay)
+    said = _facts(result, one_process, records, overlay)
     _say("3 of 3: draw the picture")
     files = [str(file) for file in _write(arguments.output, said, overlay)]
-    seconds = time.monotonic() - start
-    if arguments.json:
-        print(json.dumps(said | {"files": files, "seconds": seconds}, indent=2))
-    else:
-        print(f"{text(said)}\n\nSaved {' and '.join(files)} in {seconds:.0f} s.")
+    said |= {"files": files, "seconds": time.monotonic() - start}
+    saved = f"Saved {' and '.join(files)} in {said['seconds']:.0f} s."
+    print(json.dumps(said, indent=2) if arguments.json else f"{text(said)}\n\n{saved}")
     return 0 if said["equal"] else 1
 
 
@@ -107,7 +100,7 @@ def run_training(
         return one_process, reports, ranks.records()
 
 
-def facts(result: RunResult, one_process: RankReport, records: Records, overlay: Overlay) -> dict[str, Any]:
+def _facts(result: RunResult, one_process: RankReport, records: Records, overlay: Overlay) -> dict[str, Any]:
     """Compare the ranks with one process, and the step of median length with its prediction, as JSON-ready values.
 
     `sent_bytes` is what rank 0 sent in a step, each collective counted as the ring that its library runs. `equal` asks
@@ -116,16 +109,14 @@ def facts(result: RunResult, one_process: RankReport, records: Records, overlay:
     from distlab.comm.record.operations import ring_bytes
     from distlab.measure import this_machine
 
-    reports, first = result.reports, result.reports[0]
+    reports, first, run = result.reports, result.reports[0], result.run
     gap = max(float((weight - one_process.weights[name]).abs().max()) for name, weight in first.weights.items())
-    agree = all(
-        bool((report.weights[name] == weight).all()) for report in reports for name, weight in first.weights.items()
-    )
+    agree = all(bool((each.weights[name] == one).all()) for each in reports for name, one in first.weights.items())
     start_ns, end_ns = first.step_ns[0]
     calls = [call for call in records.calls(0) if start_ns <= call.start_ns <= end_ns]
     verdict = result.verdict(bar=STEP_BAR)
-    said = {"ranks": len(reports), "device": result.run.device, "parameters": first.counted.num_parameters}
-    said |= {"updates": result.run.num_updates, "max_difference": gap, "equal": gap <= TOLERANCE and agree}
+    said = {"ranks": len(reports), "device": run.device, "parameters": first.counted.num_parameters}
+    said |= {"updates": run.num_updates, "max_difference": gap, "equal": gap <= TOLERANCE and agree}
     said |= {"losses_one_process": one_process.losses, "losses": first.losses}
     said["sent_bytes"] = round(sum(ring_bytes(call.op, call.num_bytes, len(call.group)) for call in calls))
     said["predicted_bytes"] = round(result.predicted.sent_bytes_per_rank[0])

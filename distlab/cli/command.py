@@ -1,4 +1,4 @@
-"""What several commands share: numbers and output paths that are refused at once, and scripts loaded by their path."""
+"""What a command is, and what several commands share: flags, output paths that are refused at once, scripts by path."""
 
 from __future__ import annotations
 
@@ -9,26 +9,38 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-MAX_RANKS = 1024
-MOST_DEVICES = 100_000
+from distlab.course.flags import number
+
+Run = Callable[[argparse.Namespace], int]
+Declare = Callable[[argparse.ArgumentParser], object]
+NUM_RANKS = number(least=1, most=1024)
 
 
-def whole_number(*, least: int = 1, most: int | None = None) -> Callable[[str], int]:
-    """Return a converter to a whole number in a range, for argparse's `type`; argparse names the flag."""
-    limits = f"{least} or more" if most is None else f"{least} to {most}"
+class Command(NamedTuple):
+    """What a command does (its docstring is the help), and what declares its arguments, in the help's order."""
 
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; pass {limits}") from None
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"{value} cannot be used; pass {limits}")
-        return value
+    run: Run
+    declare: tuple[Declare, ...] = ()
 
-    return convert
+
+def flags(declare: Declare) -> Callable[[Run | Command], Command]:
+    """Declare flags of the command below; it is done when they are needed, as some are made from records."""
+
+    def add(below: Run | Command) -> Command:
+        own = below if isinstance(below, Command) else Command(below)
+        return Command(own.run, (declare, *own.declare))
+
+    return add
+
+
+def flag(*names: str, **options: Any) -> Callable[[Run | Command], Command]:
+    """Declare one flag of the command below, in the words of argparse's `add_argument`; its help says the default."""
+    if (default := options.get("default")) is not None:
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).removesuffix(".0")
+        options["help"] += f" (default {shown})"
+    return flags(lambda parser: parser.add_argument(*names, **options))
 
 
 def positive_number(text: str) -> float:
@@ -44,7 +56,7 @@ def positive_number(text: str) -> float:
 
 def counts_of_devices(text: str) -> tuple[int, ...]:
     """Convert a list of numbers of devices, for argparse's `type`."""
-    one = whole_number(most=MOST_DEVICES)
+    one = number(least=1, most=100_000)
     return tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
 

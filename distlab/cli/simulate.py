@@ -1,8 +1,4 @@
-"""Predict the time and memory of a training step on a described cluster, without running anything.
-
-The cluster is a preset (distlab simulate --list) or a file that distlab calibrate wrote. A plan file (TOML with
-[workload], [cluster] and [plan]) says all of it in place of flags.
-"""
+"""Commands about a step of one plan: `simulate` (its time and memory), `export` (it in a different tool's words)."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.cli.arguments import check_output
-from distlab.cli.predict.flags import add_description, changed_flags, cluster_of, presets, said_by
+from distlab.cli.command import check_output, flag, flags, positive_number
+from distlab.cli.flags import add_description, changed_flags, cluster_of, presets, said_by
 from distlab.plan import SCHEDULES, Cluster, Plan, Workload
 
 if TYPE_CHECKING:
@@ -26,16 +22,7 @@ MOST_PASSES = 2_000_000
 MANY_PASSES = 200_000
 """From this number on, the user is told that it takes seconds."""
 MOST_RESERVED = 1.13  # over what is counted: 2410.06511, tables 1 to 3, 2024
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the flags of `distlab simulate`."""
-    command.add_argument("--list", action="store_true", help="print the presets and stop")
-    command.add_argument("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
-    command.add_argument("--memory", type=Path, metavar="FILE", help="save a picture (PNG) of what fills the memory")
-    command.add_argument("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
-    command.add_argument("--json", action="store_true", help="print the step as JSON")
-    add_description(command)
+TOOLS = ("deepspeed", "fsdp2", "torchtitan", "megatron", "accelerate", "torchrun", "slurm", "pytorchjob", "jobset")
 
 
 def check_size(plan: Plan) -> None:
@@ -51,10 +38,17 @@ def check_size(plan: Plan) -> None:
         print(f"simulating {passes:,} passes; this takes up to a minute", file=sys.stderr, flush=True)
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Simulate one step, print it, and save what was asked for.
+@flag("--list", action="store_true", help="print the presets and stop")
+@flag("--timeline", "--picture", type=Path, metavar="FILE", help="save the timeline as PNG")
+@flag("--memory", type=Path, metavar="FILE", help="save a picture (PNG) of what fills the memory")
+@flag("--trace", type=Path, metavar="FILE", help="save the timeline for Chrome or Perfetto")
+@flag("--json", action="store_true", help="print the step as JSON")
+@flags(add_description)
+def simulate(arguments: argparse.Namespace) -> int:
+    """Predict the time and memory of a training step on a described cluster, without running anything.
 
-    Where time is not simulated, `--memory` alone counts memory; a plan that asks for time is refused.
+    The cluster is a preset (distlab simulate --list) or a file that distlab calibrate wrote. A plan file (TOML with
+    [workload], [cluster] and [plan]) says all of it in place of flags.
     """
     from simulator import memory_of, simulate, why_not_timed
     from simulator.plan_file import told_of
@@ -67,12 +61,11 @@ def main(arguments: argparse.Namespace) -> int:
     with told_of(arguments.file):
         check_size(plan)
         if arguments.file is None:
-            cluster = cluster_of(said.cluster, plan.world_size)
-            workload = said.workload.workload()
+            cluster, workload = cluster_of(said.cluster, plan.world_size), said.workload.workload()
         else:
             workload, cluster = said.made()
-    for flag in ("timeline", "memory", "trace"):
-        check_output(f"--{flag}", getattr(arguments, flag), picture=flag != "trace")
+    for name in ("timeline", "memory", "trace"):
+        check_output(f"--{name}", getattr(arguments, name), picture=name != "trace")
     why_no_time = why_not_timed(plan)
     if why_no_time and (arguments.timeline or arguments.trace or not arguments.memory):
         raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
@@ -80,14 +73,14 @@ def main(arguments: argparse.Namespace) -> int:
         step = None if why_no_time else simulate(workload, cluster, plan, order=said.order)
         memory = step.memory if step else memory_of(workload, plan, flat_buffers=cluster.software.flat_buffers)
     _save(arguments, step, memory, cluster)
-    counted = memory_facts(workload, plan, cluster, memory)
-    notes = _notes(workload, plan, step, counted)
+    found: dict[str, Any] = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
+    found |= {"parameters": workload.num_parameters} | (_facts(step) if step else {})
+    found |= _memory_facts(workload, plan, cluster, memory)
+    found["notes"] = _notes(workload, plan, found)
     if arguments.json:
-        about = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
-        about |= {"parameters": workload.num_parameters, "notes": notes}
-        print(json.dumps(about | (facts(step) if step else {}) | counted, indent=2))
+        print(json.dumps(found, indent=2))
     else:
-        print(table(workload, plan, cluster, step=step, counted=counted, notes=notes))
+        print("\n".join(f"{name:<22} {value}" for name, value in _rows(plan, step, found, why_no_time)))
     return 0
 
 
@@ -105,7 +98,7 @@ def _save(arguments: argparse.Namespace, step: Step | None, memory: Memory, clus
         write_chrome(arguments.trace, predicted=step.trace)
 
 
-def facts(step: Step) -> dict[str, object]:
+def _facts(step: Step) -> dict[str, object]:
     """Return the figures of a step's time as JSON-ready values.
 
     `duration_s` is one step alone, from its first start to its last end; `steady_s` each of many steps in a row. All
@@ -120,7 +113,7 @@ def facts(step: Step) -> dict[str, object]:
     }
 
 
-def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memory) -> dict[str, Any]:
+def _memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memory) -> dict[str, Any]:
     """Return what fills the fullest rank as JSON-ready values, and what to change where it does not fit."""
     from simulator import DoesNotFitError, check_fit
     from simulator.memory.memory import KINDS
@@ -132,10 +125,10 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     except DoesNotFitError as error:
         why = str(error)
         if error.change is not None:
-            flags = changed_flags(plan, error.change.plan)  # a micro-batch that is cut makes more of fewer samples
-            flags += [f"--microbatch {workload.samples // error.change.split}"] if error.change.split > 1 else []
+            change = changed_flags(plan, error.change.plan)  # a micro-batch that is cut makes more of fewer samples
+            change += [f"--microbatch {workload.samples // error.change.split}"] if error.change.split > 1 else []
             needs = format_bytes(error.change.max_bytes)
-            why = f"{error.args[0]}; add {' '.join(flags)}, and it needs {needs}"
+            why = f"{error.args[0]}; add {' '.join(change)}, and it needs {needs}"
     kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
     return {
         "max_memory_bytes": memory.max_bytes,
@@ -147,12 +140,12 @@ def memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memor
     }
 
 
-def _notes(workload: Workload, plan: Plan, step: Step | None, counted: dict[str, Any]) -> list[str]:
+def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:
     """Return what to know of the plan's figures; see `simulator.step.timed.notes_on`."""
     from simulator.step.timed import notes_on
 
-    notes = list(notes_on(plan, step.mfu if step else 0.0, workload))
-    if counted["fits"] and counted["max_memory_bytes"] * MOST_RESERVED > counted["device_memory_bytes"]:
+    notes = list(notes_on(plan, found.get("mfu", 0.0), workload))
+    if found["fits"] and found["max_memory_bytes"] * MOST_RESERVED > found["device_memory_bytes"]:
         notes.append(
             "near the device's memory: published runs of torchtitan reserved 3 to 13 % more than is counted, which "
             "leaves out fragments and libraries"
@@ -160,34 +153,29 @@ def _notes(workload: Workload, plan: Plan, step: Step | None, counted: dict[str,
     return notes
 
 
-def table(
-    workload: Workload, plan: Plan, cluster: Cluster, *, step: Step | None, counted: dict[str, Any], notes: list[str]
-) -> str:
-    """Lay a step out for a terminal."""
-    from simulator import why_not_timed
+def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str) -> list[tuple[str, str]]:
+    """Return what a terminal shows of a step."""
     from simulator.units import format_bytes, format_s
 
-    used = f"{format_bytes(counted['max_memory_bytes'])} of {format_bytes(counted['device_memory_bytes'])}"
+    used = f"{format_bytes(found['max_memory_bytes'])} of {format_bytes(found['device_memory_bytes'])}"
     degrees = {axis: getattr(plan, axis) for axis in ("data", "pipeline", "tensor", "context", "expert")}
     shown = " x ".join(f"{n} ({axis})" for axis, n in degrees.items() if n > 1 or axis in ("data", "pipeline"))
-    rows = [("does not fit", counted["why_not"])] if counted["why_not"] else []
-    rows += [("note", note) for note in notes]
-    rows += [
-        ("model", f"{workload.name}, {_count(workload.num_parameters)} parameters"),
-        ("ranks", f"{shown} on {cluster.name}"),
-    ]
+    rows = [("does not fit", found["why_not"])] if found["why_not"] else []
+    rows += [("note", note) for note in found["notes"]]
+    rows.append(("model", f"{found['workload']}, {_count(found['parameters'])} parameters"))
+    rows.append(("ranks", f"{shown} on {found['cluster']}"))
     if step is None:
-        rows.append(("step", f"not simulated: {why_not_timed(plan)}"))
-    elif not counted["fits"]:
+        rows.append(("step", f"not simulated: {why_no_time}"))
+    elif not found["fits"]:
         rows.append(("step", f"would take {format_s(step.duration_s)} if it fitted"))
     else:
         rows += _rows_of(step)
-    rows.append(("memory, fullest rank", used if counted["fits"] else f"{used}: DOES NOT FIT"))
-    by_kind = sorted(counted["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
+    rows.append(("memory, fullest rank", used if found["fits"] else f"{used}: DOES NOT FIT"))
+    by_kind = sorted(found["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
     rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]
-    if counted["host_memory_bytes"]:
-        rows.append(("memory of the host", f"{format_bytes(counted['host_memory_bytes'])} per rank"))
-    return "\n".join(f"{name:<22} {value}" for name, value in rows)
+    if found["host_memory_bytes"]:
+        rows.append(("memory of the host", f"{format_bytes(found['host_memory_bytes'])} per rank"))
+    return rows
 
 
 def _count(number: float) -> str:
@@ -218,10 +206,33 @@ def _rows_of(step: Step) -> list[tuple[str, str]]:
         rows.append(("of achievable products", f"{step.utilization:.1%} of {reached}"))
     rows.append(("exposed communication", format_s(step.exposed_communication_s)))
     rows.append(("sent per rank", format_bytes(max(step.sent_bytes_by_pipeline_rank))))
-    waits, sent = step.exposed_by_axis, step.sent_bytes_by_axis
-    rows += [
-        (f"  {axis}", f"{format_bytes(sent[axis])} sent, {format_s(waits[axis])} exposed")
-        for axis in waits
-        if sent[axis]
-    ]
+    for axis, waits_s in step.exposed_by_axis.items():
+        if sent := step.sent_bytes_by_axis[axis]:
+            rows.append((f"  {axis}", f"{format_bytes(sent)} sent, {format_s(waits_s)} exposed"))
     return rows
+
+
+@flag("--to", required=True, choices=TOOLS, help="whose words to print")
+@flag("--max-norm", type=positive_number, metavar="NORM", help="clip the gradients' norm (default: do not)")
+@flag("--blocks", default="blocks", metavar="NAME", help="name of the model's list of layers, for FSDP2")
+@flag("--script", default="train.py", metavar="WORDS", help="what a launcher runs, with its arguments")
+@flag("--image", default="pytorch/pytorch:latest", help="the container of pytorchjob and jobset")
+@flags(add_description)
+def export(arguments: argparse.Namespace) -> int:
+    """Print a plan in the words of a different tool: its configuration, its flags, or what starts the ranks.
+
+    The plan is a file, or the flags of distlab simulate. A part that the tool cannot express is refused in one line;
+    deepspeed and fsdp2, whose users write code of their own, leave it out and say where it goes. That, and what the
+    tool does otherwise, is said on standard error, or in comments where the file takes them.
+    """
+    from simulator.export import Options, export
+    from simulator.plan_file import told_of
+
+    said = said_by(arguments)
+    options = Options(arguments.max_norm, arguments.blocks, arguments.script, arguments.image)
+    with told_of(arguments.file):
+        found = export(said, arguments.to, options)
+    print(found.text, end="")
+    for note in found.notes:
+        print(f"# {note}", file=sys.stderr)
+    return 0

@@ -6,18 +6,16 @@ import contextlib
 import linecache
 import re
 import signal
-import threading
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from distlab.comm import RankError, Ranks
-from distlab.course.notebook.magics.remote import holdings, take
-from distlab.course.notebook.magics.trouble import CellError, explain, name_cells
+from distlab.course.notebook.ranks import CellError, explain, holdings, name_cells, take
+from simulator.units import counted
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -25,35 +23,28 @@ if TYPE_CHECKING:
     from distlab.comm import Records
 
 TIMEOUT_S = 60.0
-USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --new 4, %%ranks --push a,b, %%ranks --timeout 10"
+USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --push a,b"
 _WORD = re.compile(
     r"""\s+
-    | --new (?P<new>) (?!\S)
     | --push [ =]\s* (?P<push> [a-z_]\w* (?:\s*,\s* [a-z_]\w*)*) (?![,\w])
-    | --timeout [ =]\s* (?P<timeout> (?=\S*[1-9]) \d*\.?\d+) (?!\S)
     | \[ (?P<chosen> \s*\d+\s* (?:,\s*\d+\s*)*) \]
     | (?P<size> [1-9]\d*) (?![^\s\[])""",
     re.ASCII | re.IGNORECASE | re.VERBOSE,
 )
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """What a %%ranks line asks for.
 
     Attributes:
-        world_size: how many ranks, or None: those that run already.
+        size: how many ranks, or None: those that run already.
         chosen: ranks that execute the cell, or None: all.
-        new: whether to begin with fresh ranks.
         push: names to copy from the notebook into the ranks first.
-        timeout_s: how long the cell may take, or None: the usual limit.
     """
 
-    world_size: int | None = None
+    size: int | None = None
     chosen: tuple[int, ...] | None = None
-    new: bool = False
     push: tuple[str, ...] = ()
-    timeout_s: float | None = None
 
 
 def read_line(text: str) -> Line:
@@ -62,20 +53,18 @@ def read_line(text: str) -> Line:
     Raises:
         ValueError: something there cannot be read; the text says what, and what can stand there.
     """
-    said: dict[str, str] = {}
-    at = 0
+    line, at = Line(), 0
     while at < len(text):
         if (found := _WORD.match(text, at)) is None:
             raise ValueError(f"%%ranks cannot read {' '.join(text[at:].split())!r}; write one of: {USAGE}")
-        said |= {name: value for name, value in found.groupdict().items() if value is not None}
+        if names := found["push"]:
+            line = line._replace(push=tuple(name.strip() for name in names.split(",")))
+        elif ranks := found["chosen"]:
+            line = line._replace(chosen=tuple(sorted({int(rank) for rank in ranks.split(",")})))
+        elif size := found["size"]:
+            line = line._replace(size=int(size))
         at = found.end()
-    return Line(
-        int(said["size"]) if "size" in said else None,
-        tuple(sorted({int(rank) for rank in said["chosen"].split(",")})) if "chosen" in said else None,
-        "new" in said,
-        tuple(name.strip() for name in said["push"].split(",")) if "push" in said else (),
-        float(said["timeout"]) if "timeout" in said else None,
-    )
+    return line
 
 
 @magics_class
@@ -92,38 +81,43 @@ class RanksMagics(Magics):
     def cell(self, line: str, cell: str) -> None:
         """Execute the cell on every rank; what they print comes after `[rank r]`, and the last expression's value too.
 
-        %%ranks 4 starts four ranks, or uses the four that run; [0,2] means those two alone; --new begins afresh;
-        --push a,b copies names of the notebook first; --timeout 10 ends the cell after ten seconds.
+        %%ranks 4 starts four ranks, or uses the four that run; [0,2] means those two alone; --push a,b copies names of
+        the notebook first. A cell ends after a minute.
         """
         try:
-            wanted = read_line(line)
+            self._run(read_line(line), cell)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        name = f"<ranks In[{len(self.notebook.user_ns.get('In', ' ')) - 1}]>"
+
+    def _run(self, wanted: Line, cell: str) -> None:
+        """Run a cell as its line asks for.
+
+        Raises:
+            ValueError: the line asks for what cannot be.
+            CellError: the cell failed.
+        """
+        known = self.notebook.user_ns
+        name = f"<ranks In[{len(known.get('In', ' ')) - 1}]>"
         source = f"\n{cell}"  # lines count as they do in the notebook, where %%ranks is the first
         _compile(source, name)
-        values = self._values(wanted)
+        if missing := [one for one in wanted.push if one not in known]:
+            raise ValueError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
         ranks = self._ranks(wanted)
-        ranks.timeout_s = wanted.timeout_s or TIMEOUT_S
-        failed: str | None = None
+        failed, shown = "", list[str | None]()
         with _interrupt_of(ranks):
             try:
-                if values:
-                    ranks.run(take, values)
+                if wanted.push:
+                    ranks.run(take, {one: known[one] for one in wanted.push})
                 shown = ranks.execute(source, wanted.chosen, name=name)
             except RankError as error:
-                failed = name_cells(explain(str(error), self.notebook.user_ns, kept=bool(ranks.pids)), self.notebook)
-            except ValueError as error:
-                raise UsageError(str(error)) from None
+                failed = name_cells(explain(str(error), known, kept=bool(ranks.pids)), self.notebook)
         with contextlib.suppress(RuntimeError):
             self.records = ranks.records()
-        if failed is not None:
+        if failed:
             raise CellError(failed)
-        chosen = range(ranks.world_size) if wanted.chosen is None else wanted.chosen
-        if not cell.rstrip().endswith(";"):
-            for rank, value in zip(chosen, shown, strict=True):
-                for line in (value or "").splitlines():
-                    print(f"[rank {rank}] {line}")
+        for rank, value in zip(wanted.chosen or range(ranks.world_size), shown, strict=True):
+            for line in (value or "").splitlines() if not cell.rstrip().endswith(";") else ():
+                print(f"[rank {rank}] {line}")
 
     @line_magic("ranks")  # type: ignore[arg-type]
     def status(self, line: str) -> None:
@@ -136,8 +130,8 @@ class RanksMagics(Magics):
         elif self.ranks is None or not self.ranks.pids:
             print("no ranks are running; a cell that begins with %%ranks 4 starts four")
         else:
-            pids, count = ", ".join(map(str, self.ranks.pids)), self.ranks.world_size
-            print(f"{count} rank{'s' if count > 1 else ''} running, process{'es' if count > 1 else ''} {pids}")
+            pids = ", ".join(map(str, self.ranks.pids))
+            print(f"{counted(self.ranks.world_size, 'rank')} running, processes {pids}")
             for rank, names in enumerate(self.ranks.run(holdings)):
                 print(f"[rank {rank}] holds {', '.join(names) or 'nothing yet'}")
 
@@ -147,32 +141,23 @@ class RanksMagics(Magics):
         if running is None or not running.pids:
             return "no ranks are running"
         running.close()
-        return f"{running.world_size} rank{'s' if running.world_size > 1 else ''} ended"
+        return f"{counted(running.world_size, 'rank')} ended"
 
     def _ranks(self, wanted: Line) -> Ranks:
         """Return the ranks for a cell: those that run, or new ones."""
         current = self.ranks
-        size = wanted.world_size or (current.world_size if current is not None else None)
+        size = wanted.size or (current.world_size if current is not None else None)
         if size is None:
-            raise UsageError("no ranks are running yet; say how many, such as %%ranks 4")
+            raise ValueError("no ranks are running yet; say how many, such as %%ranks 4")
         if wanted.chosen is not None and wanted.chosen[-1] >= size:
-            raise UsageError(f"there is no rank {wanted.chosen[-1]}: ranks are 0 to {size - 1}")
-        if current is not None and current.world_size == size and not wanted.new:
+            raise ValueError(f"there is no rank {wanted.chosen[-1]}: ranks are 0 to {size - 1}")
+        if current is not None and current.world_size == size:
             return current
-        try:
-            fresh = Ranks(size, timeout_s=TIMEOUT_S)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        fresh = Ranks(size, timeout_s=TIMEOUT_S)
         if current is not None and current.pids:
             print(f"({self.stop()}; starting {size})")
         self.ranks = fresh
         return fresh
-
-    def _values(self, wanted: Line) -> Mapping[str, object]:
-        names = self.notebook.user_ns
-        if missing := [name for name in wanted.push if name not in names]:
-            raise UsageError(f"--push {missing[0]}: the notebook has no name {missing[0]!r}")
-        return {name: names[name] for name in wanted.push}
 
 
 def _compile(source: str, name: str) -> None:
@@ -188,9 +173,6 @@ def _compile(source: str, name: str) -> None:
 @contextlib.contextmanager
 def _interrupt_of(ranks: Ranks) -> Iterator[None]:
     """Let the first interrupt of the kernel stop the ranks, which then say where they stood; the second is Python's."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.getsignal(signal.SIGINT)
 
     def stop(*_: object) -> None:

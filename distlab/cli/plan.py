@@ -1,9 +1,4 @@
-"""Find the best plan for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
-
-Every way to divide the devices is bounded from below, and simulated in the order of its bound until nothing can be
-better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C ends the search with the
-best so far.
-"""
+"""`plan`: the best plan of all."""
 
 from __future__ import annotations
 
@@ -15,50 +10,60 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.cli.arguments import check_output, counts_of_devices, positive_number, whole_number
-from distlab.cli.predict.cost import add_failures, curve_facts, marks
-from distlab.cli.predict.flags import add_flags, cluster_of, model_of
+from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number
+from distlab.cli.cost import FAILURES, curve_facts, marked
+from distlab.cli.flags import add_flags, cluster_of, tables_said
+from distlab.course.flags import number
 
 if TYPE_CHECKING:
     from simulator import Bill, Question, Search
 
-WISHES = ("fastest", "cheapest")
+
+def _priced(text: str) -> tuple[str, float | None]:
+    """Convert a cluster's name, with a price behind it, for argparse's `type`."""
+    name, _, price = text.partition(":")
+    return name, positive_number(price) if price else None
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the flags of `distlab plan`."""
-    what = "a cluster of the presets, with dollars for a device and an hour; give the flag again for more"
-    command.add_argument("--cluster", action="append", metavar="NAME[:PRICE]", help=f"{what} (default dgx-a100)")
-    command.add_argument("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
-    command.add_argument("--gpus", type=counts_of_devices, default=(8,), metavar="N[,N...]", help="devices (default 8)")
-    command.add_argument(
-        "--batch", type=whole_number(), default=256, metavar="N", help="samples of a step (default 256)"
-    )
-    command.add_argument("--wish", choices=WISHES, default="fastest", help="what the best plan is (default fastest)")
-    command.add_argument(
-        "--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars"
-    )
-    add_failures(command)
-    command.add_argument("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
-    what = "per cent of a device's memory to keep free (default 5)"
-    command.add_argument("--headroom", type=whole_number(least=0, most=99), default=5, metavar="PERCENT", help=what)
-    what = "leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run"
-    command.add_argument("--whole-recompute", action="store_true", help=what)
-    command.add_argument("--top", type=whole_number(most=20), default=3, metavar="N", help="plans to show (default 3)")
-    command.add_argument("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
-    command.add_argument("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
-    command.add_argument("--json", action="store_true", help="print the plans as JSON")
-    add_flags(command, "workload")
+@flag(
+    "--cluster",
+    type=_priced,
+    action="append",
+    metavar="NAME[:PRICE]",
+    help="a cluster of the presets, with dollars for a device and an hour; give the flag again for more "
+    "(default dgx-a100)",
+)
+@flag("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
+@flag("--gpus", type=counts_of_devices, default=(8,), metavar="N[,N...]", help="devices")
+@flag("--batch", type=number(least=1), default=256, metavar="N", help="samples of a step")
+@flag("--wish", choices=("fastest", "cheapest"), default="fastest", help="what the best plan is")
+@flag("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars")
+@FAILURES
+@flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
+@flag("--headroom", type=number(least=0, most=99), default=5, metavar="N", help="per cent of memory to keep free")
+@flag(
+    "--whole-recompute",
+    action="store_true",
+    help="leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run",
+)
+@flag("--top", type=number(least=1, most=20), default=3, metavar="N", help="plans to show")
+@flag("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
+@flag("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
+@flag("--json", action="store_true", help="print the plans as JSON")
+@flags(lambda command: add_flags(command, "workload"))
+def plan(arguments: argparse.Namespace) -> int:
+    """Find the best plan for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
 
-
-def main(arguments: argparse.Namespace) -> int:
-    """Search each cluster and number of devices, and print what was found."""
+    Every way to divide the devices is bounded from below, and simulated in the order of its bound until nothing can be
+    better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C ends the search with
+    the best so far.
+    """
     from simulator import Failures, Run, bill, search
 
     if not arguments.tokens:
-        for flag, why in (("curve", "shows days and dollars of a run"), ("days", "needs the run's length")):
-            if getattr(arguments, flag):
-                raise ValueError(f"--{flag} {why}; add --tokens, such as --tokens 1e12")
+        for name, why in (("curve", "shows days and dollars of a run"), ("days", "needs the run's length")):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name} {why}; add --tokens, such as --tokens 1e12")
     check_output("--save", arguments.save)
     check_output("--curve", arguments.curve, picture=True)
     failures = None if arguments.failures is None else Failures(arguments.failures)
@@ -79,15 +84,14 @@ def main(arguments: argparse.Namespace) -> int:
     if not found:
         raise ValueError(_why_none(arguments.days, left_out, one))
 
-    def weight(bill: Bill) -> float:
-        return bill.price if arguments.wish == "cheapest" else bill.days
+    def weight(pair: tuple[Search, Bill]) -> float:
+        return pair[1].price if arguments.wish == "cheapest" else pair[1].days
 
-    ranked = sorted((bill for _, bills in found for bill in bills), key=weight)[: arguments.top]
-    own = next(one for one, bills in found if any(bill is ranked[0] for bill in bills))
+    ranked = sorted(((one, bill) for one, bills in found for bill in bills), key=weight)[: arguments.top]
     bests = [bills[0] for _, bills in found]
-    _save(arguments, own, ranked[0], bests)
-    said = facts(own, ranked, bests, has_tokens=arguments.tokens is not None)
-    print(json.dumps(said, indent=2) if arguments.json else text(said))
+    _save(arguments, *ranked[0], bests)
+    said = _facts(ranked[0][0], [bill for _, bill in ranked], bests, has_tokens=arguments.tokens is not None)
+    print(json.dumps(said, indent=2) if arguments.json else _text(said))
     return 0
 
 
@@ -109,15 +113,8 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
 
     if "workload.microbatch_size" in vars(arguments):
         raise ValueError("--microbatch is what the search chooses; leave it out")
-    model, asked = model_of(arguments), []
-    for said in arguments.cluster or ["dgx-a100"]:
-        name, _, price = said.partition(":")
-        try:
-            dollars = positive_number(price) if price else None
-        except argparse.ArgumentTypeError:
-            raise ValueError(
-                f"--cluster {said}: {price!r} is not a price; pass dollars for a device and an hour"
-            ) from None
+    model, asked = tables_said(arguments).workload, []
+    for name, dollars in arguments.cluster or [("dgx-a100", None)]:
         for count in arguments.gpus:
             machine = cluster_of(ClusterDescription(name, stack=arguments.stack), count)
             if max(count, machine.num_devices) > machine.devices_per_node and count != machine.num_devices:
@@ -155,7 +152,7 @@ def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bi
         draw_cost_curve(curve(bests)).figure.savefig(arguments.curve, dpi=150)
 
 
-def facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
+def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
     """Return the plans, the reasons and the cost curve as JSON-ready values."""
     from simulator import curve, near_fit, reasons, words_of
 
@@ -181,7 +178,7 @@ def facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: boo
     return said | (curve_facts(curve(bests), row) if len(bests) > 1 else {})
 
 
-def text(said: dict[str, Any]) -> str:
+def _text(said: dict[str, Any]) -> str:
     """Lay the answer out for a terminal."""
     from simulator.units import format_bytes, format_s
 
@@ -205,5 +202,5 @@ def text(said: dict[str, Any]) -> str:
         lines.append(f"faster, if it fitted: {said['nearly_fits']}")
     if "curve" in said:
         lines.append("the best plan of each")
-        lines += [f"   {line(row)}{mark}" for row, mark in zip(said["curve"], marks(said), strict=True)]
+        lines += [f"   {line(row)}{mark}" for row, mark in marked(said)]
     return "\n".join(lines)

@@ -1,0 +1,220 @@
+"""The map of the course: what each lesson is for, what it needs, and how far you are; and a page of that to print."""
+
+from __future__ import annotations
+
+import html
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distlab.course.grading.lesson import lessons_folder
+from distlab.course.grading.progress import OUTSIDE, Entry, copy_in, load_progress, now, work_folder
+from distlab.course.notebook.stuck import Note
+from distlab.measure import gpu_names, num_cores
+from simulator.units import counted
+
+PAGE = "progress.html"
+TITLE = "Distributed training: my progress"
+STYLE = (
+    "body{font-family:system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em;background:white;color:black}"
+    "table{border-collapse:collapse;width:100%}th,td{padding:.25em .7em;text-align:left;border-bottom:1px solid #8888;"
+    "vertical-align:top}thead th{font-weight:normal}td:nth-child(n+2):nth-child(-n+4){white-space:nowrap}"
+    "section{break-inside:avoid}h2{font-size:1.1em;margin:1.6em 0 .3em}"
+    "@media print{body{margin:0;max-width:none;font-size:9pt}@page{margin:15mm}}"
+)
+COLUMNS = ("exercise", "passed on", "checks", "help", "what your answer used")
+
+
+@dataclass(frozen=True)
+class CourseRow:
+    """One lesson of the map.
+
+    Attributes:
+        number: two digits.
+        folder: name of its folder.
+        title: a few words.
+        can: what you can do afterwards.
+        ready: whether it is written.
+        minutes: how long it takes, or None.
+        needs: numbers of the lessons before it.
+        exercises: names of its exercises.
+        passed: how many of them were right.
+        solutions_seen: names of those whose solution was shown before they were right.
+        notebook: name of the file to open, in the lesson's folder.
+    """
+
+    number: str
+    folder: str
+    title: str
+    can: str
+    ready: bool
+    minutes: int | None = None
+    needs: tuple[str, ...] = ()
+    exercises: tuple[str, ...] = ()
+    passed: int = 0
+    solutions_seen: tuple[str, ...] = ()
+    notebook: str = "lesson.ipynb"
+
+    @property
+    def progress(self) -> str:
+        """How far you are, in words."""
+        if not self.ready:
+            return "to come"
+        if not self.exercises:
+            return "no exercises"
+        seen = f"; solution seen: {', '.join(self.solutions_seen)}" if self.solutions_seen else ""
+        return f"{self.passed} of {len(self.exercises)}{seen}"
+
+
+def rows(lessons: Path, progress: Mapping[str, Entry]) -> list[CourseRow]:
+    """Return one row per lesson: those of COURSE.toml, filled in from the notebooks that are built."""
+    plan = tomllib.loads((lessons / "COURSE.toml").read_text(encoding="utf-8"))["lesson"]
+    return [_row(lessons, entry["folder"], entry["can"], progress) for entry in plan]
+
+
+def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) -> CourseRow:
+    """Return a lesson's row, from what the builder wrote into its notebook; without one it is to come."""
+    number, _, words = folder.partition("_")
+    title = words.replace("_", " ").capitalize()
+    try:
+        facts = json.loads((lessons / folder / "lesson.ipynb").read_text(encoding="utf-8"))["metadata"]["distlab"]
+    except (OSError, ValueError, KeyError):
+        return CourseRow(number, folder, title, can, ready=False)
+    names, work = tuple(facts.get("exercises", ())), work_folder()
+    copy = None if work is None else copy_in(work, folder)
+    return CourseRow(
+        number,
+        folder,
+        facts.get("title", title),
+        can,
+        ready=True,
+        minutes=facts.get("minutes"),
+        needs=tuple(map(str, facts.get("needs", ()))),
+        exercises=names,
+        passed=sum(name in progress and progress[name].passed for name in names),
+        solutions_seen=tuple(name for name in names if name in progress and progress[name].solution_seen),
+        notebook=copy.name if copy and copy.is_file() else "lesson.ipynb",
+    )
+
+
+def course_map(lessons: Path | None = None, work: Path | None = None) -> CourseMap:
+    """Return the map of the course, with your progress; a notebook shows it as a table with links."""
+    return CourseMap(rows(lessons or lessons_folder(), load_progress(work)), this_machine_can())
+
+
+def this_machine_can() -> str:
+    """Say in a sentence what of the course runs here; a GPU is never needed."""
+    here, gpus = f"This machine has {counted(num_cores(), 'core')} and", gpu_names()
+    if not gpus:
+        return f"{here} no GPU: every lesson runs here; parts for GPUs use the CPU."
+    use = "ranks share the GPU where a part needs several" if len(gpus) == 1 else "parts for GPUs use them"
+    return f"{here} {counted(len(gpus), 'GPU')} ({gpus[0]}): every lesson runs here; {use}."
+
+
+class CourseMap:
+    """The map, as a table in a notebook and as text elsewhere."""
+
+    def __init__(self, lessons: Sequence[CourseRow], machine: str) -> None:
+        self.rows, self.machine = lessons, machine
+
+    @property
+    def summary(self) -> str:
+        """How far you are in all, and what is next, in a sentence."""
+        ready = [row for row in self.rows if row.ready]
+        passed, total = sum(row.passed for row in ready), sum(len(row.exercises) for row in ready)
+        following = next((row for row in ready if row.passed < len(row.exercises)), None)
+        done = f"{passed} of {total} exercises passed."
+        return f"{done} Next: {following.number} {following.title}." if following else done
+
+    def __str__(self) -> str:
+        lines = [self.machine, self.summary, ""]
+        for row in self.rows:
+            facts = [f"{row.minutes} min"] if row.minutes else []
+            facts += [f"after {', '.join(row.needs)}"] if row.needs else []
+            lines.append(f"{row.number}  {row.title:<30} {row.progress:<10} {', '.join(facts)}".rstrip())
+            lines.append(f"    {row.can}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        columns = ("Lesson", "Afterwards you can", "Time", "After", "Exercises passed")
+        head = "".join(f'<th scope="col" style="text-align:left">{name}</th>' for name in columns)
+        return (
+            f"<p>{html.escape(self.machine)}</p><p>{html.escape(self.summary)}</p>"
+            f'<table aria-label="The lessons of the course"><thead><tr>{head}</tr></thead>'
+            f"<tbody>{''.join(map(_html_row, self.rows))}</tbody></table>"
+        )
+
+
+def _html_row(row: CourseRow) -> str:
+    name, done = html.escape(f"{row.number} {row.title}"), html.escape(row.progress)
+    if row.exercises:
+        number, style = f'max="{len(row.exercises)}" value="{row.passed}"', "width:5em;display:block"
+        done = f'<progress {number} style="{style}" aria-hidden="true"></progress>{done}'
+    cells = (  # beside JupyterLab's folders 1024 pixels leave some 550: names and goals wrap, numbers stay whole
+        (f'<a href="{row.folder}/{row.notebook}">{name}</a>' if row.ready else name, "min-width:7em"),
+        (html.escape(row.can), "min-width:13em"),
+        (f"{row.minutes} min" if row.minutes else "", "white-space:nowrap"),
+        (html.escape(", ".join(row.needs)), "min-width:4em"),
+        (done, "white-space:nowrap"),
+    )
+    columns = "".join(f'<td style="text-align:left;{layout}">{cell}</td>' for cell, layout in cells)
+    return f"<tr>{columns}</tr>" if row.ready else f'<tr style="opacity:0.65">{columns}</tr>'
+
+
+def progress_page() -> Note:
+    """Write the page into the folder of your working copies, anew at each call; return a link to it."""
+    work = work_folder()
+    if work is None:
+        return Note(OUTSIDE)
+    write_page(lessons_folder(), work)
+    link = f'<a href="{PAGE}" target="_blank">{PAGE}</a>'
+    text = f"Your progress is in {PAGE}, beside START.ipynb. Open it, and print it."
+    return Note(text, page=f"<p>Your progress is in {link}. Open it, and print it from there.</p>")
+
+
+def write_page(lessons: Path, work: Path) -> Path:
+    """Write the page into a folder of working copies; return its path.
+
+    Raises:
+        ValueError: the folder is not one that `distlab lesson start` made.
+        OSError: it cannot be written.
+    """
+    if work_folder(work) is None:
+        raise ValueError(f"{work} has no working copies: `distlab lesson start` makes them, --work names their folder")
+    progress = load_progress(work)
+    text = page(rows(lessons, progress), progress, day=now()[:10])
+    (work / PAGE).write_text(text, encoding="utf-8")
+    return work / PAGE
+
+
+def page(lessons: Sequence[CourseRow], progress: Mapping[str, Entry], *, day: str) -> str:
+    """Return the page: how far you are in all, a table for each lesson that you began, and the lessons ahead."""
+    begun = [row for row in lessons if any(name in progress for name in row.exercises)]
+    whole = sum(row.passed == len(row.exercises) for row in begun)
+    ahead = ", ".join(f"{row.number} {row.title}" for row in lessons if row not in begun)
+    summary = f"{CourseMap(lessons, '').summary} Lessons with all exercises passed: {whole} of {len(lessons)}."
+    parts = [f"<h1>{TITLE}</h1>", f"<p>Name: ______________________________ &nbsp; {day}</p>"]
+    parts.append(f"<p>{html.escape(summary)}</p>")
+    heads = "".join(f'<th scope="col">{head}</th>' for head in COLUMNS)
+    for row in begun:
+        name = html.escape(f"{row.number} {row.title}: {row.passed} of {len(row.exercises)}")
+        body = "".join(_exercise(one, progress.get(one, Entry())) for one in row.exercises)
+        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        parts.append(f"<section><h2>{name}</h2>{table}</section>")
+    parts += [f"<h2>Not begun</h2><p>{html.escape(ahead)}</p>"] if ahead else []
+    head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _exercise(name: str, entry: Entry) -> str:
+    """Return the row of an exercise: when it was passed, after how many checks, with what help, and what it used."""
+    passed = entry.first_passed[:10] or "not yet"
+    checks = f"{entry.attempts}, {entry.failed} wrong" if entry.failed else str(entry.attempts or "")
+    hints = [f"{entry.hints} hint{'s' if entry.hints > 1 else ''}"] if entry.hints else []
+    helped = ", ".join([*hints, *(["solution seen"] if entry.solution_seen else [])])
+    cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (passed, checks, helped, "; ".join(entry.budget)))
+    return f'<tr><th scope="row">{html.escape(name)}</th>{cells}</tr>'

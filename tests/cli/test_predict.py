@@ -1,0 +1,279 @@
+"""`simulate`, `plan`, `cost` and `export`: flags and plan files, what is said of them, and what to change."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from distlab.cli import main
+
+PNG = b"\x89PNG"
+TEXT = """
+[workload]
+hidden_size = 512
+num_layers = 4
+num_heads = 8
+vocab_size = 8000
+sequence_length = 256
+[cluster]
+name = "dgx-a100"
+[plan]
+data = 2
+pipeline = 2
+num_microbatches = 8
+"""
+RUN = """
+[run]
+num_tokens = 1e12
+price = 2.0
+failures = { rate = 1e-3, save_s = 20, restart_s = 300 }
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "plan.toml"
+    found.write_text(TEXT + RUN)
+    return found
+
+
+def test_a_step_as_json_with_its_files(facts, tmp_path):
+    picture, trace, memory = tmp_path / "step.png", tmp_path / "step.json", tmp_path / "memory.png"
+    files = ["--picture", picture, "--trace", trace, "--memory", memory]
+    found = facts("simulate", "--data", "100", "--pipeline", "4", "--microbatches", "8", *files)
+    assert (found["ranks"], len(found["sent_bytes_by_pipeline_rank"])) == (400, 4)
+    assert 0 < found["bubble_fraction"] < 1
+    assert found["duration_s"] > 0
+    assert picture.read_bytes()[:4] == memory.read_bytes()[:4] == PNG
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_presets_and_a_plan_that_fits(said):
+    listed = said("simulate", "--list")
+    assert re.search(r"  dgx-a100 +8 x a100-sxm-80gb of 80 GB; .* of .*B/s inside, .* of .*B/s between nodes", listed)
+    assert re.search(r"  llama-2-7b +6.738 billion", listed)
+    assert re.search(r"  megatron +Megatron-LM of 2021 .*; \d+%, \d+%\n", listed)
+    found = said("simulate", "--cluster", "dgx-a100")
+    assert "fit" not in found
+    assert "exposed communication" in found
+    assert re.search(r"MFU +\d+\.\d% of the data sheet's 312 TFLOP/s per rank", found)
+    assert re.search(r"of achievable products +\d+\.\d% of \d+ TFLOP/s", found)
+    assert re.search(r"step +.* samples per second", found)
+
+
+def test_recompute_of_some_blocks_and_8_bits(facts):
+    machine = ["simulate", "--model", "llama-3-8b", "--sharding", "3", "--cluster", "dgx-h100"]
+    some = ["--recompute", "full", "--recompute-method", "every", "--recompute-layers", "2"]
+    rows = [facts(*machine, *more) for more in ([], some, ["--recompute", "full"], ["--float8", "gathers"])]
+    none, every, full, narrow = rows
+    assert none["duration_s"] < every["duration_s"] < full["duration_s"]
+    assert none["max_memory_bytes"] > every["max_memory_bytes"] > full["max_memory_bytes"]
+    assert narrow["duration_s"] < none["duration_s"]
+    assert "not modelled" in narrow["notes"][0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hidden 4096 --layers 32 --microbatch 16",
+        "--model gpt-3-175b --tensor 8 --pipeline 8 --data 1 --microbatches 64 --schedule interleaved"
+        " --stages-per-rank 2",  # the advice tries 1F1B, with one stage per rank
+    ],
+)
+def test_the_flags_that_simulate_advises_make_the_plan_fit(said, facts, flags):
+    found = said("simulate", *flags.split())
+    assert found.startswith("does not fit")
+    assert "DOES NOT FIT" in found
+    assert "if it fitted" in found
+    assert "samples per second" not in found, "no claim on speed"
+    told, advised = re.search(r"the plan needs (\S+ \S+) and .*; add (--.*?), and it needs", found).groups()
+    assert f"memory, fullest rank   {told} of " in found, "the same memory is told twice"
+    assert facts("simulate", *flags.split(), *advised.split())["fits"] is True  # the later flag counts
+
+
+def test_what_fills_the_memory_also_where_no_time_is_simulated(said, facts, refused, tmp_path):
+    model = ["simulate", "--model", "llama-2-7b", "--data", "8"]
+    assert "  optimizer            53.9 GB" in said(*model)
+    plan = ["--sharding", "3", "--recompute", "full", "--offload", "all", "--precision", "bfloat16"]
+    found = facts(*model, *plan)
+    assert found["fits"] is True
+    assert found["memory_bytes_by_kind"]["parameters"] == 0
+    assert found["host_memory_bytes"] == pytest.approx(18 * 6.738e9 / 8, rel=1e-3)
+    own = ("simulate", "--data", "2", "--microbatches", "2", "--sharding", "1", "--stack")
+    once, twice = (facts(*own, name)["memory_bytes_by_kind"]["gradients"] for name in ("megatron", "fsdp"))
+    assert twice == 2 * once  # software of FSDP keeps the gradients of a plan without shards twice
+    split = ["--model", "gpt-3-175b", "--tensor", "8", "--pipeline", "8", "--data", "2", "--sharding", "3"]
+    split += ["--schedule", "zb_h1", "--sequence-parallel"]
+    shown = said("simulate", *split, "--memory", tmp_path / "memory.png")
+    assert "2 (data) x 8 (pipeline) x 8 (tensor)" in shown
+    assert "not simulated" in shown
+    assert (tmp_path / "memory.png").exists()
+    assert "use --memory" in refused("simulate", *split, "--picture", tmp_path / "step.png")
+
+
+LLAMA = "--model llama-3-8b --cluster dgx-h100 --sharding 3"
+LONG = "--hidden 256 --layers 2 --heads 8 --vocabulary 100 --stack best-case --attention flash"
+NOTES = """
+--data 1 --pipeline 4 --schedule interleaved --microbatches 10 | which Megatron-LM refuses: use a multiple of 4 \
+| --microbatches 8
+{LLAMA} | near the device's memory: published runs | --recompute full
+{LONG} --sequence 100000 | all pairs of positions | --sequence 1024
+{LLAMA} --precision float32 | float32: products are timed at the device's one rate | --precision bfloat16
+--expert 2 | the model has no experts, so that 2 expert ranks are replicas: use data | --expert 1
+--cluster dgx-h100 --experts 4 --top-k 2 --expert 8 | 8 expert ranks share 4 experts, so that most have none: use 4 \
+| --expert 4
+"""  # a plan, what is noted of it, and a change with which it is not
+
+
+def test_what_to_know_of_a_plan_is_noted(facts):
+    for row in NOTES.format(LLAMA=LLAMA, LONG=LONG).strip().splitlines():
+        flags, words, change = row.split(" | ")
+        assert words in "\n".join(facts("simulate", *flags.split())["notes"])
+        assert words not in "\n".join(facts("simulate", *flags.split(), *change.split())["notes"])
+
+
+def test_a_step_of_a_run_is_told_where_it_is_shorter_and_a_long_simulation_first(said, capsys, monkeypatch):
+    flags = ["simulate", "--data", "1", "--pipeline", "4", "--layers", "32", "--vocabulary", "512", "--hidden", "4096"]
+    assert "step in a run" in said(*flags, "--microbatches", "16", "--schedule", "zb_h2")
+    assert "step in a run" not in said(*flags, "--microbatches", "16")
+    monkeypatch.setattr("distlab.cli.simulate.MANY_PASSES", 31)
+    assert main([*flags, "--microbatches", "8"]) == 0
+    assert capsys.readouterr().err == "simulating 32 passes; this takes up to a minute\n"
+
+
+def test_models_by_sizes_and_by_a_hugging_face_configuration(said, facts, refused, tmp_path):
+    sizes = ["--hidden", "4096", "--layers", "32", "--heads", "32", "--vocabulary", "32000", "--feed-forward", "11008"]
+    plain = facts("simulate", *sizes)
+    grouped = facts("simulate", *sizes, "--kv-heads", "8", "--attention", "flash")
+    assert plain["parameters"] == 6_738_415_616  # Llama 2 7B
+    assert grouped["parameters"] < plain["parameters"]
+    assert grouped["memory_bytes_by_kind"]["activations"] < plain["memory_bytes_by_kind"]["activations"]
+    tiny = ["--hidden", "8", "--heads", "1", "--layers", "1", "--vocabulary", "1", "--sequence", "1", "--data", "1"]
+    assert re.search(r"model +GPT 0.000888M, 888 parameters", said("simulate", *tiny))
+    path = tmp_path / "config.json"
+    llama = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    llama |= {"intermediate_size": 1024, "vocab_size": 1000}
+    path.write_text(json.dumps(llama))
+    found = facts("simulate", "--config", path)
+    assert found["parameters"] == 4 * (4 * 512**2 + 3 * 512 * 1024 + 2 * 512) + 2 * 1000 * 512 + 512
+    assert "leave out --kv-heads" in refused("simulate", "--config", path, "--kv-heads", "2")
+    path.write_text(json.dumps(llama | {"loops": 2}))
+    assert "unknown field 'loops'" in refused("simulate", "--config", path)
+
+
+def test_a_plan_file_says_what_flags_say(said, capsys, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('[workload]\nmodel = "llama-3-8b"\n[cluster]\nname = "dgx-h100"\n[plan]\ndata = 16\n')
+    flags = ["--model", "llama-3-8b", "--cluster", "dgx-h100", "--data", "16"]
+    assert said("simulate", path, "--json") == said("simulate", *flags, "--json")
+    for tool in ("torchtitan", "megatron", "accelerate", "torchrun", "slurm", "pytorchjob", "jobset"):
+        assert main(["export", str(path), "--to", tool]) == 0
+        from_file = capsys.readouterr()
+        assert main(["export", "--to", tool, *flags]) == 0
+        assert capsys.readouterr() == from_file
+        assert from_file.out.endswith("\n")
+
+
+def test_deepspeed_is_json_with_notes_beside_it_and_fsdp2_is_code(said, capsys):
+    plan = ["--data", "64", "--sharding", "3", "--microbatches", "4", "--microbatch", "2", "--offload", "optimizer"]
+    plan += ["--replicas", "8", "--max-norm", "1.0", "--precision", "bfloat16"]
+    assert main(["export", "--to", "deepspeed", *plan]) == 0
+    told = capsys.readouterr()
+    config = json.loads(told.out)
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert (config["gradient_accumulation_steps"], config["train_micro_batch_size_per_gpu"]) == (4, 2)
+    assert (config["gradient_clipping"], config["bf16"]) == (1.0, {"enabled": True})
+    assert "# replicas=8: no counterpart" in told.err
+    smaller = json.loads(said("export", "--to", "deepspeed", *plan, "--hidden", "1024"))["zero_optimization"]
+    assert 0 < smaller["stage3_prefetch_bucket_size"] < config["zero_optimization"]["stage3_prefetch_bucket_size"]
+    for stage in (0, 3):
+        flags = ["--sharding", stage, "--blocks", "model.layers", "--pipeline", "2"]
+        code = said("export", "--to", "fsdp2", *flags)
+        compile(code, "export.py", "exec")
+        assert "# pipeline=2: not here" in code
+        assert ("fully_shard(model" in code) == ("model.layers" in code) == (stage > 0)
+
+
+SMALL = ["plan", "--hidden=512", "--layers=4", "--heads=8", "--vocabulary=8000", "--sequence=256", "--batch=8"]
+
+
+def test_the_best_plans_with_reasons_and_a_file_of_the_first(facts, tmp_path):
+    path = tmp_path / "best.toml"
+    found = facts(*SMALL, "--gpus", "4", "--top", "2", "--save", path)
+    first, second = found["plans"]
+    assert first["step_s"] <= second["step_s"]
+    assert found["searched"] > found["simulated"] > 0
+    assert found["is_complete"]
+    assert all(reason["rule"] for reason in found["why"])
+    assert facts("simulate", path)["steady_s"] == pytest.approx(first["step_s"])
+
+
+def test_a_curve_over_clusters_and_counts_with_days_and_dollars_and_failures(said, facts, tmp_path):
+    path, picture = tmp_path / "best.toml", tmp_path / "curve.png"
+    flags = [*SMALL, "--cluster", "dgx-a100:1.5", "--cluster", "dgx-h100:3", "--gpus", "1,2", "--tokens", "1e9"]
+    flags += ["--top", "1"]
+    plain = facts(*flags, "--wish", "cheapest")
+    rows = [(row["devices"], row["cluster"]) for row in plain["curve"]]
+    assert rows == [(count, name) for name in ("dgx-a100", "dgx-h100") for count in (1, 2)]
+    cheapest = min(plain["curve"], key=lambda row: row["dollars"])
+    assert plain["plans"][0] == cheapest == plain["curve"][plain["cheapest"]]
+    shown = said(*flags, "--failures", "llama-3")
+    assert all(words in shown for words in ("dollars", "sweet spot", "1. ", "goodput"))
+    found = facts(*flags, "--failures", "1e-2", "--curve", picture, "--save", path)
+    for row, other in zip(plain["curve"], found["curve"], strict=True):
+        assert other["goodput"] < 1
+        assert other["days"] == pytest.approx(row["days"] / other["goodput"])
+    assert picture.read_bytes()[:4] == PNG
+    assert facts("cost", path)["days"] == pytest.approx(found["plans"][0]["days"])
+
+
+def test_a_search_that_is_interrupted_before_it_found_a_plan_does_not_say_that_none_fits(capsys, monkeypatch):
+    nothing = SimpleNamespace(best=lambda top, tell: [], is_complete=False)
+    monkeypatch.setattr("simulator.search", lambda question: nothing)
+    assert main(SMALL) == 2
+    assert "no plan that fits had been found when the search was interrupted" in capsys.readouterr().err
+
+
+def test_a_run_its_goodput_and_its_curve(facts, path):
+    found = facts("cost", path)
+    failures = found["failures"]
+    assert found["devices"] == 4
+    assert found["dollars"] == pytest.approx(found["days"] * 24 * 4 * 2.0)
+    assert sum(failures[name] for name in ("useful", "saving", "lost", "restarting", "slow")) == pytest.approx(1)
+    assert failures["mtbf_s"] == pytest.approx(3600 / 4e-3)
+    best = failures["best_interval_s"]
+    assert failures["interval_s"] == best["exact"]
+    for name, within in (("young", 0.02), ("daly", 1e-3), ("monte_carlo", 0.05)):
+        assert best[name] == pytest.approx(best["exact"], rel=within), name
+    drawn = failures["drawn_days"]
+    assert drawn["low"] < drawn["mean"] < drawn["high"]
+    assert drawn["mean"] == pytest.approx(found["days"], rel=0.01)
+    assert [row["devices"] for row in found["curve"]] == [2, 4, 8, 16, 32]
+    assert found["curve"][found["shortest"]]["days"] == min(row["days"] for row in found["curve"])
+    assert found["curve"][found["cheapest"]]["dollars"] == min(row["dollars"] for row in found["curve"])
+    same, other = (facts("cost", path, "--seed", seed) for seed in (0, 2))
+    assert same == found
+    assert other["failures"]["drawn_days"] != drawn
+    assert other["days"] == found["days"]
+    assert facts("simulate", path)["fits"], "a run in the file is no hindrance"
+
+
+def test_a_run_in_words_and_pictures_and_what_flags_say_that_the_file_does_not(said, facts, path, tmp_path):
+    pictures = tmp_path / "curve.png", tmp_path / "good.png"
+    text = said("cost", path, "--gpus", "2,4,6", "--curve", pictures[0], "--goodput", pictures[1])
+    for words in ("goodput", "one in 10.4 days", "best interval", "young", "monte carlo", "in 8 of 10", "<- shortest"):
+        assert words in text, words
+    assert "nan" not in text
+    assert "6 devices  left out: 3 replicas do not divide the batch of 16 micro-batches" in text
+    assert [picture.read_bytes()[:4] for picture in pictures] == [PNG] * 2
+    path.write_text(TEXT)
+    tokens = ("cost", path, "--tokens", "1e9")
+    found = facts(*tokens)
+    assert (found["dollars"], found["failures"], found["goodput"]) == (None, None, 1.0)
+    found = facts(*tokens, "--price", "3", "--failures", "llama-3")
+    assert found["price"] == 3.0
+    assert "2407.21783" in found["failures"]["source"]
+    assert facts(*tokens, "--failures", "none")["failures"]["mtbf_s"] is None
+    assert "no failures" in said(*tokens, "--failures", "none")
