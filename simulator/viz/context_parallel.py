@@ -118,24 +118,26 @@ def draw_context(num_ranks: int, order: str = "zigzag") -> Picture:
     _draw_mask(pen, ring)
     _draw_work(pen, ring)
     _draw_merged(pen, ring)
-    lines, size = [], ring.length // len(ring.owner)
-    for rank in range(num_ranks):
+    return pen.finish(*_say(ring))
+
+
+def _say(ring: RingWork) -> list[str]:
+    """Say whether the work is even, what is drawn, and what each rank holds and computes."""
+    title, size = f"{capitalised(NAMES[ring.order])} order", ring.length // len(ring.owner)
+    if ring.num_ranks == 1:
+        title += ", one rank: it holds and computes everything"
+    elif ring.slowdown < 1.005:
+        title += ": every rank computes the same at every hop, and none waits"
+    else:
+        title += f": ranks wait for the busiest, and attention takes {ring.slowdown:.2f}x as long as even work"
+    note = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {ring.num_ranks} ranks. A block's "
+    said = [title, f"{note}colour: the rank that computes it; its number: the hop at which the keys arrive."]
+    for rank in range(ring.num_ranks):
         mine = np.flatnonzero(ring.owner == rank).tolist()
         held = " and ".join(f"{chunk * size}-{(chunk + 1) * size - 1}" for chunk in mine)
         work = ", ".join(percent(pairs / int(ring.pairs.sum()), 1) for pairs in ring.work[rank].tolist())
-        lines.append(f"Rank {rank} holds positions {held}; of all pairs it computes, hop by hop: {work}.")
-    note = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {num_ranks} ranks. A block's colour: "
-    note += "the rank that computes it; its number: the hop at which the keys arrive."
-    return pen.finish(_balance_of_work(ring), note, *lines)
-
-
-def _balance_of_work(ring: RingWork) -> str:
-    name = f"{capitalised(NAMES[ring.order])} order"
-    if ring.num_ranks == 1:
-        return f"{name}, one rank: it holds and computes everything"
-    if ring.slowdown < 1.005:
-        return f"{name}: every rank computes the same at every hop, and none waits"
-    return f"{name}: ranks wait for the busiest, and attention takes {ring.slowdown:.2f}x as long as even work"
+        said.append(f"Rank {rank} holds positions {held}; of all pairs it computes, hop by hop: {work}.")
+    return said
 
 
 def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:

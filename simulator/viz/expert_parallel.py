@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from simulator.units import counted
 from simulator.viz.drawing.pen import Pen, Point, sheet
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.theme import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
@@ -118,46 +119,33 @@ def draw_routing(
     spots = _draw_tokens(pen, routes, height - TOP_IN)
     _draw_experts(pen, routes, spots, height - low, slot)
     _draw_table(pen, routes, height - low)
-    return pen.finish(_load_of_experts(routes), _sizes_and_traffic(routes), *_say(routes))
+    return pen.finish(*_say(routes))
 
 
 def _say(routes: Routes) -> list[str]:
-    """Say each rank's load, and the tokens that no expert took."""
-    lines, lost = [], []
+    """Say who is asked most, sizes and traffic, each rank's load, and the tokens that no expert took."""
     asked, rows, between = routes.asked, routes.rows.sum(axis=0), routes.between
+    work, choices = between.sum(axis=0), routes.experts[0].shape[1]
+    title = f"Expert {int(asked.argmax())} is asked {int(asked.max())} times where {asked.mean():.3g} is even"
+    if int(asked.min()) == int(asked.max()):
+        title = f"Every expert is asked {int(asked[0])} times"
+    if dropped := sum(int((~kept).sum()) for kept in routes.kept):
+        title += f"; {dropped} of {int(asked.sum())} choices are dropped"
+    if work.max() > work.mean():
+        title += f"; rank {int(work.argmax())} works {work.max() / work.mean():.2f}x the mean"
+    note = f"{sum(map(len, routes.experts))} tokens, {counted(choices, 'choice')} each; an expert has "
+    note += f"{counted(routes.capacity, 'place')} for each rank; {int(between.sum() - np.trace(between))} rows go to a "
+    lines, lost = [title, f"{note}different rank, and back."], []
     per = routes.num_experts // routes.num_ranks
     for rank, kept in enumerate(routes.kept):
         held = range(rank * per, (rank + 1) * per)
         each = ", ".join(f"expert {expert} asked {asked[expert]} times, {rows[expert]} kept" for expert in held)
-        own, all_of = int(between[rank, rank]), int(between[:, rank].sum())
-        lines.append(f"Rank {rank}: {each}; works on {all_of} rows, {all_of - own} of them from other ranks.")
+        other = work[rank] - between[rank, rank]
+        lines.append(f"Rank {rank}: {each}; works on {work[rank]} rows, {other} of them from other ranks.")
         tokens = np.flatnonzero(~kept.any(axis=1)).tolist()
         names = f"token{'s' if len(tokens) > 1 else ''} {', '.join(map(str, tokens))}"
         lost += [f"Rank {rank}: no choice of {names} was kept."] if tokens else []
     return lines + lost
-
-
-def _load_of_experts(routes: Routes) -> str:
-    asked, work = routes.asked, routes.between.sum(axis=0)
-    busiest, most = int(work.argmax()), int(work.max())
-    even = float(work.mean())
-    text = f"Expert {int(asked.argmax())} is asked {int(asked.max())} times where {asked.mean():.3g} is even"
-    if int(asked.min()) == int(asked.max()):
-        text = f"Every expert is asked {int(asked[0])} times"
-    if dropped := sum(int((~kept).sum()) for kept in routes.kept):
-        text += f"; {dropped} of {int(asked.sum())} choices are dropped"
-    if most > even:
-        text += f"; rank {busiest} works {most / even:.2f}x the mean"
-    return text
-
-
-def _sizes_and_traffic(routes: Routes) -> str:
-    tokens, choices = sum(len(one) for one in routes.experts), routes.experts[0].shape[1]
-    places = "place" if routes.capacity == 1 else "places"
-    room = f"{routes.capacity} {places} for each rank"
-    moved = int(routes.between.sum() - np.trace(routes.between))
-    each = f"{choices} choice{'s' if choices > 1 else ''} each"
-    return f"{tokens} tokens, {each}; an expert has {room}; {moved} rows go to a different rank, and back."
 
 
 def _draw_tokens(pen: Pen, routes: Routes, top: float) -> list[list[Point]]:

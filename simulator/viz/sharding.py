@@ -10,20 +10,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from distlab.trace import Trace
 from simulator.step.simulate import Step
 from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import byte_unit, counted, format_bytes, format_s, percent, time_unit
-from simulator.viz.drawing.lanes import Side, add_boxes, add_pixels, lanes_of, place
+from simulator.viz.drawing.lanes import Scene, scene_of
 from simulator.viz.drawing.pen import finished, put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure
-from simulator.viz.drawing.theme import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
+from simulator.viz.drawing.theme import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox
+from simulator.viz.timeline.timeline import fill_rows
 
 COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2
 LEFT_IN, RIGHT_IN, GAP_IN = 1.15, 0.4, 1.25
-MAX_BOXES = 1_500
 Floats = NDArray[np.float64]
 
 
@@ -34,9 +33,8 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
         sweep: what `sweep_units` returned.
         step: one step of stage 3; its unit size is the one that is marked.
     """
-    trace = step.layer_trace.select(step.layer_trace.rank == 0)
-    lanes = lanes_of([Side(trace, False)])
-    height = TOP_IN + CURVES_IN + MIDDLE_IN + LANE_IN * len(lanes) + FOOT_IN
+    scene = scene_of(step.layer_trace.select(step.layer_trace.rank == 0))
+    height = TOP_IN + CURVES_IN + MIDDLE_IN + LANE_IN * len(scene.rows) + FOOT_IN
     figure = new_figure(height)
     half = (WIDTH_IN - LEFT_IN - RIGHT_IN - GAP_IN) / 2
     bottom = height - TOP_IN - CURVES_IN
@@ -49,7 +47,7 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
     _draw_time(time, sizes, sweep)
     for axes in (memory, time):
         _mark(axes, sizes, sweep, at)
-    _draw_timeline(figure, trace, lanes, height)
+    _draw_timeline(figure, scene)
     named = {"Chosen": at, "Fastest": sweep.fastest, "Holding least": sweep.smallest}
     lines = [f"{name}: {point(sweep, index)}." for name, index in named.items()]
     return finished(figure, _memory_and_time(sweep, at), _setting(step), *lines)
@@ -136,26 +134,12 @@ def _mark(axes: Axes, sizes: Floats, sweep: UnitSweep, at: int) -> None:
     name_axes(axes, "layers per unit", size=TEXT_PT - 1)
 
 
-def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height: float) -> None:
+def _draw_timeline(figure: Figure, scene: Scene) -> None:
     top = TOP_IN + CURVES_IN + MIDDLE_IN
     axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=FOOT_IN, bare=True)
-    side = Side(trace, False)
-    few = len(trace) <= MAX_BOXES
-    placement = place([side], [0], lanes, seen=[np.ones(len(trace), bool)], levels=False)
-    styles = kind_styles([trace.words[code] for code in np.unique(trace.kind)])
-    view = (0.0, trace.duration_s or 1e-9)
-    axes.set_xlim(view)
-    axes.set_ylim(placement.total_height, 0)
-    for row in placement.rows:
-        axes.axhspan(row.top, row.top + row.height, color=IDLE, linewidth=0, zorder=0)
-        look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": TEXT_PT - 1, "color": FAINT}
+    fill_rows(axes, scene, (0.0, scene.sides[0].trace.duration_s or 1e-9))
+    look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": TEXT_PT - 1, "color": FAINT}
+    for row in scene.rows:
         axes.text(-0.008, row.top + row.height / 2, row.lane, ha="right", va="center", **look)
-    if few:
-        add_boxes(axes, side, placement, 0, styles)
-    else:
-        add_pixels(axes, [side], placement, styles)
     draw_time_scale(axes, "on every rank: time since the step began", label_pt=TEXT_PT - 1)
-    shown = [kind for kind in KINDS if kind in styles]
-    put_legend(
-        figure, [LegendBox(styles[k].colour, styles[k].colour, styles[k].letter, styles[k].words) for k in shown]
-    )
+    put_legend(figure, [LegendBox(s.colour, s.colour, s.letter, s.words) for s in scene.styles.values()])

@@ -24,26 +24,26 @@ BYTES_COLOUR, LATENCY_COLOUR, LIMIT = "#0072B2", "#CC79A7", "#D55E00"
 ROW_IN = 0.62
 
 
-def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s: float | None = None) -> Picture:
+def draw_link_times(num_bytes: float, links: Sequence[str], *, compute_s: float) -> Picture:
     """Draw one bar per link, fastest first, on a logarithmic axis: the seconds that one message of num_bytes takes.
 
     A bar is pink where latency is more than half of the time, blue where the bytes are.
 
     Args:
         num_bytes: size of the message.
-        links: links or names of presets, with measured figures where they were published.
+        links: names of presets, with measured figures where they were published.
         compute_s: the compute of a step, drawn as an upright line, and compared with.
 
     Raises:
         ValueError: no links, an unknown preset, or a size or a compute time that is not above zero.
     """
-    require_positive("links", num_bytes=num_bytes, compute_s=1 if compute_s is None else compute_s, links=len(links))
-    found = [preset(link) if isinstance(link, str) else link for link in links]
-    rows = sorted(((link, message_s(num_bytes, link)) for link in found), key=lambda row: row[1])
+    require_positive("links", num_bytes=num_bytes, compute_s=compute_s, links=len(links))
+    rows = sorted(((link, message_s(num_bytes, link)) for link in map(preset, links)), key=lambda row: row[1])
+    speeds = {link.name: format_bytes_per_s(_protocol(link, num_bytes).bytes_per_s) for link, _ in rows}
     figure = new_figure(1.95 + ROW_IN * len(rows))
     axes = frame(figure, left=2.0, right=3.1, top=1.05, bottom=0.8)
     times = [seconds for _, seconds in rows]
-    low, high = min(times) / 4, max([*times, *([compute_s] if compute_s else [])]) * 1.3
+    low, high = min(times) / 4, max([*times, compute_s]) * 1.3
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.set_ylim(len(rows) - 0.45, -0.55)
@@ -51,15 +51,13 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
     for place, (link, seconds) in enumerate(rows):
         colour = LATENCY_COLOUR if link in late else BYTES_COLOUR
         axes.barh(place, seconds - low, left=low, height=0.62, color=pale(colour, 0.75), edgecolor=colour)
-        note = format_s(seconds) if compute_s is None else f"{format_s(seconds)}, {_share(seconds, compute_s)} the step"
+        note = f"{format_s(seconds)}, {_share(seconds, compute_s)} the step"
         where: dict[str, Any] = {"ha": "left", "va": "center", "fontsize": TEXT_PT, "color": INK}
         axes.text(1.015, place, note, transform=axes.get_yaxis_transform(), **where)
-    if compute_s is not None:
-        axes.axvline(compute_s, color=LIMIT, linewidth=2.2, linestyle=(0, (5, 3)))
-        words = f"compute of a step: {format_s(compute_s)} "
-        look: dict[str, Any] = {"fontsize": SMALL_PT, "color": text_on_white(LIMIT), "weight": "bold"}
-        axes.text(compute_s, -0.5, words, ha="right", va="bottom", **look)
-    axes.set_yticks(range(len(rows)), [f"{link.name}\n{_rate(link, num_bytes)}" for link, _ in rows])
+    axes.axvline(compute_s, color=LIMIT, linewidth=2.2, linestyle=(0, (5, 3)))
+    look: dict[str, Any] = {"fontsize": SMALL_PT, "color": text_on_white(LIMIT), "weight": "bold"}
+    axes.text(compute_s, -0.5, f"compute of a step: {format_s(compute_s)} ", ha="right", va="bottom", **look)
+    axes.set_yticks(range(len(rows)), [f"{name}\n{speed}" for name, speed in speeds.items()])
     axes.tick_params(axis="y", length=0, labelsize=SMALL_PT)
     mark_ticks(axes.xaxis, LogLocator(10, numticks=15), format_s)
     name_axes(axes, "time of one message, latency + size / bandwidth")
@@ -67,23 +65,17 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
     axes.set_axisbelow(True)
     slow = "Pink: more than half of the time is latency" if late else "Nearly all of the time is bandwidth"
     axes.spines["left"].set_color(FAINT)
-    takeaway = _fastest_and_slowest(num_bytes, rows, compute_s)
+    (fast, least), (last, most) = rows[0], rows[-1]
+    takeaway = f"{format_bytes(num_bytes)} takes {format_s(least)} on {fast.name}"
+    takeaway += f" and {format_s(most)} on {last.name}" if len(rows) > 1 else ""
+    over = sum(seconds > compute_s for seconds in times)
+    takeaway += f"; on {over} of {len(rows)} links longer than the compute" if over else ""
     put_title(figure, takeaway, f"{slow}. Speeds are one way.")
-    lines = [f"{takeaway}."]
-    for link, seconds in rows:
-        share = "" if compute_s is None else f" ({_share(seconds, compute_s)} the step's compute)"
-        lines.append(f"{link.name}, {_rate(link, num_bytes)}: {format_s(seconds)}{share}")
-    return Picture(figure, "\n".join(lines))
-
-
-def _fastest_and_slowest(num_bytes: float, rows: Sequence[tuple[Link, float]], compute_s: float | None) -> str:
-    (fast, least), (slow, most) = rows[0], rows[-1]
-    text = f"{format_bytes(num_bytes)} takes {format_s(least)} on {fast.name}"
-    text += f" and {format_s(most)} on {slow.name}" if len(rows) > 1 else ""
-    if compute_s is not None and most > compute_s:
-        over = sum(seconds > compute_s for _, seconds in rows)
-        text += f"; on {over} of {len(rows)} links longer than the compute"
-    return text
+    lines = [
+        f"{link.name}, {speeds[link.name]}: {format_s(seconds)} ({_share(seconds, compute_s)} the step's compute)"
+        for link, seconds in rows
+    ]
+    return Picture(figure, "\n".join([f"{takeaway}.", *lines]))
 
 
 def _share(seconds: float, compute_s: float) -> str:
@@ -93,10 +85,6 @@ def _share(seconds: float, compute_s: float) -> str:
     if share < 0.001:
         return "under 0.1 % of"
     return f"{percent(share, 0 if share >= 0.1 else 1)} of"
-
-
-def _rate(link: Link, num_bytes: float) -> str:
-    return format_bytes_per_s(_protocol(link, num_bytes).bytes_per_s)
 
 
 def _protocol(link: Link, num_bytes: float) -> Protocol:
@@ -147,11 +135,8 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
     axes.plot(grid, line, color=LINE, linewidth=2.6, zorder=3, gid="line")
     axes.scatter(sizes, times, s=60, c=POINT, edgecolors="white", linewidths=0.9, zorder=4, gid="points")
     _write(figure, alpha_s, bytes_per_s)
-    for axis, (first, last), write in (
-        (axes.xaxis, axes.get_xlim(), format_bytes),
-        (axes.yaxis, axes.get_ylim(), format_s),
-    ):
-        steps = (1.0, 2.0, 5.0) if last < 150 * first else (1.0,)
+    for axis, ends, write in ((axes.xaxis, axes.get_xlim(), format_bytes), (axes.yaxis, axes.get_ylim(), format_s)):
+        steps = (1.0, 2.0, 5.0) if ends[1] < 150 * ends[0] else (1.0,)
         mark_ticks(axis, LogLocator(10, subs=steps, numticks=15), write)
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
     name_axes(axes, "size of the message", "time of one message")

@@ -8,14 +8,13 @@ step after it was sent. The picture then does not depend on how fast the ranks a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from simulator.units import format_bytes, format_s, name_ranks
-from simulator.viz.collectives.ring import RecordedCall
+from simulator.units import counted, format_bytes, format_s, name_ranks
 from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
@@ -24,18 +23,39 @@ from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figur
 PAIRS = ("send", "recv")
 
 
-class CallEvent(NamedTuple):
-    """One call in the diagram, and its place among all calls; x in steps.
+class RecordedCall(Protocol):
+    """One recorded call, as pictures read it; a `distlab.comm` Call has all of it.
 
     Attributes:
-        place: its place in the order in which calls were made.
-        call: the call.
-        start_x: when it was made.
-        wait_x: when the rank began to wait for it.
-        end_x: when it was over; None: never.
+        rank: who made it.
+        op: the operation, such as "send" or "all_reduce".
+        peer: the rank at the other end, or the root, or -1.
+        num_bytes: payload.
+        number: its number among the calls of its channel.
+        group: ranks of the group.
+        channel: what calls share that can meet: their group, or their pair of ranks and tag.
+        start_ns: when it was made.
+        wait_ns: when the rank began to wait for it, or 0.
+        end_ns: when it was known to be over, or 0.
+        state: one of "issued", "waiting", "done" and "failed".
     """
 
-    place: int
+    rank: int
+    op: str
+    peer: int
+    num_bytes: int
+    number: int
+    group: tuple[int, ...]
+    channel: int
+    start_ns: int
+    wait_ns: int
+    end_ns: int
+    state: str
+
+
+class CallEvent(NamedTuple):
+    """One call in the diagram: when it was made, when the rank began to wait for it, and its end or None; in steps."""
+
     call: RecordedCall
     start_x: float
     wait_x: float
@@ -73,6 +93,10 @@ class Diagram(NamedTuple):
     last_x: float
     num_left_out: int
 
+    def taken_x(self, place: int) -> float | None:
+        """Return where the receive of a send was over; None: no rank took it."""
+        return next((self.events[receive].end_x for send, receive in self.pairs if send == place), None)
+
 
 def read_diagram(records: Iterable[RecordedCall]) -> Diagram:
     """Read the diagram of recorded calls.
@@ -88,13 +112,12 @@ def read_diagram(records: Iterable[RecordedCall]) -> Diagram:
     stuck = any(_is_stuck(call) for call in calls)
     left_out = max(0, len(calls) - MAX_CALLS)
     calls = calls[left_out:] if stuck else calls[:MAX_CALLS]
-    pairs, meetings = _meet(calls)
-    times = _steps(calls, pairs, meetings)
-    events = tuple(CallEvent(index, call, *times[index]) for index, call in enumerate(calls))
+    pairs, meetings = meet(calls)
+    events = tuple(map(CallEvent._make, _steps(calls, pairs, meetings)))
     members = {rank for call in calls for rank in (call.rank, *call.group)}
     first = calls[0].start_ns
     last = max(max(call.start_ns, call.wait_ns, call.end_ns) for call in calls)
-    last_x = max(x for place in times for x in place if x is not None)
+    last_x = max(x for event in events for x in event[1:] if x is not None)
     waits = _waits(events, meetings)
     return Diagram(tuple(sorted(members)), events, pairs, meetings, waits, (last - first) / 1e9, last_x, left_out)
 
@@ -118,7 +141,7 @@ def _is_stuck(call: RecordedCall) -> bool:
     return not call.end_ns and call.state in ("waiting", "failed") and call.wait_ns > 0
 
 
-def _meet(calls: list[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
+def meet(calls: Sequence[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
     """Pair sends with receives in order, tag by tag, and collect the calls of each collective."""
     arrivals: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
     meetings: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -137,13 +160,12 @@ def _meet(calls: list[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple
     return tuple(pairs), tuple(tuple(met) for met in meetings.values())
 
 
-Place = tuple[float, float, float | None]
 Spot = tuple[float, float]
 
 
 def _steps(
     calls: list[RecordedCall], pairs: tuple[tuple[int, int], ...], meetings: tuple[tuple[int, ...], ...]
-) -> list[Place]:
+) -> list[tuple[RecordedCall, float, float, float | None]]:
     """Number what happens: after what the rank did before, and after what made it possible."""
     causes: dict[int, list[int]] = {receive: [send] for send, receive in pairs}
     for met in meetings:
@@ -169,19 +191,21 @@ def _steps(
         else:
             here[rank] = (start if kind == 0 else wait)[index] = now + 1
         last[rank] = (kind, index)
-    return [(at, wait.get(index, end.get(index, at)), end.get(index)) for index, at in sorted(start.items())]
+    found = [(at, wait.get(index, end.get(index, at)), end.get(index)) for index, at in sorted(start.items())]
+    return [(call, *times) for call, times in zip(calls, found, strict=True)]
 
 
 def _waits(events: tuple[CallEvent, ...], meetings: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
     """Return whom each stuck rank waits for: the other end, or the members that have not come."""
     came = {index: {events[other].call.rank for other in met} for met in meetings for index in met}
     waits: dict[int, tuple[int, ...]] = {}
-    for event in events:
-        if event.waits and event.call.op in PAIRS and event.call.peer >= 0:
-            waits[event.call.rank] = (event.call.peer,)
+    for place, event in enumerate(events):
+        call = event.call
+        if event.waits and call.op in PAIRS and call.peer >= 0:
+            waits[call.rank] = (call.peer,)
         elif event.waits:
-            missing = tuple(rank for rank in event.call.group if rank not in came.get(event.place, ()))
-            waits[event.call.rank] = tuple(rank for rank in missing or event.call.group if rank != event.call.rank)
+            missing = tuple(rank for rank in call.group if rank not in came.get(place, ()))
+            waits[call.rank] = tuple(rank for rank in missing or call.group if rank != call.rank)
     return dict(sorted(waits.items()))
 
 
@@ -234,18 +258,16 @@ def draw_message_diagram(records: Iterable[RecordedCall], *, title: str | None =
 def _say(diagram: Diagram) -> list[str]:
     """Say each message or collective in a line, then who waits for whom; no times, which depend on the machine."""
     lines = [f"{_deadlock_or_traffic(diagram)}."]
-    received = dict(diagram.pairs)
     met = {index: others for others in diagram.meetings for index in others}
     told: set[int] = set()
-    for event in sorted(diagram.events, key=lambda event: (event.start_x, event.call.rank)):
+    for place, event in sorted(enumerate(diagram.events), key=lambda pair: (pair[1].start_x, pair[1].call.rank)):
         size = format_bytes(float(event.call.num_bytes))
         if event.call.op == "send":
-            taken = event.place in received and diagram.events[received[event.place]].end_x is not None
-            ending = "" if taken else " (not received)"
+            ending = " (not received)" if diagram.taken_x(place) is None else ""
             lines.append(f"rank {event.call.rank} -> rank {event.call.peer}: {size}{ending}")
-        elif event.call.op not in PAIRS and event.place not in told:
-            told.update(met[event.place])
-            came = sorted(diagram.events[index].call.rank for index in met[event.place])
+        elif event.call.op not in PAIRS and place not in told:
+            told.update(met[place])
+            came = sorted(diagram.events[index].call.rank for index in met[place])
             lines.append(f"{event.call.op} of {name_ranks(came)}: {size}")
     for rank, others in diagram.waits_for.items():
         lines.append(f"rank {rank} waits for {name_ranks(others)}")
@@ -266,11 +288,8 @@ def _deadlock_or_traffic(diagram: Diagram) -> str:
         return f"Rank {rank} waits for {name_ranks(others)}, forever{more}"
     sends = [event for event in diagram.events if event.call.op == "send"]
     total = format_bytes(float(sum(event.call.num_bytes for event in sends)))
-    parts = []
-    if sends:
-        parts.append(f"{len(sends)} message{'s' if len(sends) > 1 else ''} of {total} together")
-    if diagram.meetings:
-        parts.append(f"{len(diagram.meetings)} collective{'s' if len(diagram.meetings) > 1 else ''}")
+    parts = [f"{counted(len(sends), 'message')} of {total} together"] if sends else []
+    parts += [counted(len(diagram.meetings), "collective")] if diagram.meetings else []
     return f"{' and '.join(parts)} between {len(diagram.ranks)} ranks"
 
 
@@ -300,18 +319,20 @@ def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: f
 
 def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
     """Draw each message from its sender's line to its receiver's, or to a cross if no rank receives it."""
-    received = dict(diagram.pairs)
-    sends = [event for event in diagram.events if event.call.op == "send" and event.call.peer in rows]
+    sends = [
+        (place, event)
+        for place, event in enumerate(diagram.events)
+        if event.call.op == "send" and event.call.peer in rows
+    ]
     colour = theme.kind_styles(["send"])["send"].colour
     taken_spots: list[Spot] = []
-    for event in sends:
+    for place, event in sends:
         low, high = rows[event.call.rank], rows[event.call.peer]
-        down = 1 if high > low else -1
-        taken = diagram.events[received[event.place]] if event.place in received else None
+        down, taken_x = 1 if high > low else -1, diagram.taken_x(place)
         start = (event.start_x, float(low))
         axes.scatter([event.start_x], [low], s=34, c=colour, zorder=4)
-        if taken is not None and taken.end_x is not None:
-            end = (taken.end_x, high - HALF * down)
+        if taken_x is not None:
+            end = (taken_x, high - HALF * down)
             look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 15, "linewidth": 1.8, "color": colour}
             axes.add_patch(FancyArrowPatch(start, end, shrinkA=0, shrinkB=0, zorder=3, **look))
             if len(sends) <= LABELLED:

@@ -25,14 +25,9 @@ MARGIN = 3
 
 def to_png(figure: Figure) -> bytes:
     """Return the figure as PNG bytes; the same figure gives the same bytes."""
-    return pack_png(pixels_of(figure))
-
-
-def pixels_of(figure: Figure) -> NDArray[np.uint8]:
-    """Return the figure's pixels [height, width, 4]."""
     canvas = _Canvas(figure)
     canvas.draw()  # type: ignore[no-untyped-call]
-    return np.asarray(canvas.buffer_rgba(), np.uint8)  # type: ignore[no-untyped-call]
+    return pack_png(np.asarray(canvas.buffer_rgba(), np.uint8))  # type: ignore[no-untyped-call]
 
 
 def pack_png(pixels: NDArray[np.uint8]) -> bytes:

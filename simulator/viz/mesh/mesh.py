@@ -68,22 +68,32 @@ def draw_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | No
         down, place = divmod(number, across)
         tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns, box_wide)
         _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
-    lines = _say_groups(mesh, axes, devices_per_node, rank)
-    return pen.finish(_equation_and_nodes(mesh, devices_per_node), _how_to_read(devices_per_node, rank), *lines)
+    return pen.finish(*_say(mesh, axes, devices_per_node, rank))
 
 
-def _say_groups(mesh: Mesh, axes: Sequence[str], devices_per_node: int | None, rank: int | None) -> list[str]:
-    """Say every axis' groups and where they lie; with a rank, its own ones."""
-    lines = []
+def _say(mesh: Mesh, axes: Sequence[str], devices_per_node: int | None, rank: int | None) -> list[str]:
+    """Say the equation, how to read the picture, every axis' groups and where they lie; with a rank, its own ones."""
+    large = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
+    title = f"{counted(mesh.size, 'rank')} = {' x '.join(f'{name} ({size})' for name, size in large)}"
+    if devices_per_node is not None and mesh.size > devices_per_node:
+        inside = [name for name, _ in large if not mesh.crosses_nodes(name, devices_per_node)]
+        outside = [name for name, _ in large if name not in inside]
+        stay, leave = "stays" if len(inside) == 1 else "stay", "leaves" if len(outside) == 1 else "leave"
+        title += ": every axis leaves the node" if not inside else "" if outside else ": no axis leaves its node"
+        title += f": {listed(inside)} {stay} inside a node, {listed(outside)} {leave} it" if inside and outside else ""
+    rows = "A row is a node." if devices_per_node and devices_per_node <= MAX_COLUMNS else "Ranks in their order."
+    groups = "Ranks of one colour and letter are a group: they talk to each other on that axis."
+    said = [title, f"{rows} {groups}"]
     if rank is not None:
+        own = f"Coloured, with its group's letter: the group of rank {rank}, whom it talks to on that axis."
         place = ", ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items())
-        lines.append(f"Rank {rank} stands at {place}.")
+        said = [title, f"{rows} {own}", f"Rank {rank} stands at {place}."]
     for axis in axes:
-        groups = mesh.groups(axis) if rank is None else [mesh.group_of(rank, axis)]
-        shown = ", ".join("(" + " ".join(map(str, group)) + ")" for group in groups[:8])
-        more = f" and {len(groups) - 8} more" if len(groups) > 8 else ""
-        lines.append(f"{axis}: {_kind_of(mesh, axis, devices_per_node)}: {shown}{more}.")
-    return lines
+        found = mesh.groups(axis) if rank is None else [mesh.group_of(rank, axis)]
+        shown = ", ".join("(" + " ".join(map(str, group)) + ")" for group in found[:8])
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        said.append(f"{axis}: {_kind_of(mesh, axis, devices_per_node)}: {shown}{more}.")
+    return said
 
 
 def axis_style(axis: str) -> theme.KindStyle:
@@ -114,33 +124,8 @@ def _columns(mesh: Mesh, devices_per_node: int | None) -> int:
     return columns if columns > 1 else min(mesh.size, 8)
 
 
-def _equation_and_nodes(mesh: Mesh, devices_per_node: int | None) -> str:
-    axes = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
-    equation = " x ".join(f"{name} ({size})" for name, size in axes)
-    ranks = counted(mesh.size, "rank")
-    if devices_per_node is None or mesh.size <= devices_per_node:
-        return f"{ranks} = {equation}"
-    inside = [name for name, _ in axes if not mesh.crosses_nodes(name, devices_per_node)]
-    outside = [name for name, _ in axes if name not in inside]
-    if not inside:
-        return f"{ranks} = {equation}: every axis leaves the node"
-    if not outside:
-        return f"{ranks} = {equation}: no axis leaves its node"
-    verb = "stays inside a node" if len(inside) == 1 else "stay inside a node"
-    leave = "leaves it" if len(outside) == 1 else "leave it"
-    return f"{ranks} = {equation}: {listed(inside)} {verb}, {listed(outside)} {leave}"
-
-
-def _how_to_read(devices_per_node: int | None, rank: int | None) -> str:
-    rows = "A row is a node." if devices_per_node and devices_per_node <= MAX_COLUMNS else "Ranks in their order."
-    one = "Ranks of one colour and letter are a group: they talk to each other on that axis."
-    own = f"Coloured, with its group's letter: the group of rank {rank}, whom it talks to on that axis."
-    return f"{rows} {one if rank is None else own}"
-
-
 def _kind_of(mesh: Mesh, axis: str, devices_per_node: int | None) -> str:
-    groups, size = len(mesh.groups(axis)), mesh.axis_size(axis)
-    text = f"{groups} group{'s' if groups > 1 else ''} of {size}"
+    text = f"{counted(len(mesh.groups(axis)), 'group')} of {mesh.axis_size(axis)}"
     if devices_per_node is None:
         return text
     where = "between nodes" if mesh.crosses_nodes(axis, devices_per_node) else "inside a node"

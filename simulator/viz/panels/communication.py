@@ -13,8 +13,9 @@ from distlab.plan.compression import Compression
 from distlab.trace import Trace
 from simulator.hardware import presets as hardware
 from simulator.sweeps.compression import CompressionSweep, replica_link, sweep_compression
+from simulator.viz.collectives.messages import RecordedCall
 from simulator.viz.collectives.race import draw_race
-from simulator.viz.collectives.ring import RecordedCall, draw_ring_frame, ring_steps
+from simulator.viz.collectives.ring import draw_ring_frame, ring_steps
 from simulator.viz.compression import compression_label, draw_compression
 from simulator.viz.data_parallel.step import best_moment, read_step
 from simulator.viz.data_parallel.train_step import draw_train_step
@@ -37,12 +38,8 @@ def ring_panel(record: Iterable[RecordedCall]) -> Panel:
         ValueError: the record is not of a ring; the text says why.
     """
     steps = ring_steps(record)
-    last = len(steps.chunk)
-
-    def draw(step: int) -> Picture:
-        return draw_ring_frame(steps, step)
-
-    return Panel(draw, step=widgets.Play(value=0, min=0, max=last, step=1, interval=1200, description="step"))
+    play = widgets.Play(value=0, min=0, max=len(steps.chunk), step=1, interval=1200, description="step")
+    return Panel(lambda step: draw_ring_frame(steps, step), step=play)
 
 
 def race_panel(num_ranks: int, algorithms: Sequence[str]) -> Panel:

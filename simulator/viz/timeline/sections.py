@@ -35,7 +35,10 @@ def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title:
     Raises:
         ValueError: no rank has any time.
     """
-    longest = _longest_s(measured, predicted)
+    both = [*measured.values(), *(() if predicted is None else predicted.values())]
+    longest = max((sum(row.values()) for row in both), default=0.0)
+    if not measured or longest <= 0:
+        raise ValueError("no rank has any time in a section; profile at least one step")
     ranks = [list(measured)[index] for index in spread_evenly(len(measured), MAX_BARS)]
     row = ROW_IN * (1 if predicted is None else 1.75)
     height = TOP_IN + row * len(ranks) + LOW_IN
@@ -48,21 +51,17 @@ def draw_sections(measured: Seconds, predicted: Seconds | None = None, *, title:
         if predicted is not None:
             pen.words((LEFT_IN - 0.12, top - 1.25 * ROW_IN), "predicted", colour=theme.FAINT, side="right")
             _draw_bar(pen, _of_rank(predicted, rank), (LEFT_IN, top - 1.55 * ROW_IN), 0.6 * ROW_IN, scale, is_pale=True)
-    used = _used([*measured.values(), *(() if predicted is None else predicted.values())])
-    pen.legend([theme.LegendBox(s.colour, "white", s.letter, s.words) for s in map(SECTION_STYLES.__getitem__, used)])
+    styles = [SECTION_STYLES[name] for name in _used(both)]
+    pen.legend([theme.LegendBox(style.colour, "white", style.letter, style.words) for style in styles])
     shown = f"{len(ranks)} of {len(measured)} ranks; " if len(ranks) < len(measured) else ""
-    picture = pen.finish(title or _takeaway(measured), f"{shown}mean over steps; a bar is one step of a rank")
-    return picture._replace(words=(f"{title}. " if title else "") + _say(measured, predicted))
-
-
-def _say(measured: Seconds, predicted: Seconds | None) -> str:
-    """Say each rank's sections in a line."""
-    lines = [f"{_takeaway(measured)}."]
-    for rank, row in measured.items():
-        lines.append(f"Rank {rank}: {_listed(row)}.")
+    takeaway = _takeaway(measured)
+    picture = pen.finish(title or takeaway, f"{shown}mean over steps; a bar is one step of a rank")
+    lines = [(f"{title}. " if title else "") + f"{takeaway}."]
+    for rank, own in measured.items():
+        lines.append(f"Rank {rank}: {_listed(own)}.")
         if predicted is not None:
             lines.append(f"Predicted for rank {rank}: {_listed(_of_rank(predicted, rank))}.")
-    return "\n".join(lines)
+    return picture._replace(words="\n".join(lines))
 
 
 def _draw_bar(
@@ -77,24 +76,15 @@ def _draw_bar(
     pen.words((x + 0.08, y + tall / 2), format_s(whole), side="left", colour=theme.FAINT)
 
 
-def _longest_s(measured: Seconds, predicted: Seconds | None) -> float:
-    rows = [*measured.values(), *(() if predicted is None else predicted.values())]
-    longest = max((sum(row.values()) for row in rows), default=0.0)
-    if not measured or longest <= 0:
-        raise ValueError("no rank has any time in a section; profile at least one step")
-    return longest
-
-
 def _takeaway(measured: Seconds) -> str:
     """Return the title: how long a step is, and how much of it is work."""
     whole_s = max(sum(row.values()) for row in measured.values())
     total = sum(sum(row.values()) for row in measured.values())
-    worked = sum(row.get(name, 0.0) for row in measured.values() for name in ("forward", "backward", "optimizer"))
-    lost = {
-        name: sum(row.get(name, 0.0) for row in measured.values()) / total for name in ("data", "sync", "other", "idle")
-    }
+    share = {name: sum(row.get(name, 0.0) for row in measured.values()) / total for name in SECTION_STYLES}
+    worked = share["forward"] + share["backward"] + share["optimizer"]
+    lost = {name: share[name] for name in ("data", "sync", "other", "idle")}
     most = max(lost, key=lost.__getitem__)
-    text = f"{counted(len(measured), 'rank')} work {percent(worked / total)} of a step of {format_s(whole_s)}"
+    text = f"{counted(len(measured), 'rank')} work {percent(worked)} of a step of {format_s(whole_s)}"
     return text if lost[most] < 0.005 else f"{text}; most of the rest, {percent(lost[most])}, is {most}"
 
 
