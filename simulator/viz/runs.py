@@ -40,11 +40,6 @@ def draw_cost_curve(costs: Curve) -> Picture:
         _draw_line(axes, bills, values, theme.LINE_COLOURS[which], heading)
         _mark(axes, costs, is_price=bool(which))
         plot.put_heading(axes, heading)
-    return finished(figure, *_say_costs(costs, bills))
-
-
-def _say_costs(costs: Curve, bills: Sequence[Bill]) -> list[str]:
-    """Say who is fastest and cheapest, what was run, and the days and the price on each number of devices."""
     short, cheap, sweet = (each.num_devices for each in _three(costs))
     title = f"Fastest on {short:,} devices, cheapest on {cheap:,}, sweet spot {sweet:,}"
     if short == cheap:
@@ -54,15 +49,16 @@ def _say_costs(costs: Curve, bills: Sequence[Bill]) -> list[str]:
     where = next(iter(clusters)) if len(clusters) == 1 else f"{len(clusters)} clusters"
     price = "" if run.price is None else f", {run.price:g} dollars for a device and an hour"
     fails = ", with failures" if run.failures else ", without failures"
-    said = [title, f"{workload}, {run.num_tokens:.3g} tokens on {where}{price}{fails}."]
+    note = f"{workload}, {run.num_tokens:.3g} tokens on {where}{price}{fails}."
+    lines = []
     for each in bills:
         names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]
         mark = f": {' and '.join(names)}" if names else ""
         of = f" of {each.step.cluster.name}" if len(clusters) > 1 else ""
         paid = f"{each.price:,.0f} {'device-hours' if each.dollars is None else 'dollars'}"
         days = format_span(86_400 * each.days)
-        said.append(f"{counted(each.num_devices, 'device')}{of}: {days}, {paid}{mark}.")
-    return said
+        lines.append(f"{counted(each.num_devices, 'device')}{of}: {days}, {paid}{mark}.")
+    return finished(figure, title, note, *lines)
 
 
 def _three(costs: Curve) -> tuple[Bill, Bill, Bill]:
@@ -142,26 +138,17 @@ def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: i
     right = plot.frame(figure, left=7.0, right=1.75, top=1.45, bottom=0.85)
     _draw_intervals(left, good, failures.restart_s, seed)
     _draw_devices(right, failures, num_devices, save_s)
-    return finished(figure, *_say_goodput(good, failures, num_devices, save_s))
-
-
-def _say_goodput(good: Goodput, failures: Failures, num_devices: int, save_s: float) -> list[str]:
-    """Say how much counts, the run, the parts of the time, the best interval, and other numbers of devices."""
     both = (good.save_s, good.mtbf_s)
     parts = ", ".join(f"{name} {percent(getattr(good, name), 1)}" for name in PARTS if getattr(good, name) > 0)
     best, young, daly = (format_span(rule(*both)) for rule in (best_s, young_s, daly_s))
     mtbf, interval = format_span(good.mtbf_s), format_span(good.interval_s)
     save, restart = format_span(save_s), format_span(failures.restart_s)
-    return [
-        f"{percent(good.useful, 1)} of the time counts: a failure every {mtbf}, a save every {interval}",
-        f"{counted(num_devices, 'device')}; {save} to save, {restart} to restart; {failures.published.source}.",
-        f"Parts of the time: {parts}.",
-        f"Best interval: {best}; by Young {young}, by Daly {daly}.",
-        *(
-            f"{counted(count, 'device')}: {percent(each.useful, 1)} useful."
-            for count, each in _by_devices(failures, num_devices, save_s)
-        ),
-    ]
+    lines = [f"Parts of the time: {parts}.", f"Best interval: {best}; by Young {young}, by Daly {daly}."]
+    for count, each in _by_devices(failures, num_devices, save_s):
+        lines.append(f"{counted(count, 'device')}: {percent(each.useful, 1)} useful.")
+    title = f"{percent(good.useful, 1)} of the time counts: a failure every {mtbf}, a save every {interval}"
+    note = f"{counted(num_devices, 'device')}; {save} to save, {restart} to restart; {failures.published.source}."
+    return finished(figure, title, note, *lines)
 
 
 def _useful(good: Goodput, restart_s: float, intervals: Floats) -> Floats:

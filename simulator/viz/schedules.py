@@ -5,22 +5,12 @@ A row is a rank, a numbered box a micro-batch. Where a textbook has a closed for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from distlab.plan import (
-    SCHEDULES,
-    ActionTimes,
-    Schedule,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    make_schedule,
-    naive,
-    one_f_one_b,
-)
+from distlab.plan import SCHEDULES, ActionTimes, Schedule, make_schedule
 from distlab.plan.require import chosen
 from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS
@@ -330,16 +320,14 @@ def textbook_of(trace: Trace) -> tuple[str, str, float] | None:
         return None
     p, m, v = order.num_ranks, order.num_microbatches, order.num_stages // order.num_ranks
     looped = (p - 1) / (v * m + p - 1)
-    known: list[tuple[str, str, float, Callable[[], Schedule]]] = []
+    forms = {"interleaved": ("(p-1)/(vm+p-1)", looped), "looped_bfs": ("(p-1)/(vm+p-1)", looped)} if m % p == 0 else {}
     if v == 1:
-        known.append(("naive model parallelism", "(p-1)/p", (p - 1) / p, lambda: naive(p, m)))
-        known.append(("GPipe", "(p-1)/(m+p-1)", looped, lambda: gpipe(p, m)))
-        known.append(("1F1B", "(p-1)/(m+p-1)", looped, lambda: one_f_one_b(p, m)))
-    elif m % p == 0:
-        formula = "(p-1)/(vm+p-1)"
-        known.append(("interleaved 1F1B", formula, looped, lambda: interleaved(p, m, stages_per_rank=v)))
-        known.append(("looped BFS", formula, looped, lambda: looped_bfs(p, m, stages_per_rank=v)))
-    return next((row[:3] for row in known if row[3]() == order), None)
+        flush = ("(p-1)/(m+p-1)", looped)
+        forms = {"naive": ("(p-1)/p", (p - 1) / p), "gpipe": flush, "one_f_one_b": flush}
+    for name, form in forms.items():
+        if make_schedule(name, p, m, stages_per_rank=v) == order:
+            return (SCHEDULES[name].title, *form)
+    return None
 
 
 def order_in(trace: Trace) -> Schedule | None:

@@ -49,11 +49,11 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
         _mark(axes, sizes, sweep, at)
     _draw_timeline(figure, scene)
     named = {"Chosen": at, "Fastest": sweep.fastest, "Holding least": sweep.smallest}
-    lines = [f"{name}: {point(sweep, index)}." for name, index in named.items()]
+    lines = [f"{name}: {_point(sweep, index)}." for name, index in named.items()]
     return finished(figure, _memory_and_time(sweep, at), _setting(step), *lines)
 
 
-def point(sweep: UnitSweep, index: int) -> str:
+def _point(sweep: UnitSweep, index: int) -> str:
     """Say what one size gives."""
     layers, units = sweep.unit_layers[index], sweep.num_units[index]
     return (

@@ -33,10 +33,10 @@ class CutWeight(NamedTuple):
 
     Attributes:
         name: as the model calls it.
-        values: the whole, with what the last ranks have in padding.
+        values: the whole.
         dim: the dim that is cut, or None: every rank holds it all.
-        sections: lengths along dim of what is cut apart, without padding.
-        owner: the rank of each place along dim; -1 for padding.
+        sections: lengths along dim of what is cut apart.
+        owner: the rank of each place along dim.
         num_ranks: how many hold it.
     """
 
@@ -48,27 +48,15 @@ class CutWeight(NamedTuple):
     num_ranks: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole, without padding."""
-        shape = list(self.values.shape)
-        if self.dim is not None:
-            shape[self.dim] = sum(self.sections)
-        return tuple(shape)
-
-    @property
     def held(self) -> int:
-        """Numbers that a rank keeps, padding included."""
+        """Numbers that a rank keeps."""
         return self.values.size // (1 if self.dim is None else self.num_ranks)
 
     def slices(self, rank: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of a rank's part of each section, along dim of the whole without padding."""
-        found, begin = [], 0
-        for size in self.sections:
-            width = -(-size // self.num_ranks)
-            low, high = min(rank * width, size), min((rank + 1) * width, size)
-            found.append((begin + low, begin + high))
-            begin += size
-        return found
+        """Return (start, stop) of a rank's part of each section, along dim of the whole."""
+        begins = np.cumsum([0, *self.sections[:-1]]).tolist()
+        each = [(begin, size // self.num_ranks) for begin, size in zip(begins, self.sections, strict=True)]
+        return [(begin + rank * width, begin + (rank + 1) * width) for begin, width in each]
 
 
 def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike]) -> dict[str, CutWeight]:
@@ -86,7 +74,12 @@ def shards_of(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLike
     shapes = {name: first.shape for name, first in arrays[0].items()}
     for name in splits.keys() & shapes.keys():
         whole = list(shapes[name])
-        whole[splits[name].dim] = sum(-(-size // len(parts)) for size in splits[name].sections)
+        whole[splits[name].dim] = sum(splits[name].sections) // len(parts)
+        if any(size % len(parts) for size in splits[name].sections):
+            raise ValueError(
+                f"{name} has {list(splits[name].sections)} to cut, which {len(parts)} ranks do not divide; padding is "
+                "not drawn: draw a model whose sizes they divide"
+            )
         shapes[name] = tuple(whole)
     for rank, own in enumerate(arrays):
         for name in sorted(own.keys() | shapes.keys()):
@@ -103,15 +96,13 @@ def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike |
     if split is None:
         return CutWeight(name, arrays[0], None, (), np.zeros(0, np.int64), len(arrays))
     num_ranks, dim, sections = len(arrays), split.dim, tuple(split.sections)
-    pieces, owners, begin = [], [], 0
+    pieces, begin = [], 0
     for size in sections:
-        width = -(-size // num_ranks)
+        width = size // num_ranks
         pieces += [np.take(array, range(begin, begin + width), axis=dim) for array in arrays]
-        owner = np.repeat(np.arange(num_ranks), width)
-        owner[size:] = -1
-        owners.append(owner)
         begin += width
-    return CutWeight(name, np.concatenate(pieces, axis=dim), dim, sections, np.concatenate(owners), num_ranks)
+    owner = np.concatenate([np.repeat(np.arange(num_ranks), size // num_ranks) for size in sections])
+    return CutWeight(name, np.concatenate(pieces, axis=dim), dim, sections, owner, num_ranks)
 
 
 MAX_RANKS = 8
@@ -194,8 +185,6 @@ def draw_shards(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLi
         theme.LegendBox(colour, "white", f"r{rank}", f"rank {rank}")
         for rank, colour in enumerate(theme.RANK_COLOURS[: len(parts)])
     ]
-    if any((one.owner < 0).any() for one in found.values()):
-        boxes.append(theme.LegendBox(theme.IDLE, theme.FAINT, "", "padding"))
     if any(one.dim is None for one in found.values()):
         boxes.append(theme.LegendBox(theme.SHARED, "white", "", "whole on every rank"))
     pen.legend(boxes)
@@ -205,7 +194,7 @@ def draw_shards(parts: Sequence[Mapping[str, Any]], splits: Mapping[str, SplitLi
 def _say(found: Mapping[str, CutWeight], cards: Sequence[_WeightCard]) -> list[str]:
     """Say how much is cut, how to read the picture, and which rank holds which rows or columns of each weight."""
     num_ranks = cards[0].shards.num_ranks
-    whole = sum(int(np.prod(one.shape)) for one in found.values())
+    whole = sum(int(np.prod(one.values.shape)) for one in found.values())
     kept = [one.values.size for one in found.values() if one.dim is None]
     title = f"{num_ranks} ranks: {percent(1 - sum(kept) / whole)} of {whole:,} numbers are cut, and each rank holds "
     title += f"{sum(one.held for one in found.values()):,}"
@@ -217,10 +206,10 @@ def _say(found: Mapping[str, CutWeight], cards: Sequence[_WeightCard]) -> list[s
         one = card.shards
         what = ("outputs" if card.turned else "tokens") if one.dim == 0 else "inputs"
         each = [
-            f"rank {rank} {' and '.join(f'{low}-{high - 1}' for low, high in one.slices(rank) if high > low)}"
+            f"rank {rank} {' and '.join(f'{low}-{high - 1}' for low, high in one.slices(rank))}"
             for rank in range(num_ranks)
         ]
-        said.append(f"{one.name} {list(one.shape)}, cut by {what}: {'; '.join(each)}.")
+        said.append(f"{one.name} {list(one.values.shape)}, cut by {what}: {'; '.join(each)}.")
     return said
 
 
@@ -232,12 +221,12 @@ def _regions(found: Mapping[str, CutWeight]) -> list[_Region]:
     drawn = {name: one for name, one in cut.items() if all(number == first for number in blocks[name])}
     if not drawn:
         raise ValueError("no weight of two dims is cut; pass splits that name some, as splits_of(model) does")
-    width = min(min(one.shape) for one in drawn.values())
+    width = min(min(one.values.shape) for one in drawn.values())
     groups: dict[str, list[_WeightCard]] = {}
     for name, one in drawn.items():
         words = name.split(".")
         card = _WeightCard(one, 0.0, 0.0, found.get(".".join([*words[:-1], "bias"])))
-        rows, columns = one.shape[::-1] if card.turned else one.shape
+        rows, columns = one.values.shape[::-1] if card.turned else one.values.shape
         tall, wide = (min(2.6, max(0.6, 1.4 * (size / width) ** 0.5)) for size in (rows, columns))
         wide *= 1.6 if card.turned and len(one.sections) == len(FUSED) else 1.0  # room to name three times the ranks
         groups.setdefault(".".join(words[:-2] or words[:-1]), []).append(card._replace(wide=wide, tall=tall))
@@ -300,7 +289,7 @@ def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], heads: 
     image = _image(one)
     _stamp(pen, image.transpose(1, 0, 2) if card.turned else image, (x, y), card.wide, card.tall, gid=one.name)
     pen.outline((x, y), card.wide, card.tall, theme.FAINT, line=0.8)
-    rows, columns = one.shape[::-1] if card.turned else one.shape
+    rows, columns = one.values.shape[::-1] if card.turned else one.values.shape
     name = one.name.split(".")[-2]
     below = y - 0.14
     if card.bias is not None:
@@ -365,9 +354,7 @@ def _image(one: CutWeight) -> NDArray[np.float64]:
     share = 0.22 + 0.78 * np.clip(values / most, 0, 1)
     colours = np.array(to_rgb(theme.SHARED))
     if one.dim is not None:
-        table = np.array([*map(to_rgb, theme.RANK_COLOURS[: one.num_ranks]), to_rgb(theme.IDLE)])
         along = [1] * values.ndim
         along[one.dim] = len(one.owner)
-        colours = table[one.owner].reshape(*along, 3)
-        share = np.where((one.owner < 0).reshape(along), 1.0, share)
+        colours = np.array(list(map(to_rgb, theme.RANK_COLOURS)))[one.owner].reshape(*along, 3)
     return np.asarray(1 - share[..., None] * (1 - colours))

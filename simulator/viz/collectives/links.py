@@ -108,13 +108,13 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
         bytes_per_s: the bandwidth that was fitted, in bytes per second.
 
     Raises:
-        ValueError: no points, sizes and times of different number, a number that is not above zero, or alpha below 0.
+        ValueError: no points, sizes and times of different number, or a number that is not above zero.
     """
     sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(times_s, dtype=float)
     if sizes.ndim != 1 or sizes.shape != times.shape or not sizes.size:
         raise ValueError(f"{sizes.size} sizes and {times.size} times; give one time for each size, at least one")
     least = {"sizes_bytes": float(sizes.min()), "times_s": float(times.min()), "bytes_per_s": bytes_per_s}
-    require_positive("fit", **least, alpha_s=1 + alpha_s if alpha_s >= 0 else alpha_s)
+    require_positive("fit", **least, alpha_s=alpha_s)
     order = np.argsort(sizes, kind="stable")
     sizes, times = sizes[order], times[order]
     figure = new_figure(5.6)
@@ -122,15 +122,14 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
     axes.set_xscale("log")
     axes.set_yscale("log")
     half = alpha_s * bytes_per_s
-    low, high = min([sizes.min(), *([half] if half else [])]) / 2, max(sizes.max(), half) * 2
+    low, high = min(sizes.min(), half) / 2, max(sizes.max(), half) * 2
     axes.set_xlim(low, high)
     grid = np.logspace(math.log10(low), math.log10(high), 200)
     line = alpha_s + grid / bytes_per_s
     axes.set_ylim(min(times.min(), line.min()) / 3.5, max(times.max(), line.max()) * 1.6)
     dashed: dict[str, Any] = {"linestyle": (0, (5, 4)), "linewidth": 1.6, "zorder": 2}
-    if alpha_s:
-        axes.axhline(alpha_s, color=LATENCY, **dashed)
-        axes.plot([half, half], [axes.get_ylim()[0], 2 * alpha_s], color=FAINT, linewidth=1.2, linestyle=":", zorder=2)
+    axes.axhline(alpha_s, color=LATENCY, **dashed)
+    axes.plot([half, half], [axes.get_ylim()[0], 2 * alpha_s], color=FAINT, linewidth=1.2, linestyle=":", zorder=2)
     axes.plot(grid, grid / bytes_per_s, color=BANDWIDTH, **dashed)
     axes.plot(grid, line, color=LINE, linewidth=2.6, zorder=3, gid="line")
     axes.scatter(sizes, times, s=60, c=POINT, edgecolors="white", linewidths=0.9, zorder=4, gid="points")
@@ -141,10 +140,9 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
     name_axes(axes, "size of the message", "time of one message")
     errors = (alpha_s + sizes / bytes_per_s) / times - 1
-    latency = f"{format_s(alpha_s)} and " if alpha_s else ""
-    takeaway = f"A message costs {latency}{format_s(1e6 / bytes_per_s)} for each MB"
-    note = f"Half of the time is latency at {format_bytes(half)}; the" if alpha_s else "The"
-    note += f" line is {percent(float(np.median(np.abs(errors))))} off the points (median of {len(sizes)})."
+    takeaway = f"A message costs {format_s(alpha_s)} and {format_s(1e6 / bytes_per_s)} for each MB"
+    note = f"Half of the time is latency at {format_bytes(half)}; the line is "
+    note += f"{percent(float(np.median(np.abs(errors))))} off the points (median of {len(sizes)})."
     put_title(figure, takeaway, note)
     worst = int(np.abs(errors).argmax())
     furthest = f"Furthest off at {format_bytes(float(sizes[worst]))}: measured {format_s(float(times[worst]))}"
@@ -158,17 +156,14 @@ def _write(figure: Figure, alpha_s: float, bytes_per_s: float) -> None:
     wide = math.log(right / left)
     half = alpha_s * bytes_per_s
     bold: dict[str, Any] = {"fontsize": SMALL_PT, "weight": "bold", "va": "top"}
-    if alpha_s:
-        words = f"latency alone: {format_s(alpha_s)}"
-        axes.text(right / 1.05, alpha_s / 1.1, words, ha="right", color=text_on_white(LATENCY), **bold)
-        look: dict[str, Any] = {"fontsize": SMALL_PT, "color": FAINT, "va": "bottom", "ha": "right"}
-        axes.text(half / 1.08, 2.35 * alpha_s, f"{format_bytes(half)}: half of the time is latency", **look)
-        axes.scatter([half], [2 * alpha_s], s=46, facecolors="white", edgecolors=LINE, linewidths=1.8, zorder=3.5)
-        at = low * math.exp(0.62 * math.log(alpha_s / low)) * bytes_per_s
-        words = f"bandwidth alone: {format_bytes_per_s(bytes_per_s)} "
-        side = "right" if at > left * math.exp(0.25 * wide) else "left"
-        x, colour = at / 1.2 if side == "right" else at * 1.15, text_on_white(BANDWIDTH)
-        axes.text(x, at / bytes_per_s, words, ha=side, color=colour, **bold)
-    latency = f"{format_s(alpha_s)} + " if alpha_s else ""
-    words = f"{latency}size / ({format_bytes_per_s(bytes_per_s)})"
+    words = f"latency alone: {format_s(alpha_s)}"
+    axes.text(right / 1.05, alpha_s / 1.1, words, ha="right", color=text_on_white(LATENCY), **bold)
+    look: dict[str, Any] = {"fontsize": SMALL_PT, "color": FAINT, "va": "bottom", "ha": "right"}
+    axes.text(half / 1.08, 2.35 * alpha_s, f"{format_bytes(half)}: half of the time is latency", **look)
+    axes.scatter([half], [2 * alpha_s], s=46, facecolors="white", edgecolors=LINE, linewidths=1.8, zorder=3.5)
+    at = low * math.exp(0.62 * math.log(alpha_s / low)) * bytes_per_s
+    words = f"bandwidth alone: {format_bytes_per_s(bytes_per_s)} "
+    side, x = ("right", at / 1.2) if at > left * math.exp(0.25 * wide) else ("left", at * 1.15)
+    axes.text(x, at / bytes_per_s, words, ha=side, color=text_on_white(BANDWIDTH), **bold)
+    words = f"{format_s(alpha_s)} + size / ({format_bytes_per_s(bytes_per_s)})"
     axes.text(0.02, 0.95, words, fontsize=TEXT_PT, color=LINE, weight="bold", transform=axes.transAxes, va="top")

@@ -61,11 +61,6 @@ class CallEvent(NamedTuple):
     wait_x: float
     end_x: float | None
 
-    @property
-    def waits(self) -> bool:
-        """Whether the rank still waits for it."""
-        return _is_stuck(self.call)
-
 
 MAX_CALLS = 240
 
@@ -201,9 +196,9 @@ def _waits(events: tuple[CallEvent, ...], meetings: tuple[tuple[int, ...], ...])
     waits: dict[int, tuple[int, ...]] = {}
     for place, event in enumerate(events):
         call = event.call
-        if event.waits and call.op in PAIRS and call.peer >= 0:
+        if _is_stuck(event.call) and call.op in PAIRS and call.peer >= 0:
             waits[call.rank] = (call.peer,)
-        elif event.waits:
+        elif _is_stuck(event.call):
             missing = tuple(rank for rank in call.group if rank not in came.get(place, ()))
             waits[call.rank] = tuple(rank for rank in missing or call.group if rank != call.rank)
     return dict(sorted(waits.items()))
@@ -250,14 +245,15 @@ def draw_message_diagram(records: Iterable[RecordedCall], *, title: str | None =
     draw_scale(axes, "x", {}, words, line=False, label_pt=theme.SMALL_PT)
     left_out = f"; {diagram.num_left_out} calls left out" if diagram.num_left_out else ""
     note = f"{format_s(diagram.duration_s)} from the first call to the last that is known{left_out}."
-    put_title(figure, title or _deadlock_or_traffic(diagram), note)
+    takeaway = _deadlock_or_traffic(diagram)
+    put_title(figure, title or takeaway, note)
     put_legend(figure, _legend(diagram))
-    return Picture(figure, "\n".join([*([title] if title else []), *_say(diagram)]))
+    return Picture(figure, "\n".join([*([title] if title else []), f"{takeaway}.", *_say(diagram)]))
 
 
 def _say(diagram: Diagram) -> list[str]:
     """Say each message or collective in a line, then who waits for whom; no times, which depend on the machine."""
-    lines = [f"{_deadlock_or_traffic(diagram)}."]
+    lines: list[str] = []
     met = {index: others for others in diagram.meetings for index in others}
     told: set[int] = set()
     for place, event in sorted(enumerate(diagram.events), key=lambda pair: (pair[1].start_x, pair[1].call.rank)):
@@ -296,25 +292,23 @@ def _deadlock_or_traffic(diagram: Diagram) -> str:
 def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: float) -> None:
     """Draw the bar in which the rank waits for a call: to the call's end, or open to the right."""
     style = theme.kind_styles([event.call.op])[event.call.op]
-    look: dict[str, Any]
-    if event.waits:
-        wide = edge - event.wait_x
+    call = event.call
+    end_x = edge if _is_stuck(call) else event.end_x
+    wide = 0.0 if end_x is None else end_x - event.wait_x
+    if wide <= 0:
+        return
+    look: dict[str, Any] = {"facecolor": style.colour, "edgecolor": "white"}
+    if _is_stuck(call):
         look = {"facecolor": theme.pale(STUCK, 0.25), "edgecolor": STUCK, "hatch": "///", "linewidth": 0.0}
-        axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
-        others = diagram.waits_for[event.call.rank]
-        words = f" {event.call.op.replace('_', '-')}: waits for {name_ranks(others)} "
-        box: dict[str, Any] = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": STUCK}
-        axes.text(
-            edge, row, words, fontsize=theme.SMALL_PT, color=theme.INK, ha="right", va="center", bbox=box, zorder=6
-        )
-    elif event.end_x is not None and event.end_x > event.wait_x:
-        wide = event.end_x - event.wait_x
-        look = {"facecolor": style.colour, "edgecolor": "white"}
-        axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
-        inches = wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (theme.WIDTH_IN - LEFT_IN - RIGHT_IN)
-        if inches > 0.2:
-            look = {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour), "zorder": 5}
-            axes.text(event.wait_x + wide / 2, row, style.letter, fontsize=theme.SMALL_PT, **look)
+    axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
+    look = {"fontsize": theme.SMALL_PT}
+    if _is_stuck(call):
+        look |= {"bbox": {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": STUCK}, "color": theme.INK}
+        words = f" {call.op.replace('_', '-')}: waits for {name_ranks(diagram.waits_for[call.rank])} "
+        axes.text(edge, row, words, ha="right", va="center", zorder=6, **look)
+    elif wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (theme.WIDTH_IN - LEFT_IN - RIGHT_IN) > 0.2:
+        look |= {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour)}
+        axes.text(event.wait_x + wide / 2, row, style.letter, zorder=5, **look)
 
 
 def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
@@ -349,12 +343,12 @@ def _label_arrow(axes: Axes, start: Spot, end: Spot, words: str, taken: list[Spo
     x_in = wide / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
     y_in = tall / abs(axes.get_ylim()[1] - axes.get_ylim()[0])
 
+    def place(share: float) -> Spot:
+        return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
+
     def crowd(share: float) -> int:
         x, y = place(share)
         return sum(abs(x - a) * x_in < 0.5 and abs(y - b) * y_in < 0.19 for a, b in taken)
-
-    def place(share: float) -> Spot:
-        return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
 
     x, y = place(min((0.32, 0.6, 0.45, 0.75, 0.2), key=crowd))
     taken.append((x, y))

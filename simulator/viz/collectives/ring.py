@@ -73,29 +73,23 @@ def _messages_of(calls: Iterable[RecordedCall]) -> list[Message]:
 
 
 def ring_steps(calls: Iterable[RecordedCall]) -> RingSteps:
-    """Follow the chunks of one ring collective through its steps.
-
-    The number of steps says which: 2(n-1) are an all-reduce, n-1 a reduce-scatter. An all-gather alone, which has as
-    many steps as a reduce-scatter, is not supported.
+    """Follow the chunks of one ring all-reduce through its 2(n-1) steps: each rank sends one message a step.
 
     Raises:
         ValueError: the messages are not of a ring: a rank sends to several, counts differ, or the steps do not fit.
     """
     ranks, sent = _ring_order(_messages_of(calls))
-    half, count = len(ranks) - 1, len(sent[0])
-    num_steps = half if count % (2 * half) else 2 * half
-    if count % num_steps:
+    size, num_steps = len(ranks), len(sent[0])
+    if num_steps != 2 * (size - 1):
         raise ValueError(
-            f"each rank sends {count} messages; a ring of {half + 1} ranks has {2 * half} steps, or {half} for a "
-            "reduce-scatter: pass the calls of one collective only"
+            f"each rank sends {num_steps} messages; a ring of {size} ranks has {2 * (size - 1)} steps, of a message "
+            "each: pass the calls of one all-reduce only"
         )
-    pieces = count // num_steps  # a step may cut its chunk into several messages
-    table = [[own[step * pieces : (step + 1) * pieces] for own in sent] for step in range(num_steps)]
-    num_bytes = np.array([[sum(send.num_bytes for send, _ in part) for part in row] for row in table], dtype=np.int64)
-    starts = [min(send.start_ns for part in row for send, _ in part) for row in table]
-    ends = [max(max(taken.end_ns, send.start_ns) for part in row for send, taken in part) for row in table]
-    chunk = (np.arange(half + 1)[None, :] - np.arange(num_steps)[:, None]) % (half + 1)
-    return RingSteps(ranks, chunk, num_bytes, (np.array(ends) - np.array(starts)) / 1e9, _fault(ranks, num_bytes))
+    num_bytes = np.array([[send.num_bytes for send, _ in own] for own in sent], dtype=np.int64).T
+    starts = np.array([[send.start_ns for send, _ in own] for own in sent]).min(axis=0)
+    ends = np.array([[max(taken.end_ns, send.start_ns) for send, taken in own] for own in sent]).max(axis=0)
+    chunk = (np.arange(size)[None, :] - np.arange(num_steps)[:, None]) % size
+    return RingSteps(ranks, chunk, num_bytes, (ends - starts) / 1e9, _fault(ranks, num_bytes))
 
 
 def _ring_order(messages: Sequence[Message]) -> tuple[tuple[int, ...], list[list[Message]]]:

@@ -89,12 +89,6 @@ class RankStep(NamedTuple):
         """Seconds of communication in which the rank computes nothing."""
         return sum(end - start for start, end in self.exposed)
 
-    @property
-    def exposed_share(self) -> float:
-        """Exposed over all communication, 0 where there is none."""
-        total = self.hidden_s + self.exposed_s
-        return self.exposed_s / total if total else 0.0
-
 
 class RankMoment(NamedTuple):
     """What a rank holds and does at one moment.
@@ -247,7 +241,8 @@ def _ready(sent: Sequence[Span], spans: Sequence[Span], backward: Interval) -> l
     packs = [span.start_ns / 1e9 for span in spans if span.name.startswith("pack ") and span.kind == "copy"]
     if len(packs) == len(sent) and packs and packs[0] < end:
         return [min(at, end) for at in packs]
-    last_first = bool(sent) and all(_is_parameter(span) for span in sent)  # sent first to last, made last to first
+    # Where each carries one parameter (its number, or the name that a recorder found), the first sent is made last.
+    last_first = bool(sent) and all(re.search(r"parameter \d+|#\d+ \S", span.name) for span in sent)
     sizes = np.array([max(1, span.num_bytes) for span in (reversed(sent) if last_first else sent)], dtype=float)
     shares = (np.cumsum(sizes) / sizes.sum()).tolist() if len(sent) else []
     ready = [begin + share * (end - begin) for share in (reversed(shares) if last_first else shares)]
@@ -259,8 +254,3 @@ def _ready(sent: Sequence[Span], spans: Sequence[Span], backward: Interval) -> l
         elif index and not last_first:
             ready[index] = min(end, max(ready[index], ready[index - 1]))
     return ready
-
-
-def _is_parameter(span: Span) -> bool:
-    """Tell whether an all-reduce carries one parameter: it is numbered as one, or a recorder found its name."""
-    return re.search(r"parameter \d+|#\d+ \S", span.name) is not None

@@ -239,10 +239,10 @@ def _say(step: TrainStep, shown: Sequence[RankMoment]) -> list[str]:
 
 def _shares(own: RankStep) -> str:
     """Say how much of a rank's communication is hidden and how much exposed."""
-    if not own.hidden_s + own.exposed_s:
-        return "no communication"
-    text = f"{format_s(own.hidden_s)} hidden, {format_s(own.exposed_s)} exposed"
-    return f"{text} ({percent(own.exposed_share)})"
+    total_s = own.hidden_s + own.exposed_s
+    share = percent(own.exposed_s / total_s) if total_s else ""
+    text = f"{format_s(own.hidden_s)} hidden, {format_s(own.exposed_s)} exposed ({share})"
+    return text if total_s else "no communication"
 
 
 def _takeaway(own: RankStep, held: RankMoment, moment: float) -> str:

@@ -98,7 +98,6 @@ MAX_LINES = 24  # of the grid under a fault
 Make = Callable[..., Sequence[ScheduleRun]]
 MAX_RANKS, MAX_MICROBATCHES = 64, 1024
 NOTHING = ""
-NAME = "your schedule"
 
 
 def schedule_panel(
@@ -134,8 +133,14 @@ def schedule_panel(
     for control in (first, second):
         control.observe(enable, "value")
     enable()
+
+    def make(schedule: str, compare: str, stages_per_rank: int, memory_limit: float, **plan: Any) -> list[ScheduleRun]:
+        size = plan.pop("ranks"), plan.pop("microbatches")
+        rest = {"times": ActionTimes(**plan), "memory_limit": max(1.0, memory_limit * size[0])}
+        return [play(name, *size, stages_per_rank=stages_per_rank, **rest) for name in (schedule, compare) if name]
+
     return ScheduleTimeline(
-        make_runs,
+        make,
         schedule=first,
         compare=second,
         ranks=widgets.IntSlider(ranks, min=2, max=MAX_RANKS, description="ranks"),
@@ -154,25 +159,6 @@ def _lengths(least: float) -> dict[str, Any]:
     return passes | {"communication": slider("communication (ms)", 0.0, 0.0, 4.0, 0.1, readout_format=".1f")}
 
 
-def make_runs(
-    *,
-    schedule: str,
-    compare: str,
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int,
-    memory_limit: float,
-    **times: float,
-) -> Sequence[ScheduleRun]:
-    """Plan and run what the controls ask for; times are of a rank's whole share of the model, in milliseconds."""
-    most, each = max(1.0, memory_limit * ranks), ActionTimes(**times)
-    return [
-        play(name, ranks, microbatches, stages_per_rank=stages_per_rank, times=each, memory_limit=most)
-        for name in (schedule, compare)
-        if name
-    ]
-
-
 def schedule_editor(text: str = "") -> ScheduleTimeline:
     """Return an editor of schedules; it starts with `text`, or with 1F1B of three ranks and four micro-batches.
 
@@ -186,18 +172,13 @@ def schedule_editor(text: str = "") -> ScheduleTimeline:
     rows = max(4, first.count("\n") + 2)
     area = widgets.Textarea(first, description="one line per rank", rows=rows, layout={"width": "100%"})
     area.add_class("distlab-schedule-text")  # of one width for all letters, so that columns line up
-    return ScheduleTimeline(make_run, text=area, **_lengths(least=0.0))
 
+    def make(text: str, **times: float) -> list[ScheduleRun]:
+        plan = parse_schedule(text)
+        validate(plan)  # a ScheduleError shows where a fault is
+        return [run_schedule("your schedule", plan, ActionTimes(**times))]
 
-def make_run(*, text: str, **times: float) -> Sequence[ScheduleRun]:
-    """Parse, validate and run a schedule.
-
-    Raises:
-        ValueError: the text is not a schedule, or it is a schedule with a fault (a ScheduleError, which shows where).
-    """
-    plan = parse_schedule(text)
-    validate(plan)
-    return [run_schedule(NAME, plan, ActionTimes(**times))]
+    return ScheduleTimeline(make, text=area, **_lengths(least=0.0))
 
 
 class ScheduleTimeline(Redrawn):

@@ -10,8 +10,7 @@ from viz_traces import MS, data_parallel, grid
 
 from distlab.trace import Span, Trace
 from simulator.viz import Overlay, Timeline, draw_timeline, facts_of, to_png
-from simulator.viz.drawing.lanes import MAX_LEVELS, Side, lanes_of, pack, pixel_columns, place
-from simulator.viz.timeline.timeline import MAX_BOXES, MAX_RANKS
+from simulator.viz.drawing.lanes import MAX_BOXES, MAX_LEVELS, MAX_RANKS, pack, pixel_columns, scene_of
 from simulator.viz.timeline.timeline_widget import FIELDS, MAX_LINES, SHORTEST_VIEW_S
 
 
@@ -37,9 +36,7 @@ def test_spans_of_a_lane_that_overlap_stand_on_levels_and_predicted_rows_under_m
     start, end = np.array([0, 5, 6, 20, 20]), np.array([10, 15, 20, 30, 20])
     assert pack(np.zeros(5, dtype=np.int64), start, end).tolist()[:4] == [0, 1, 2, 0]
     assert pack(np.zeros(9, dtype=np.int64), np.arange(9), np.arange(9) + 100).max() == MAX_LEVELS - 1
-    sides = [Side(data_parallel(3, jitter=0.1), False), Side(data_parallel(3), True)]
-    seen = [np.ones(len(side.trace), bool) for side in sides]
-    rows = place(sides, (0, 1, 2), lanes_of(sides), seen=seen, levels=True).rows
+    rows = scene_of(data_parallel(3, jitter=0.1), data_parallel(3)).rows
     expected = [(0, lane, predicted) for lane in ("compute", "communication") for predicted in (False, True)]
     assert [(row.rank, row.lane, row.predicted) for row in rows[:4]] == expected
     assert all(below.top >= above.top + above.height - 1e-9 for above, below in zip(rows, rows[1:], strict=False))
@@ -90,8 +87,7 @@ def test_the_first_view_shows_the_shorter_of_two_traces_too():
         assert widget.view == pytest.approx((0.0, 0.030))
         assert "shown up to 30 ms of 101 ms: press 0 for everything" in widget.note
         assert widget.limit_s == pytest.approx(0.1012)
-    one, other = Timeline(long), Timeline(predicted=long)
-    assert one.packet == other.packet, "one trace alone is drawn in full colour"
+    one = Timeline(long)
     assert (one.view, one.note) == ((0.0, one.limit_s), "")
     assert Timeline(trace_of((0, "compute", "F", 5, 5))).view == (0.0, 1e-6)
 
