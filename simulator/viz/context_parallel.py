@@ -26,14 +26,11 @@ Ints = NDArray[np.int64]
 
 
 class RingWork(NamedTuple):
-    """What a causal ring attention computes.
+    """What a causal ring attention computes over `length` positions.
 
-    Attributes:
-        length: positions of the whole sequence.
-        owner: the rank that holds each chunk [2n].
-        hop: at which the rank of a query chunk has the keys of a key chunk: 0 is its own [2n, 2n].
-        pairs: visible pairs of each block of query chunk and key chunk [2n, 2n].
-        work: pairs that each rank computes at each hop [n, n].
+    `owner` [2n] is the rank that holds each chunk, `hop` [2n, 2n] the one at which the rank of a query chunk has the
+    keys of a key chunk: 0 is its own. `pairs` [2n, 2n] are visible in each block of query and key chunk, and `work` [n,
+    n] is what each rank computes at each hop.
     """
 
     length: int
@@ -46,11 +43,6 @@ class RingWork(NamedTuple):
     def num_ranks(self) -> int:
         """How many ranks there are."""
         return len(self.work)
-
-    def merged(self, rank: int) -> list[int]:
-        """Return the ranks whose keys a rank has merged after the last hop: those whose keys it may attend to."""
-        visible = self.pairs[self.owner == rank] > 0
-        return [int(other) for other in np.unique(self.owner[visible.any(axis=0)])]
 
 
 def ring_work(num_ranks: int) -> RingWork:
@@ -89,7 +81,12 @@ def draw_context(num_ranks: int) -> Picture:
     ring = ring_work(num_ranks)
     height = TOP_IN + STRIP_IN + MASK_IN + FOOT_IN
     _, pen = sheet(height)
-    _draw_sequence(pen, ring, height - TOP_IN)
+    wide, top = MASK_IN / len(ring.owner), height - TOP_IN
+    pen.words((LEFT_IN - 0.1, top - 0.24), "held by", colour=FAINT, side="right")
+    for chunk, rank in enumerate(ring.owner.tolist()):
+        corner = (LEFT_IN + chunk * wide, top - 0.42)
+        pen.block(corner, wide, 0.36, RANK_COLOURS[rank], f"r{rank}", size=min(TEXT_PT, 36 * wide))
+    pen.words((LEFT_IN + MASK_IN / 2, top - 0.6), "keys, from the first position to the last", colour=FAINT)
     _draw_mask(pen, ring)
     _draw_work(pen, ring)
     _draw_merged(pen, ring)
@@ -105,16 +102,6 @@ def draw_context(num_ranks: int) -> Picture:
         work = ", ".join(percent(pairs / int(ring.pairs.sum()), 1) for pairs in ring.work[rank].tolist())
         lines.append(f"Rank {rank} holds positions {held}; of all pairs it computes, hop by hop: {work}.")
     return pen.finish(title, note, *lines)
-
-
-def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:
-    """Draw the sequence as chunks, each in the colour of the rank that holds it."""
-    wide = MASK_IN / len(ring.owner)
-    pen.words((LEFT_IN - 0.1, top - 0.24), "held by", colour=FAINT, side="right")
-    for chunk, rank in enumerate(ring.owner.tolist()):
-        corner = (LEFT_IN + chunk * wide, top - 0.42)
-        pen.block(corner, wide, 0.36, RANK_COLOURS[rank], f"r{rank}", size=min(TEXT_PT, 36 * wide))
-    pen.words((LEFT_IN + MASK_IN / 2, top - 0.6), "keys, from the first position to the last", colour=FAINT)
 
 
 def _draw_mask(pen: Pen, ring: RingWork) -> None:
@@ -176,7 +163,7 @@ def _draw_work(pen: Pen, ring: RingWork) -> None:
 
 
 def _draw_merged(pen: Pen, ring: RingWork) -> None:
-    """Draw which keys every rank has merged after the last hop, and the rule by which they merge."""
+    """Draw that every rank has merged the keys of all after the last hop, and the rule by which they merge."""
     count = ring.num_ranks
     top = FOOT_IN + 1.35
     pen.heading((TABLE_IN - 0.75, top), f"keys in each rank's output after hop {count - 1}")
@@ -184,11 +171,10 @@ def _draw_merged(pen: Pen, ring: RingWork) -> None:
     for rank in range(count):
         x = TABLE_IN - 0.75 + rank * wide
         pen.words((x + wide / 2, top - 0.3), f"rank {rank}" if wide > 0.7 else f"r{rank}")
-        merged, cell = ring.merged(rank), (wide - 0.12) / count
-        for other in range(count):
-            fill = RANK_COLOURS[other] if other in merged else IDLE
+        cell = (wide - 0.12) / count
+        for other, fill in enumerate(RANK_COLOURS[:count]):
             pen.box((x + 0.06 + other * cell, top - 0.72), cell, 0.28, fill)
-            if cell > 0.14 and other in merged:
+            if cell > 0.14:
                 spot = (x + 0.06 + (other + 0.5) * cell, top - 0.58)
                 pen.words(spot, str(other), size=min(SMALL_PT, 46 * cell), colour=text_colour(fill))
     rule = "merge, exact: L = log(exp L1 + exp L2),  out = exp(L1 - L) out1 + exp(L2 - L) out2"

@@ -75,12 +75,9 @@ def draw_batch_sizes(results: Results, *, subtitle: str = "") -> Picture:
 
 
 class Scaling(NamedTuple):
-    """The speed-up of one line.
+    """The speed-up of one line: samples per second over those of one rank, by the number of ranks.
 
-    Attributes:
-        name: of the line.
-        speed_up: samples per second over those of one rank, by the number of ranks.
-        exposed: share of the step on most ranks that waits for communication.
+    `exposed` is the share of the step on most ranks that waits for communication.
     """
 
     name: str
@@ -100,7 +97,12 @@ def draw_scaling(step_of_n: Mapping[str, StepOf], *, claims: Mapping[str, Claim]
         step_of_n: the simulated step on n ranks, by the line's name.
         claims: claims by their words, each (number of ranks, lowest speed-up, highest speed-up).
     """
-    lines = [_line(name, step_of) for name, step_of in step_of_n.items()]
+    lines = []
+    for name, step_of in step_of_n.items():
+        steps = {count: step_of(count) for count in NUM_RANKS}
+        speed_up = {count: step.samples_per_s / steps[1].samples_per_s for count, step in steps.items()}
+        last_step = steps[NUM_RANKS[-1]]
+        lines.append(Scaling(name, speed_up, last_step.exposed_communication_s / last_step.duration_s))
     figure = plot.new_figure(5.9)
     left = plot.frame(figure, left=0.95, right=7.55, top=1.45, bottom=0.8)
     right = plot.frame(figure, left=6.55, right=2.75, top=1.45, bottom=0.8)
@@ -127,13 +129,6 @@ def draw_scaling(step_of_n: Mapping[str, StepOf], *, claims: Mapping[str, Claim]
             verdict = "holds" if low - 0.05 <= speed <= high + 0.05 else "is too low" if speed > high else "is too high"
             said.append(f"'{words}' on {name}: {verdict}: {speed:.2f}x.")
     return Picture(figure, "\n".join([f"{title}.", *said]))
-
-
-def _line(name: str, step_of: StepOf) -> Scaling:
-    steps = {count: step_of(count) for count in NUM_RANKS}
-    alone, last = steps[1].samples_per_s, steps[NUM_RANKS[-1]]
-    speed_up = {count: step.samples_per_s / alone for count, step in steps.items()}
-    return Scaling(name, speed_up, last.exposed_communication_s / last.duration_s)
 
 
 def _say(lines: Sequence[Scaling]) -> Iterator[str]:

@@ -22,19 +22,7 @@ from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
 
-MEMORY_KINDS: Mapping[str, theme.KindStyle] = MappingProxyType(
-    {
-        "parameters": theme.KindStyle("#0072B2", "P", "parameters"),
-        "gradients": theme.KindStyle("#E69F00", "G", "gradients"),
-        "optimizer": theme.KindStyle("#CC79A7", "O", "optimizer state"),
-        "master weights": theme.KindStyle("#882255", "M", "master weights"),
-        "activations": theme.KindStyle("#009E73", "A", "activations"),
-        "logits": theme.KindStyle("#88CCEE", "L", "logits"),
-        "buffers": theme.KindStyle("#F0E442", "B", "buffers"),
-        "temporary": theme.KindStyle("#999999", "T", "temporary"),
-        "errors": theme.KindStyle("#8C564B", "E", "errors kept by compression"),
-    }
-)
+MEMORY_KINDS = theme.styles("memory")
 TOP_IN, BOTTOM_IN = 1.35, 1.15
 CAPACITY_LINE: Mapping[str, Any] = MappingProxyType({"color": theme.INK, "linestyle": (0, (4, 3)), "linewidth": 1.4})
 

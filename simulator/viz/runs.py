@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -215,18 +214,7 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
     plot.put_heading(axes, "where the time goes, with these checkpoints")
 
 
-STYLES: Mapping[str, theme.KindStyle] = MappingProxyType(
-    {
-        "one device": theme.KindStyle("#DDCC77", "1", "one device: do not distribute"),
-        "data": theme.KindStyle("#88CCEE", "D", "data parallel"),
-        "ZeRO-1": theme.KindStyle("#56B4E9", "Z1", "data parallel with ZeRO-1"),
-        "ZeRO-2": theme.KindStyle("#44AA99", "Z2", "data parallel with ZeRO-2"),
-        "FSDP": theme.KindStyle("#0072B2", "F", "FSDP (ZeRO-3)"),
-        "tensor": theme.KindStyle("#D55E00", "T", "tensor"),
-        "pipeline": theme.KindStyle("#E69F00", "P", "pipeline"),
-        "tensor and pipeline": theme.KindStyle("#882255", "TP", "tensor and pipeline"),
-    }
-)
+STYLES = theme.styles("strategies")
 NOTHING = theme.LegendBox(theme.IDLE, theme.FAINT, "", "does not fit, or does not divide")
 TOP_IN, ROW_IN, LEFT_IN, RIGHT_IN, AXIS_IN = 1.05, 0.66, 1.75, 0.3, 0.75
 assert tuple(STYLES) == STRATEGIES
@@ -262,13 +250,8 @@ def draw_strategy_map(cells: Sequence[MapCell]) -> Picture:
             pen.words((x + wide / 2, y + 0.43), letter, size=theme.TEXT_PT, bold=True, colour=ink)
             pen.words((x + wide / 2, y + 0.18), large, size=theme.SMALL_PT - 0.5, colour=ink)
     pen.legend(boxes)
-    return pen.finish(*_say_map(cells))
-
-
-def _say_map(cells: Sequence[MapCell]) -> list[str]:
-    """Say which strategy wins most often, what was asked, and each field in a line."""
     found = [cell.strategy for cell in cells if cell.choice]
-    title, note, lines = "No plan fits any of these", "", []
+    title, note, lines = "No plan fits any of these", "", list[str]()
     if found:
         most = max(STRATEGIES, key=found.count)
         title = f"{capitalised(STYLES[most].words)} is fastest in {found.count(most)} of {len(found)} fields; "
@@ -283,4 +266,4 @@ def _say_map(cells: Sequence[MapCell]) -> list[str]:
         lines.append(f"{where}{words} ({plan}), {format_s(step.steady_s)} a step, MFU {percent(step.mfu)}.")
         note = f"{question.batch_size} samples per step, {question.cluster.name}, {question.cluster.inter_node.name} "
         note += "between nodes; MFU and degrees of the fastest plan."
-    return [title, note, *lines]
+    return pen.finish(title, note, *lines)

@@ -16,21 +16,7 @@ from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 from simulator.units import capitalised, counted, format_s, percent
-from simulator.viz.drawing.lanes import (
-    CLOSE_GAP,
-    CLOSE_RANKS,
-    MAX_RANKS,
-    RANK_GAP,
-    Heading,
-    LaneRow,
-    Scene,
-    Side,
-    limit_of,
-    scene_of,
-    shaded,
-    stages_of_ranks,
-    styles_of,
-)
+from simulator.viz.drawing import lanes
 from simulator.viz.drawing.picture import Bundle, Picture
 from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.timeline import timeline
@@ -85,7 +71,7 @@ def run_schedule(name: str, schedule: Schedule, times: ActionTimes) -> ScheduleR
     """
     run = simulate_schedule(schedule, times, unit_s=UNIT_S)
     trace = _lean(run)
-    present = stages_of_ranks(trace.rank, trace.stage)
+    present = lanes.stages_of_ranks(trace.rank, trace.stage)
     copies = int(present.sum(axis=0).max(initial=1))  # of the model: a micro-batch goes through one of them
     num_stages = np.maximum(present.sum(axis=1) // copies, 1)
     peak = float((np.asarray(run.peak_in_flight)[: len(num_stages)] / num_stages).max())
@@ -174,10 +160,13 @@ def say_schedules(runs: Sequence[ScheduleRun]) -> str:
     text = " ".join(map(_sentence, runs))
     if len(runs) == 2:
         first, second = runs
-        change = second.duration_s / first.duration_s - 1
-        text += f" {capitalised(second.name)} takes {_more(change, 'time')}"
-        change = second.peak / first.peak - 1 if first.peak else 0.0
-        text += f" and {_more(change, 'memory for activations')} than {first.name}."
+        times = (first.duration_s, second.duration_s, "time"), (first.peak, second.peak, "memory for activations")
+        more = []
+        for one, other, what in times:
+            change = other / one - 1 if one else 0.0
+            far = f"{percent(abs(change), 1)} {'less' if change < 0 else 'more'} {what}"
+            more.append(f"the same {what}" if abs(change) < 5e-4 else far)
+        text += f" {capitalised(second.name)} takes {' and '.join(more)} than {first.name}."
     return text
 
 
@@ -225,7 +214,7 @@ def words_of(runs: Sequence[ScheduleRun]) -> timeline.Caption:
     return timeline.Caption(capitalised(title), "", ends)
 
 
-def stack(runs: Sequence[ScheduleRun]) -> Scene:
+def stack(runs: Sequence[ScheduleRun]) -> lanes.Scene:
     """Place the ranks of one schedule under those of the other.
 
     Raises:
@@ -233,32 +222,26 @@ def stack(runs: Sequence[ScheduleRun]) -> Scene:
     """
     if not runs:
         raise ValueError("there is no schedule to draw; pass at least one run")
-    rows: list[LaneRow] = []
+    rows: list[lanes.LaneRow] = []
     headings, row_of, top = [], [], 0.0
     for run in runs:
         num_ranks = run.schedule.num_ranks
-        drawn = spread_evenly(num_ranks, MAX_RANKS[0])
+        drawn = spread_evenly(num_ranks, lanes.MAX_RANKS[0])
         if len(runs) > 1:
             said = f"{run.name}: {percent(run.bubble_fraction, 1)} idle, {_held(run.peak)}"
-            headings.append(Heading(top + HEADING / 2, said))
+            headings.append(lanes.Heading(top + HEADING / 2, said))
             top += HEADING
         place = np.full(num_ranks, -1, np.int64)
         place[drawn] = len(rows) + np.arange(len(drawn))
-        gap = CLOSE_GAP if len(drawn) >= CLOSE_RANKS else RANK_GAP * 0.6
+        gap = lanes.CLOSE_GAP if len(drawn) >= lanes.CLOSE_RANKS else lanes.RANK_GAP * 0.6
         for rank in drawn:
-            rows.append(LaneRow(rank, "compute", False, top, 1.0, 1))
+            rows.append(lanes.LaneRow(rank, "compute", False, top, 1.0, 1))
             top += 1.0 + gap
         row_of.append(place[run.trace.rank])
     levels = tuple(np.zeros_like(row) for row in row_of)
-    sides = tuple(Side(shaded(run.trace), False) for run in runs)
-    rest = (styles_of(sides), limit_of(sides), tuple(headings))
-    return Scene(sides, tuple(rows), top, tuple(row_of), levels, *rest)
-
-
-def _more(change: float, what: str) -> str:
-    if abs(change) < 5e-4:
-        return f"the same {what}"
-    return f"{percent(abs(change), 1)} {'less' if change < 0 else 'more'} {what}"
+    sides = tuple(lanes.Side(lanes.shaded(run.trace), False) for run in runs)
+    rest = (lanes.styles_of(sides), lanes.limit_of(sides), tuple(headings))
+    return lanes.Scene(sides, tuple(rows), top, tuple(row_of), levels, *rest)
 
 
 def draw_schedule(
@@ -290,7 +273,7 @@ def draw_schedule(
         ends = timeline.ends_text(facts, expected)
         said.append(f"Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}.")
     words = timeline.Caption(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
-    return Picture(timeline.draw_scene(scene_of(work, other), words, time_range_s), " ".join(said))
+    return Picture(timeline.draw_scene(lanes.scene_of(work, other), words, time_range_s), " ".join(said))
 
 
 def _pipeline(trace: Trace) -> Trace:
@@ -334,7 +317,7 @@ def order_in(trace: Trace) -> Schedule | None:
     """Return the order in which a trace's ranks ran their passes, of replicas the first; None where there is none."""
     if not 0 < len(trace) <= MAX_SPANS or trace.stage.min() < 0 or trace.microbatch.min() < 0:
         return None
-    stages = stages_of_ranks(trace.rank, trace.stage)
+    stages = lanes.stages_of_ranks(trace.rank, trace.stage)
     if not (stages.sum(axis=1) == stages.sum(axis=1).max()).all() or stages.shape[1] % max(1, stages.sum(axis=1)[0]):
         return None
     first = [rank for rank in trace.ranks if not any((stages[rank] & stages[other]).any() for other in range(rank))]

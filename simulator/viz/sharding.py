@@ -49,18 +49,14 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
         _mark(axes, sizes, sweep, at)
     _draw_timeline(figure, scene)
     named = {"Chosen": at, "Fastest": sweep.fastest, "Holding least": sweep.smallest}
-    lines = [f"{name}: {_point(sweep, index)}." for name, index in named.items()]
+    lines = []
+    for name, index in named.items():
+        layers, units = counted(sweep.unit_layers[index], "layer"), counted(sweep.num_units[index], "unit")
+        held, gathered = format_bytes(sweep.memory_bytes[index]), format_bytes(sweep.gathered_bytes[index])
+        step_s, exposed_s = format_s(sweep.duration_s[index]), format_s(sweep.exposed_s[index])
+        lines.append(f"{name}: {layers} per unit, {units}: {held} per rank, {gathered} of it gathered; ")
+        lines[-1] += f"step {step_s}, {exposed_s} of it exposed."
     return finished(figure, _memory_and_time(sweep, at), _setting(step), *lines)
-
-
-def _point(sweep: UnitSweep, index: int) -> str:
-    """Say what one size gives."""
-    layers, units = sweep.unit_layers[index], sweep.num_units[index]
-    return (
-        f"{counted(layers, 'layer')} per unit, {counted(units, 'unit')}: {format_bytes(sweep.memory_bytes[index])} "
-        f"per rank, {format_bytes(sweep.gathered_bytes[index])} of it gathered; step "
-        f"{format_s(sweep.duration_s[index])}, {format_s(sweep.exposed_s[index])} of it exposed"
-    )
 
 
 def _memory_and_time(sweep: UnitSweep, at: int) -> str:
@@ -68,9 +64,8 @@ def _memory_and_time(sweep: UnitSweep, at: int) -> str:
     here = f"Units of {counted(sweep.unit_layers[at], 'layer')}"
     held = f"{format_bytes(sweep.memory_bytes[at])} per rank"
     if at == fastest:
-        return (
-            f"{here} make the shortest step, {percent(sweep.exposed_s[at] / sweep.duration_s[at])} exposed, with {held}"
-        )
+        exposed = percent(sweep.exposed_s[at] / sweep.duration_s[at])
+        return f"{here} make the shortest step, {exposed} exposed, with {held}"
     slower = percent(sweep.duration_s[at] / sweep.duration_s[fastest] - 1, 1)
     change = sweep.memory_bytes[at] - sweep.memory_bytes[fastest]
     words = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}" if change else "the same memory"

@@ -31,13 +31,8 @@ class SplitLike(Protocol):
 class CutWeight(NamedTuple):
     """One weight as the ranks hold it.
 
-    Attributes:
-        name: as the model calls it.
-        values: the whole.
-        dim: the dim that is cut, or None: every rank holds it all.
-        sections: lengths along dim of what is cut apart.
-        owner: the rank of each place along dim.
-        num_ranks: how many hold it.
+    `values` are the whole. It is cut along `dim`, None where every rank holds it all: `sections` are the lengths of
+    what is cut apart, and `owner` is the rank of each place.
     """
 
     name: str
@@ -297,21 +292,17 @@ def _draw_card(pen: Pen, card: _WeightCard, corner: tuple[float, float], heads: 
         below -= BIAS_IN + 0.05
     label = f"{name} {rows} x {columns}"
     room = (card.strip + card.wide + 0.5) / max(width_in(label, theme.SMALL_PT), 0.1)
-    size = theme.SMALL_PT * min(1.0, room)
-    pen.words((x + card.wide / 2, below), label, size=size)
+    pen.words((x + card.wide / 2, below), label, size=theme.SMALL_PT * min(1.0, room))
     _draw_owners(pen, card, corner, heads)
 
 
 def _stamp(
     pen: Pen, image: NDArray[np.float64], corner: tuple[float, float], wide: float, tall: float, *, gid: str
 ) -> None:
-    """Put an image on the sheet, whose limits it must not move."""
+    """Put an image on the sheet."""
     (x, y), axes = corner, pen.surface
     assert isinstance(axes, Axes), "a sheet's pen draws on axes"
-    limits = axes.get_xlim(), axes.get_ylim()
     axes.imshow(image, extent=(x, x + wide, y, y + tall), aspect="auto", interpolation="nearest", gid=gid, zorder=3)
-    axes.set_xlim(limits[0])
-    axes.set_ylim(limits[1])
 
 
 def _draw_owners(pen: Pen, card: _WeightCard, corner: tuple[float, float], heads: int) -> None:
@@ -319,20 +310,18 @@ def _draw_owners(pen: Pen, card: _WeightCard, corner: tuple[float, float], heads
     one, (x, y) = card.shards, corner
     length, begin = len(one.owner), 0
     for number, size in enumerate(one.sections):
-        width = -(-size // one.num_ranks)
         for rank in range(one.num_ranks):
-            low, high = (begin + rank * width) / length, (begin + (rank + 1) * width) / length
-            if card.across:
-                spot, room = (x + low * card.wide, y + card.tall + 0.03), ((high - low) * card.wide, STRIP_IN)
-            else:
+            low, high = (end / length for end in one.slices(rank)[number])
+            spot, room = (x + low * card.wide, y + card.tall + 0.03), ((high - low) * card.wide, STRIP_IN)
+            if not card.across:
                 room = (card.strip - 0.05, (high - low) * card.tall)
                 spot = (x - room[0] - 0.03, y + card.tall * (1 - high))
             last = f"-{(rank + 1) * heads - 1}" if heads > 1 else ""
             _draw_owner(pen, spot, room, rank, f"h{rank * heads}{last}" if heads else "")
+        begin += size
         if len(one.sections) == len(FUSED):
-            middle = (begin + width * one.num_ranks / 2) / length
+            middle = (begin - size / 2) / length
             pen.words((x + middle * card.wide, y + card.tall + STRIP_IN + 0.15), FUSED[number], bold=True)
-        begin += width * one.num_ranks
 
 
 def _draw_owner(pen: Pen, corner: tuple[float, float], room: tuple[float, float], rank: int, heads: str) -> None:

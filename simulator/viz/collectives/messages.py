@@ -68,15 +68,10 @@ MAX_CALLS = 240
 class Diagram(NamedTuple):
     """Calls on lines of ranks, and which of them meet.
 
-    Attributes:
-        ranks: all that made a call, or were to take part in one.
-        events: in the order in which they were made.
-        pairs: numbers of a send and the receive that it met.
-        meetings: numbers of the calls of one collective.
-        waits_for: for each rank that never went on, the ranks that it waits for.
-        duration_s: from the first call to the last that is known.
-        last_x: where the last known thing happened.
-        num_left_out: calls that are not shown.
+    `ranks` are all that made a call, or were to take part in one; `events` stand in the order in which they were made.
+    By their numbers there, `pairs` are a send and the receive that it met, and `meetings` the calls of one collective.
+    `waits_for` has the ranks that each rank waits for which never went on. `duration_s` is from the first call to the
+    last that is known, at `last_x`; `num_left_out` calls are not shown.
     """
 
     ranks: tuple[int, ...]
@@ -360,12 +355,11 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
     """Tie the calls of one collective together with a line through their ends."""
     for met in diagram.meetings:
         events = [diagram.events[index] for index in met]
-        if len(events) < 2 or any(event.end_x is None for event in events):
-            continue
-        x = max(event.start_x for event in events)
-        lines = [rows[event.call.rank] for event in events]
-        colour = theme.kind_styles([events[0].call.op])[events[0].call.op].colour
-        axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
+        if len(events) > 1 and all(event.end_x is not None for event in events):
+            x, lines = max(event.start_x for event in events), [rows[event.call.rank] for event in events]
+            look: dict[str, Any] = {"linewidth": 2.2, "zorder": 2, "linestyle": (0, (2, 1.5))}
+            look["color"] = theme.kind_styles([events[0].call.op])[events[0].call.op].colour
+            axes.plot([x, x], [min(lines), max(lines)], **look)
 
 
 def _legend(diagram: Diagram) -> list[theme.LegendBox]:

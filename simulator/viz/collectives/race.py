@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from simulator.units import capitalised, format_bytes, format_s, percent
 from simulator.viz.drawing import plot
 from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.theme import DPI, INK, TEXT_PT, KindStyle, text_colour
+from simulator.viz.drawing.theme import DPI, INK, TEXT_PT, styles, text_colour
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
 RANKS_PER_NODE = 8
@@ -41,17 +40,7 @@ def steps_of(algorithm: str, num_ranks: int) -> Steps:
     return all_reduce_steps(num_ranks, algorithm)
 
 
-STYLES: Mapping[str, KindStyle] = MappingProxyType(
-    {
-        "naive": KindStyle("#666666", "N", "ring of whole tensors"),
-        "binomial_tree": KindStyle("#D55E00", "B", "binomial tree"),
-        "ring": KindStyle("#0072B2", "R", "ring"),
-        "tree": KindStyle("#E69F00", "T", "double tree"),
-        "halving_doubling": KindStyle("#009E73", "H", "halving-doubling"),
-        "in_network": KindStyle("#332288", "S", "in the switch"),
-        HIERARCHICAL: KindStyle("#CC79A7", "2", "hierarchical"),
-    }
-)
+STYLES = styles("all_reduce")
 
 
 class Stretch(NamedTuple):
@@ -63,13 +52,10 @@ class Stretch(NamedTuple):
 
 
 class Race(NamedTuple):
-    """The times of some algorithms at some sizes.
+    """The times of some algorithms at some sizes, rising.
 
-    Attributes:
-        link: what they run on, in words.
-        sizes_bytes: sizes, rising.
-        times_s: seconds of each algorithm, one a size.
-        stretches: who is the fastest where, from the smallest size to the largest.
+    `link` is what they run on, in words; `times_s` has the seconds of each algorithm, one a size; `stretches` who is
+    the fastest where, from the smallest size to the largest.
     """
 
     link: str

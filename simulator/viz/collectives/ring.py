@@ -24,12 +24,9 @@ Message = tuple[RecordedCall, RecordedCall]  # a send, and the receive that took
 class RingSteps(NamedTuple):
     """A ring's record, step by step.
 
-    Attributes:
-        ranks: in ring order: each sends to the next, the last to the first.
-        chunk: [steps, ranks] the chunk that each rank sends, an index into ranks (who sends it first).
-        num_bytes: [steps, ranks] bytes that each rank sends.
-        span_s: [steps] from the first send to the last receive of the step.
-        fault: what is not as a ring does it, in words, or "".
+    `ranks` are in ring order: each sends to the next, the last to the first. `chunk` [steps, ranks] is what each rank
+    sends, an index into ranks (who sends it first), and `num_bytes` [steps, ranks] how much. `span_s` [steps] is from
+    the first send to the last receive of a step. `fault` says what is not as a ring does it, or is "".
     """
 
     ranks: tuple[int, ...]

@@ -24,14 +24,9 @@ TOUCH_S = 2e-6  # an all-reduce that starts this soon after the end of the one b
 class BucketSum(NamedTuple):
     """One all-reduce of gradients as one rank sees it; times in seconds since the step began.
 
-    Attributes:
-        name: what it carries.
-        num_bytes: payload.
-        fill_s: when backward begins to make its gradients.
-        ready_s: when the last of them is there.
-        start_s: when the all-reduce began on this rank.
-        end_s: when the mean was there.
-        came_s: when each rank began it; before the last has come nothing can be averaged.
+    Backward begins to make its gradients at `fill_s`, and the last is there at `ready_s`. This rank began the all-
+    reduce at `start_s` and had the mean at `end_s`; `came_s` says when each rank began it: before the last has come
+    nothing can be averaged.
     """
 
     name: str
@@ -65,12 +60,8 @@ class BucketSum(NamedTuple):
 class RankStep(NamedTuple):
     """What one rank did in the step; intervals in seconds since the step began, in order.
 
-    Attributes:
-        rank: who.
-        spans: its compute lane, waits too.
-        reductions: its all-reduces in the order in which they were sent.
-        hidden: communication while the rank computes.
-        exposed: communication while it does not.
+    `spans` are its compute lane, waits too; `reductions` its all-reduces in the order in which they were sent. Its
+    communication is `hidden` while it computes, and `exposed` while it does not.
     """
 
     rank: int
@@ -93,11 +84,8 @@ class RankStep(NamedTuple):
 class RankMoment(NamedTuple):
     """What a rank holds and does at one moment.
 
-    Attributes:
-        doing: in words, such as "backward 62 %".
-        activations: share of the step's activations that is kept.
-        updated: whether the weights are the new ones.
-        gradients: state of each all-reduce's gradients (ABSENT, FILLING, OWN, SENT or MEAN), and how far it is (0-1).
+    `doing` is in words, such as "backward 62 %"; `activations` the share of the step's that is kept; `updated` whether
+    weights are the new ones. `gradients` has each all-reduce's state (ABSENT to MEAN), and how far that is (0 to 1).
     """
 
     doing: str
@@ -216,16 +204,12 @@ def _rank_step(trace: Trace, rank: int) -> RankStep:
     moves = ~trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait")
     hidden, exposed = split(union(trace.select(moves)), union(trace.select(computes(trace))))
     sent = sorted(trace.select(moves & trace.is_word("kind", "all_reduce")), key=lambda s: (s.start_ns, s.end_ns))
-    return RankStep(rank, spans, _reductions(sent, spans), hidden, exposed)
-
-
-def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> list[BucketSum]:
     backward = [span for span in spans if span.kind == "B"]
     begin, end = backward[0].start_ns / 1e9, max(span.end_ns for span in backward) / 1e9
     ready = _ready(sent, spans, (begin, end))
     by_time = sorted(range(len(sent)), key=ready.__getitem__)
     fill = dict(zip(by_time, [begin, *(ready[index] for index in by_time)], strict=False))
-    return [
+    reductions = [
         BucketSum(
             re.sub(r"^all_reduce\s*(#\d+)?\s*", "", span.name) or f"all-reduce {index}",
             span.num_bytes,
@@ -233,6 +217,7 @@ def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> list[BucketSum]:
         )
         for index, span in enumerate(sent)
     ]
+    return RankStep(rank, spans, reductions, hidden, exposed)
 
 
 def _ready(sent: Sequence[Span], spans: Sequence[Span], backward: Interval) -> list[float]:

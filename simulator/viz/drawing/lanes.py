@@ -68,15 +68,10 @@ class Heading(NamedTuple):
 class Scene(NamedTuple):
     """What is drawn, whatever the view: as a figure or on a canvas.
 
-    Attributes:
-        sides: the traces, with their clocks at zero.
-        rows: from top to bottom.
-        total_height: of all rows and gaps.
-        row_of: for each side, the index of each span's row, or -1 where it is not shown.
-        level_of: for each side, the level of each span within its row.
-        styles: of each kind that occurs.
-        limit_s: the right end of the widest view.
-        headings: words over groups of rows.
+    `sides` are the traces, with their clocks at zero; `rows` stand from top to bottom, `total_height` with their gaps.
+    For each side, `row_of` is the index of each span's row, or -1 where it is not shown, and `level_of` its level
+    within the row. `styles` are of each kind that occurs, `limit_s` is the right end of the widest view, and
+    `headings` stand over groups of rows.
     """
 
     sides: tuple[Side, ...]
@@ -114,14 +109,16 @@ def scene_of(first: Trace, second: Trace | None = None, bands: Sequence[View] = 
     sides = tuple(Side(shaded(trace), predicted) for trace, predicted in both)
     all_ranks = np.unique(np.concatenate([side.trace.rank for side in sides]))
     ranks = all_ranks[spread_evenly(len(all_ranks), MAX_RANKS[len(sides) - 1])]
-    lanes, cells = _lanes_of(sides), []
+    present = {side.trace.words[code] for side in sides for code in np.unique(side.trace.lane)}
+    first_lanes = ("compute", "communication")
+    lanes, cells = [*(lane for lane in first_lanes if lane in present), *sorted(present - set(first_lanes))], []
     for side in sides:
         trace = side.trace
         lane = np.array([lanes.index(word) if word in lanes else -1 for word in trace.words])[trace.lane]
         cell = np.searchsorted(ranks, trace.rank) * len(lanes) + lane
         cells.append(np.where(np.isin(trace.rank, ranks), cell, -1))
-    present = [np.unique(cell[cell >= 0]).tolist() for cell in cells]
-    keys = sorted((cell, side.predicted) for side, found in zip(sides, present, strict=True) for cell in found)
+    shown_cells = [np.unique(cell[cell >= 0]).tolist() for cell in cells]
+    keys = sorted((cell, side.predicted) for side, found in zip(sides, shown_cells, strict=True) for cell in found)
     row_of, level_of, depth = [], [], np.ones(len(keys), np.int64)
     for side, cell in zip(sides, cells, strict=True):
         table = np.full(len(ranks) * len(lanes) + 1, -1)  # cell -1 picks the last entry: not shown
@@ -136,13 +133,6 @@ def scene_of(first: Trace, second: Trace | None = None, bands: Sequence[View] = 
     named = [(int(ranks[at // len(lanes)]), lanes[at % len(lanes)], predicted) for at, predicted in keys]
     rows, height = _stack(named, depth.tolist())
     return Scene(sides, rows, height, tuple(row_of), tuple(level_of), styles_of(sides), limit_of(sides, bands))
-
-
-def _lanes_of(sides: Sequence[Side]) -> tuple[str, ...]:
-    """Return the lanes that occur: compute first, communication next, then the others by name."""
-    present = {side.trace.words[code] for side in sides for code in np.unique(side.trace.lane)}
-    first = [lane for lane in ("compute", "communication") if lane in present]
-    return (*first, *sorted(present - set(first)))
 
 
 def styles_of(sides: Sequence[Side]) -> dict[str, KindStyle]:

@@ -6,7 +6,9 @@ Readers with any colour vision can tell the colours apart. In greyscale the lett
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -40,54 +42,21 @@ class KindStyle(NamedTuple):
     words: str
 
 
-# Okabe and Ito's colours first, Paul Tol's muted ones after them.
-KINDS: Mapping[str, KindStyle] = MappingProxyType(
-    {
-        "F": KindStyle("#56B4E9", "F", "forward"),
-        "B": KindStyle("#E69F00", "B", "backward"),
-        "I": KindStyle("#F0E442", "I", "input gradient"),
-        "W": KindStyle("#009E73", "W", "weight gradient"),
-        "optimizer": KindStyle("#CC79A7", "O", "optimizer"),
-        "loss": KindStyle("#DDCC77", "L", "loss"),
-        "data": KindStyle("#D9D2C5", "D", "data"),
-        "copy": KindStyle("#C9B79C", "C", "copy"),
-        "encode": KindStyle("#8C564B", "En", "encode"),
-        "decode": KindStyle("#C49C94", "De", "decode"),
-        "recompute": KindStyle("#A6CEE3", "Re", "recompute"),
-        "all_reduce": KindStyle("#0072B2", "A", "all-reduce"),
-        "reduce_scatter": KindStyle("#D55E00", "RS", "reduce-scatter"),
-        "all_gather": KindStyle("#332288", "AG", "all-gather"),
-        "broadcast": KindStyle("#882255", "Bc", "broadcast"),
-        "reduce": KindStyle("#AA4499", "Rd", "reduce"),
-        "all_to_all": KindStyle("#661100", "AA", "all-to-all"),
-        "gather": KindStyle("#6699CC", "G", "gather"),
-        "scatter": KindStyle("#888800", "Sc", "scatter"),
-        "barrier": KindStyle("#4D4D4D", "|", "barrier"),
-        "send": KindStyle("#117733", "S", "send"),
-        "recv": KindStyle("#44AA99", "R", "receive"),
-        "wait": KindStyle("#BDBDBD", "w", "wait"),
-    }
-)
-# The axes of a mesh, by what its ranks split.
-AXIS_STYLES: Mapping[str, KindStyle] = MappingProxyType(
-    {
-        "tensor": KindStyle("#D55E00", "T", "tensor"),
-        "context": KindStyle("#009E73", "C", "context"),
-        "expert": KindStyle("#CC79A7", "E", "expert"),
-        "data": KindStyle("#0072B2", "D", "data"),
-        "pipeline": KindStyle("#E69F00", "P", "pipeline"),
-    }
-)
+_TABLES = tomllib.loads(Path(__file__).with_name("styles.toml").read_text("utf-8"))
+
+
+def styles(table: str) -> Mapping[str, KindStyle]:
+    """Return a table of styles.toml: the colour, the letters and the words of each kind."""
+    return MappingProxyType({kind: KindStyle(*row) for kind, row in _TABLES[table].items()})
+
+
+KINDS = styles("kinds")
+AXIS_STYLES = styles("axes")
 _ALIASES = {"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"}
 _SPARE = ("#CC6677", "#88CCEE", "#999933", "#6A3D9A", "#B2DF8A", "#44546A")
 
 
-SHADE = "~"  # "F~1": a forward pass of its rank's second stage
-
-
-def is_first_shade(kind: str) -> bool:
-    """Tell whether the kind stands for itself in a legend: its lighter shades need no entry of their own."""
-    return SHADE not in kind
+SHADE = "~"  # "F~1": a forward pass of its rank's second stage; a legend explains the first shade alone
 
 
 def kind_styles(kinds: Sequence[str]) -> dict[str, KindStyle]:

@@ -210,7 +210,7 @@ def draw_planner(bill: Bill) -> Picture:
     figure, pen = sheet(RUN_HEIGHT_IN)
     draw_equation(pen, bill.step.plan, bill.step, RUN_HEIGHT_IN - 1.3)
     pen.heading((LEFT_IN, RUN_HEIGHT_IN - 2.0), costs)
-    _draw_step(figure, pen, bill)
+    _draw_step(figure, pen, bill.step)
     draw_memory_bars(figure, pen, bill.step, top=2.65, bottom=MEMORY_LOW_IN)
     paid = "" if run.price is None else f", {run.price:g} dollars per GPU and hour"
     takeaway, speed, *lines = _say(bill.step)
@@ -218,9 +218,8 @@ def draw_planner(bill: Bill) -> Picture:
     return picture._replace(words="\n".join([f"{takeaway}. {speed}", *lines, f"The run: {costs}."]))
 
 
-def _draw_step(figure: Figure, pen: Pen, bill: Bill) -> None:
+def _draw_step(figure: Figure, pen: Pen, step: Step) -> None:
     """Draw what the first rank of some stages computes in a step."""
-    step = bill.step
     stages = spread_evenly(step.num_pipeline_ranks, MAX_SPAN_ROWS)
     ranks = sorted(step.layout.ranks[stages, 0].tolist())
     trace = step.trace.from_zero()

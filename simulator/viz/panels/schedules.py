@@ -16,15 +16,7 @@ from simulator.units import format_s, name_ranks
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.picture import with_picture
 from simulator.viz.panels.panel import Redrawn, choice, dress, row_of, slider
-from simulator.viz.schedules import (
-    NAMES,
-    ScheduleRun,
-    play,
-    run_schedule,
-    say_schedules,
-    stack,
-    words_of,
-)
+from simulator.viz.schedules import NAMES, ScheduleRun, play, run_schedule, say_schedules, stack, words_of
 from simulator.viz.timeline.timeline_widget import Timeline
 
 MAX_MOMENTS = 200  # few enough to step through, and from 1,000 actions on always as many: the clock keeps its range

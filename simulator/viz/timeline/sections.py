@@ -11,15 +11,7 @@ from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import spread_evenly
 
 Seconds = Mapping[int, Mapping[str, float]]
-SECTION_STYLES: Mapping[str, theme.KindStyle] = {
-    "data": theme.KINDS["data"],
-    "forward": theme.KINDS["F"],
-    "backward": theme.KINDS["B"],
-    "sync": theme.KINDS["all_reduce"]._replace(letter="S", words="sync: bytes travel, nothing hides them"),
-    "optimizer": theme.KINDS["optimizer"],
-    "other": theme.KINDS["copy"]._replace(letter="?", words="other"),
-    "idle": theme.KINDS["wait"]._replace(letter="i", words="idle: waits for a different rank, or has nothing to do"),
-}
+SECTION_STYLES = theme.styles("sections")
 MAX_BARS = 16
 LEFT_IN, RIGHT_IN, TOP_IN, LOW_IN, ROW_IN = 1.15, 1.15, 1.05, 0.85, 0.46
 

@@ -12,7 +12,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
-from simulator.units import format_s, percent
+from simulator.units import counted, format_s, percent
 from simulator.viz.drawing import theme
 from simulator.viz.drawing.lanes import LaneRow, Scene, Side, View, add_boxes, add_pixels, fill_of, scene_of
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, put_legend
@@ -95,9 +95,9 @@ def legend_boxes(styles: dict[str, theme.KindStyle], both: bool) -> list[theme.L
     boxes = {
         style.words: theme.LegendBox(fill_of(style, False), "white", style.letter, style.words)
         for kind, style in styles.items()
-        if theme.is_first_shade(kind)
+        if theme.SHADE not in kind
     }
-    if not all(map(theme.is_first_shade, styles)):
+    if any(theme.SHADE in kind for kind in styles):
         boxes["lighter"] = theme.LegendBox(
             theme.lighter(theme.FAINT, 1), "white", "", "lighter: a later stage of the rank"
         )
@@ -175,9 +175,9 @@ def draw_timeline(
     Raises:
         ValueError: a trace is empty, the range holds no time.
     """
-    words = words_of(measured, predicted, title=title)
+    words, said = words_of(measured, predicted, title=title)
     figure = draw_scene(scene_of(*traces_of(measured, predicted), words.bands), words, time_range_s)
-    return Picture(figure, (f"{title}. " if title else "") + say_timeline(measured, predicted))
+    return Picture(figure, (f"{title}. " if title else "") + said)
 
 
 def note_of(scene: Scene) -> str:
@@ -192,22 +192,13 @@ def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace
     return first.from_zero(), None if second is None else second.from_zero()
 
 
-def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> Caption:
-    """Return title and texts around the rows: an overlay's verdict, or how far apart two traces end."""
+def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> tuple[Caption, str]:
+    """Return title and texts around the rows, and a paragraph that says the picture to readers who cannot see it."""
     if isinstance(measured, Overlay):
-        dim = bool(measured.trouble)
-        return Caption(title or measured.title, measured.advice, measured.verdict, measured.bands_s, dim)
+        caption = Caption(title or measured.title, measured.advice, measured.verdict, measured.bands_s)
+        return caption._replace(dim=bool(measured.trouble)), f"{words_of(measured.measured, None)[1]} {measured}"
     facts, expected = facts_of(measured), None if predicted is None else facts_of(predicted)
-    return Caption(title or takeaway(facts, expected), "", ends_text(facts, expected))
-
-
-def say_timeline(measured: Trace | Overlay, predicted: Trace | None = None) -> str:
-    """Say in one paragraph what `draw_timeline` shows: the picture's text for readers who cannot see it."""
-    if isinstance(measured, Overlay):
-        return f"{say_timeline(measured.measured)} {measured}"
-    facts = facts_of(measured)
-    ranks = "1 rank" if facts.num_ranks == 1 else f"{facts.num_ranks} ranks"
-    text = f"Timeline of {ranks} over {format_s(facts.duration_s)}, {len(measured):,} spans."
+    text = f"Timeline of {counted(facts.num_ranks, 'rank')} over {format_s(facts.duration_s)}, {len(measured):,} spans."
     if facts.compute_share:
         text += f" Compute fills {percent(facts.compute_share)} of the ranks' time."
     if facts.communication_s > 0:
@@ -218,13 +209,12 @@ def say_timeline(measured: Trace | Overlay, predicted: Trace | None = None) -> s
         text += " No rank communicates."
     if facts.num_ranks > 1:
         text += " All ranks end together." if facts.last_rank is None else f" Rank {facts.last_rank} ends last."
-    if predicted is not None:
-        expected = facts_of(predicted)
+    if expected is not None:
         error = percent(_error(facts, expected), 1, "+")
         text += f" The prediction is {format_s(expected.duration_s)}, an error of {error}"
         both = f", with compute at {percent(expected.compute_share)} and {format_s(expected.exposed_s)} exposed"
         text += f"{both if expected.compute_share else ''}."
-    return text
+    return Caption(title or takeaway(facts, expected), "", ends_text(facts, expected)), text
 
 
 def takeaway(facts: Facts, expected: Facts | None) -> str:

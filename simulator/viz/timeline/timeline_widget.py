@@ -18,21 +18,11 @@ from matplotlib.figure import Figure
 
 from distlab.trace import Trace
 from simulator.units import format_s
-from simulator.viz.drawing.lanes import (
-    MAX_BOXES,
-    Ints,
-    Scene,
-    View,
-    fill_of,
-    filled_columns,
-    heights_of,
-    kinds_at,
-    labels_of,
-    scene_of,
-)
+from simulator.viz.drawing import lanes
+from simulator.viz.drawing.lanes import MAX_BOXES, Ints, Scene, View
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.picture import NAMES, with_picture
-from simulator.viz.drawing.theme import KindStyle, is_first_shade, pale, text_colour
+from simulator.viz.drawing.theme import SHADE, KindStyle, pale, text_colour
 from simulator.viz.timeline import timeline
 from simulator.viz.timeline.facts import Overlay
 
@@ -49,10 +39,10 @@ def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:
             "fill": style.colour,
             "ink": text_colour(style.colour),
             "pale": to_hex(pale(style.colour)),
-            "pale_ink": text_colour(fill_of(style, True)),
+            "pale_ink": text_colour(lanes.fill_of(style, True)),
             "letter": style.letter,
             "words": style.words,
-            "explained": is_first_shade(kind),
+            "explained": SHADE not in kind,
         }
         for kind, style in styles.items()
     ]
@@ -84,7 +74,7 @@ def _boxes(scene: Scene, seen: list[Ints]) -> tuple[dict[str, Any], bytes]:
     parts = []
     for which, (side, shown) in enumerate(zip(scene.sides, seen, strict=True)):
         trace, num_words = side.trace, len(side.trace.words)
-        top, height = heights_of(scene, which, shown)
+        top, height = lanes.heights_of(scene, which, shown)
         microbatch = trace.microbatch[shown].astype(np.int64)
         largest = int(trace.microbatch.max(initial=0))
         keys = ((microbatch + 1) * num_words + trace.name[shown]) * num_words + trace.kind[shown]
@@ -94,7 +84,7 @@ def _boxes(scene: Scene, seen: list[Ints]) -> tuple[dict[str, Any], bytes]:
             rest, kind_code = divmod(key, num_words)
             number, name_code = divmod(rest, num_words)
             name, letter = trace.words[name_code], scene.styles[trace.words[kind_code]].letter
-            label = labels_of(name, letter, number - 1, largest)
+            label = lanes.labels_of(name, letter, number - 1, largest)
             codes[index] = names.setdefault(name, len(names)), labels.setdefault(label, len(labels))
         kind = np.array([kinds.get(word, 0) for word in trace.words])[trace.kind[shown]]
         columns = [trace.start_ns[shown] / 1e9, trace.end_ns[shown] / 1e9, top, height, kind]
@@ -108,10 +98,10 @@ def _boxes(scene: Scene, seen: list[Ints]) -> tuple[dict[str, Any], bytes]:
 
 def _pixels(scene: Scene, span: View, num_columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
     """Pack a range of seconds as lines of kinds, one byte per pixel, the rows one under the other."""
-    filled = filled_columns(scene, num_columns, span)
+    filled = lanes.filled_columns(scene, num_columns, span)
     unit = max(1, height_px - AROUND_PX) / scene.total_height
     lines = [min(max(round(row.height * unit), 1), MAX_LINES) for row in scene.rows]
-    parts = [kinds_at(part, count).astype(np.uint8) for part, count in zip(filled, lines, strict=True)]
+    parts = [lanes.kinds_at(part, count).astype(np.uint8) for part, count in zip(filled, lines, strict=True)]
     count = sum(len(side.trace) for side in scene.sides)
     return {"form": "pixels", "lines": lines, "columns": num_columns, "count": count}, np.concatenate(parts).tobytes()
 
@@ -159,17 +149,13 @@ class Timeline(anywidget.AnyWidget):
     problem = traitlets.Unicode().tag(sync=True)
 
     def __init__(
-        self,
-        measured: Trace | Overlay,
-        predicted: Trace | None = None,
-        title: str = "",
-        height: int = 460,
+        self, measured: Trace | Overlay, predicted: Trace | None = None, title: str = "", height: int = 460
     ) -> None:
         self._scene: Scene | None = None
         super().__init__(height=height)
-        words = timeline.words_of(measured, predicted, title=title)
-        scene = scene_of(*timeline.traces_of(measured, predicted), words.bands)
-        self.put(scene, words, timeline.say_timeline(measured, predicted))
+        words, said = timeline.words_of(measured, predicted, title=title)
+        scene = lanes.scene_of(*timeline.traces_of(measured, predicted), words.bands)
+        self.put(scene, words, said)
 
     def put(self, scene: Scene, words: timeline.Caption, summary: str) -> None:
         """Show a scene that is made already, as far as both of its traces can be read."""

@@ -7,26 +7,10 @@ import pytest
 from viz_traces import MS, SPLITS, by_hand, call, choices, cut, data_parallel, ping, ring, weights, within
 
 import simulator as sim
-from distlab.plan import (
-    ActionTimes,
-    Link,
-    Plan,
-    Protocol,
-    Sharding,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    parse_schedule,
-)
+from distlab.plan import ActionTimes, Link, Plan, Protocol, Sharding, gpipe, interleaved, one_f_one_b, parse_schedule
 from distlab.trace import SpanWriter, Trace
 from simulator.memory.memory import KINDS
-from simulator.viz import (
-    draw_message_diagram,
-    draw_train_step,
-    facts_of,
-    run_schedule,
-    step_of,
-)
+from simulator.viz import draw_message_diagram, draw_train_step, facts_of, run_schedule, step_of
 from simulator.viz.collectives.messages import read_diagram
 from simulator.viz.collectives.race import race
 from simulator.viz.collectives.ring import chunk_name, ring_steps
