@@ -262,8 +262,8 @@ def draw_strategy_map(cells: Sequence[MapCell]) -> Picture:
             lines.append(f"{where}{NOTHING.words}.")
             continue
         step, words, question = cell.choice.step, STYLES[cell.strategy].words, cell.choice.question
-        plan = words_of(cell.choice.plan, cell.choice.microbatch)
-        lines.append(f"{where}{words} ({plan}), {format_s(step.steady_s)} a step, MFU {percent(step.mfu)}.")
+        how = words_of(cell.choice.plan, cell.choice.microbatch)
+        lines.append(f"{where}{words} ({how}), {format_s(step.steady_s)} a step, MFU {percent(step.mfu)}.")
         note = f"{question.batch_size} samples per step, {question.cluster.name}, {question.cluster.inter_node.name} "
         note += "between nodes; MFU and degrees of the fastest plan."
     return pen.finish(title, note, *lines)
