@@ -27,7 +27,7 @@ from simulator.viz.compression import draw_compression as draw_compression
 from simulator.viz.context_parallel import draw_context as draw_context
 from simulator.viz.data_parallel.step import step_of as step_of
 from simulator.viz.data_parallel.train_step import draw_train_step as draw_train_step
-from simulator.viz.drawing.bars import draw_bars as draw_bars
+from simulator.viz.drawing.bars import draw_bars as draw_bars, draw_sections as draw_sections
 from simulator.viz.drawing.paint import to_png as to_png
 from simulator.viz.drawing.picture import Picture as Picture
 from simulator.viz.expert_parallel import draw_routing as draw_routing
@@ -58,7 +58,6 @@ from simulator.viz.schedules import (
 from simulator.viz.sharding import draw_sharding as draw_sharding
 from simulator.viz.tensor_parallel import draw_shards as draw_shards
 from simulator.viz.timeline.facts import Overlay as Overlay, facts_of as facts_of
-from simulator.viz.timeline.sections import draw_sections as draw_sections
 from simulator.viz.timeline.timeline import draw_timeline as draw_timeline
 
 if TYPE_CHECKING:

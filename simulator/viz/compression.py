@@ -20,7 +20,6 @@ from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, nam
 from simulator.viz.drawing.theme import DPI, FAINT, INK, SMALL_PT, line_look
 
 NAME_CHARACTERS = 30
-TIME_ONLY = "Only time counts here, not what compression does to the loss."
 
 
 def compression_label(compression: Compression) -> str:
@@ -69,8 +68,11 @@ def draw_compression(sweep: CompressionSweep, at_bytes_per_s: float) -> Picture:
         title = f"{where} no compression pays"
     put_title(figure, title, f"Fastest: {', '.join(told[:3])}.")
     lines = [f"{title}.", f"Without any communication the step takes {format_s(sweep.alone_s)}."]
-    lines += [f"{name}: {stops(line)}." for name, line in named.items()]
-    return Picture(figure, "\n".join([*lines, TIME_ONLY, f"{where}: {', '.join(told)}."]))
+    lines += [
+        *(f"{name}: {stops(line)}." for name, line in named.items()),
+        "Only time counts here, not what compression does to the loss.",
+    ]
+    return Picture(figure, "\n".join([*lines, f"{where}: {', '.join(told)}."]))
 
 
 def stops(line: CompressionLine) -> str:

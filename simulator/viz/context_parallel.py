@@ -39,11 +39,6 @@ class RingWork(NamedTuple):
     pairs: Ints
     work: Ints
 
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return len(self.work)
-
 
 def ring_work(num_ranks: int) -> RingWork:
     """Count the pairs of query and key that each rank computes at each hop, under a causal mask.
@@ -93,7 +88,7 @@ def draw_context(num_ranks: int) -> Picture:
     title = "Zig-zag order: every rank computes the same at every hop, and none waits"
     if num_ranks == 1:
         title = "Zig-zag order, one rank: it holds and computes everything"
-    note = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {ring.num_ranks} ranks. A block's "
+    note = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {len(ring.work)} ranks. A block's "
     note += "colour: the rank that computes it; its number: the hop at which the keys arrive."
     lines, size = [], ring.length // len(ring.owner)
     for rank in range(num_ranks):
@@ -131,7 +126,7 @@ def _draw_mask(pen: Pen, ring: RingWork) -> None:
 
 def _draw_work(pen: Pen, ring: RingWork) -> None:
     """Draw a table of ranks and hops: a bar in each cell is the pairs computed there."""
-    count = ring.num_ranks
+    count = len(ring.work)
     top = FOOT_IN + MASK_IN + STRIP_IN - 0.1
     room = WIDTH_IN - TABLE_IN - 0.95
     wide, tall = room / count, min(0.44, 2.7 / (count + 1))
@@ -164,7 +159,7 @@ def _draw_work(pen: Pen, ring: RingWork) -> None:
 
 def _draw_merged(pen: Pen, ring: RingWork) -> None:
     """Draw that every rank has merged the keys of all after the last hop, and the rule by which they merge."""
-    count = ring.num_ranks
+    count = len(ring.work)
     top = FOOT_IN + 1.35
     pen.heading((TABLE_IN - 0.75, top), f"keys in each rank's output after hop {count - 1}")
     wide = min(1.28, (WIDTH_IN - TABLE_IN + 0.6) / count)

@@ -102,7 +102,6 @@ def _lean(run: PipelineRun) -> Trace:
 
 EQUAL = ActionTimes(1.0, 1.0, 1.0)
 NAMES = tuple(SCHEDULES)
-COPIES = " (two copies of the model)"  # which the peak of activations does not show
 
 
 def play(
@@ -127,7 +126,9 @@ def play(
     plan = make_schedule(
         name, num_ranks, num_microbatches, stages_per_rank=stages, times=times, memory_limit=memory_limit
     )
-    return run_schedule(family.title + (COPIES if family.placement == "copies" else ""), plan, times)
+    return run_schedule(
+        family.title + (" (two copies of the model)" if family.placement == "copies" else ""), plan, times
+    )
 
 
 HEADING = 1.0  # the room for a heading, in heights of a row

@@ -20,7 +20,7 @@ from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_
 from simulator.viz.drawing.theme import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox
 from simulator.viz.timeline.timeline import fill_rows
 
-COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
+COMPUTE, WAITS, GATHERED, REST = "#56B4E9", "#D55E00", "#332288", "#B8BCC4"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2
 LEFT_IN, RIGHT_IN, GAP_IN = 1.15, 0.4, 1.25
 Floats = NDArray[np.float64]
@@ -48,6 +48,11 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
     for axes in (memory, time):
         _mark(axes, sizes, sweep, at)
     _draw_timeline(figure, scene)
+    return finished(figure, *_say(sweep, step, at))
+
+
+def _say(sweep: UnitSweep, step: Step, at: int) -> list[str]:
+    """Say what the chosen size costs beside the fastest, what is sharded, and what three sizes give."""
     named = {"Chosen": at, "Fastest": sweep.fastest, "Holding least": sweep.smallest}
     lines = []
     for name, index in named.items():
@@ -56,29 +61,21 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
         step_s, exposed_s = format_s(sweep.duration_s[index]), format_s(sweep.exposed_s[index])
         lines.append(f"{name}: {layers} per unit, {units}: {held} per rank, {gathered} of it gathered; ")
         lines[-1] += f"step {step_s}, {exposed_s} of it exposed."
-    return finished(figure, _memory_and_time(sweep, at), _setting(step), *lines)
-
-
-def _memory_and_time(sweep: UnitSweep, at: int) -> str:
-    fastest = sweep.fastest
-    here = f"Units of {counted(sweep.unit_layers[at], 'layer')}"
+    own = f"Units of {counted(sweep.unit_layers[at], 'layer')}"
     held = f"{format_bytes(sweep.memory_bytes[at])} per rank"
-    if at == fastest:
-        exposed = percent(sweep.exposed_s[at] / sweep.duration_s[at])
-        return f"{here} make the shortest step, {exposed} exposed, with {held}"
-    slower = percent(sweep.duration_s[at] / sweep.duration_s[fastest] - 1, 1)
-    change = sweep.memory_bytes[at] - sweep.memory_bytes[fastest]
+    slower = percent(sweep.duration_s[at] / sweep.duration_s[sweep.fastest] - 1, 1)
+    change = sweep.memory_bytes[at] - sweep.memory_bytes[sweep.fastest]
     words = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}" if change else "the same memory"
-    return f"{here}: {held}, {words} than the fastest size, and a step {slower} longer"
-
-
-def _setting(step: Step) -> str:
+    title = f"{own}: {held}, {words} than the fastest size, and a step {slower} longer"
+    if at == sweep.fastest:
+        exposed = percent(sweep.exposed_s[at] / sweep.duration_s[at])
+        title = f"{own} make the shortest step, {exposed} exposed, with {held}"
     sharding, data = step.plan.sharding, step.plan.data
     sets = "" if sharding.replicas == 1 else f" in {sharding.replicas} sets of {data // sharding.replicas}"
     kept = "" if sharding.reshard_after_forward else ", parameters kept after forward"
-    ahead = f"{counted(sharding.prefetch, 'unit')} gathered ahead"
-    sent = format_bytes(max(step.sent_bytes_per_rank))
-    return f"{step.workload.name} on {data} ranks of {step.cluster.name}{sets}, {ahead}{kept}; {sent} sent per rank."
+    note = f"{step.workload.name} on {data} ranks of {step.cluster.name}{sets}, {counted(sharding.prefetch, 'unit')} "
+    note += f"gathered ahead{kept}; {format_bytes(max(step.sent_bytes_per_rank))} sent per rank."
+    return [title, note, *lines]
 
 
 def _draw_memory(axes: Axes, sizes: Floats, sweep: UnitSweep, step: Step) -> None:
@@ -120,10 +117,10 @@ def _draw_areas(
 
 def _mark(axes: Axes, sizes: Floats, sweep: UnitSweep, at: int) -> None:
     """Mark the chosen size, and label the sizes."""
-    axes.axvline(sizes[at], color=CHOSEN, linewidth=1.4, linestyle=(0, (4, 3)), gid="chosen")
+    axes.axvline(sizes[at], color=INK, linewidth=1.4, linestyle=(0, (4, 3)), gid="chosen")
     values = np.asarray(axes.lines[0].get_ydata(), float)
     look: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 1.2, "zorder": 6, "clip_on": False}
-    axes.plot(sizes[at], values[at], marker="o", markersize=12, color=CHOSEN, **look)
+    axes.plot(sizes[at], values[at], marker="o", markersize=12, color=INK, **look)
     axes.set_xlim(-0.3, len(sizes) - 0.7)
     mark_ticks(axes.xaxis, sizes.tolist(), lambda value: str(sweep.unit_layers[round(value)]))
     name_axes(axes, "layers per unit", size=TEXT_PT - 1)

@@ -42,11 +42,6 @@ class CutWeight(NamedTuple):
     owner: NDArray[np.int64]
     num_ranks: int
 
-    @property
-    def held(self) -> int:
-        """Numbers that a rank keeps."""
-        return self.values.size // (1 if self.dim is None else self.num_ranks)
-
     def slices(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, stop) of a rank's part of each section, along dim of the whole."""
         begins = np.cumsum([0, *self.sections[:-1]]).tolist()
@@ -103,7 +98,6 @@ def _joined(name: str, arrays: Sequence[NDArray[np.float64]], split: SplitLike |
 MAX_RANKS = 8
 TOP_IN, FOOT_IN, HEAD_IN, MARK_IN, LEFT_IN = 1.0, 1.15, 0.3, 0.62, 0.3
 MEANINGS = ("f: forward nothing, backward an all-reduce", "g: forward an all-reduce, backward nothing")
-MARK = "#1A1A1A"
 STRIP_IN, BIAS_IN = 0.4, 0.13
 FUSED = ("Q", "K", "V")
 
@@ -192,7 +186,7 @@ def _say(found: Mapping[str, CutWeight], cards: Sequence[_WeightCard]) -> list[s
     whole = sum(int(np.prod(one.values.shape)) for one in found.values())
     kept = [one.values.size for one in found.values() if one.dim is None]
     title = f"{num_ranks} ranks: {percent(1 - sum(kept) / whole)} of {whole:,} numbers are cut, and each rank holds "
-    title += f"{sum(one.held for one in found.values()):,}"
+    title += f"{sum(kept) + (whole - sum(kept)) // num_ranks:,}"
     if num_ranks == 1:
         title = f"1 rank: it holds all {whole:,} numbers"
     rest = f"{sum(kept):,} numbers of {len(kept)} weights are whole on every rank" if kept else "no weight is whole"
@@ -274,7 +268,7 @@ def _draw_region(pen: Pen, region: _Region, place: tuple[float, float, float], n
 
 def _draw_mark(pen: Pen, spot: tuple[float, float], letter: str) -> None:
     pen.arrow((spot[0] - 0.28, spot[1]), (spot[0] + 0.28, spot[1]), theme.FAINT, line=2.0)
-    pen.box((spot[0] - 0.14, spot[1] - 0.16), 0.26, 0.32, MARK)
+    pen.box((spot[0] - 0.14, spot[1] - 0.16), 0.26, 0.32, theme.INK)
     pen.words((spot[0] - 0.01, spot[1]), letter, size=theme.TEXT_PT, bold=True, colour="white")
 
 

@@ -236,13 +236,17 @@ def draw_message_diagram(records: Iterable[RecordedCall], *, title: str | None =
     for event in diagram.events:
         _draw_wait(axes, diagram, event, rows[event.call.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
-    words = "time runs to the right, in steps of cause and effect (not to scale)"
-    draw_scale(axes, "x", {}, words, line=False, label_pt=theme.SMALL_PT)
+    to_the_right = "time runs to the right, in steps of cause and effect (not to scale)"
+    draw_scale(axes, "x", {}, to_the_right, line=False, label_pt=theme.SMALL_PT)
     left_out = f"; {diagram.num_left_out} calls left out" if diagram.num_left_out else ""
     note = f"{format_s(diagram.duration_s)} from the first call to the last that is known{left_out}."
     takeaway = _deadlock_or_traffic(diagram)
     put_title(figure, title or takeaway, note)
-    put_legend(figure, _legend(diagram))
+    styles, words = theme.kind_styles([event.call.op for event in diagram.events]), {"send": "send: waits until taken"}
+    words |= {"recv": "receive: waits until here"}
+    boxes = [theme.LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
+    stuck = theme.LegendBox(theme.pale(STUCK, 0.25), STUCK, "", "waits forever")
+    put_legend(figure, [*boxes, stuck] if diagram.waits_for else boxes)
     return Picture(figure, "\n".join([*([title] if title else []), f"{takeaway}.", *_say(diagram)]))
 
 
@@ -360,12 +364,3 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
             look: dict[str, Any] = {"linewidth": 2.2, "zorder": 2, "linestyle": (0, (2, 1.5))}
             look["color"] = theme.kind_styles([events[0].call.op])[events[0].call.op].colour
             axes.plot([x, x], [min(lines), max(lines)], **look)
-
-
-def _legend(diagram: Diagram) -> list[theme.LegendBox]:
-    styles = theme.kind_styles([event.call.op for event in diagram.events])
-    words = {"send": "send: waits until taken", "recv": "receive: waits until here"}
-    boxes = [theme.LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
-    if diagram.waits_for:
-        boxes.append(theme.LegendBox(theme.pale(STUCK, 0.25), STUCK, "", "waits forever"))
-    return boxes

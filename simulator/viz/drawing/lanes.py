@@ -83,11 +83,6 @@ class Scene(NamedTuple):
     limit_s: float
     headings: tuple[Heading, ...] = ()
 
-    @property
-    def num_ranks(self) -> int:
-        """The ranks of all traces; some may have no row."""
-        return len(np.unique(np.concatenate([side.trace.rank for side in self.sides])))
-
     def seen(self, view: View) -> list[Ints]:
         """Return which spans of each side have a row and touch the range of seconds."""
         return [

@@ -104,7 +104,7 @@ def _size(text: str, font: _Font, ismath: Any, dpi: float) -> tuple[float, float
 
 
 @lru_cache(MAX_STAMPS)
-def _stamp(text: str, font: _Font, colour: tuple[float, ...], part: float, dpi: float) -> tuple[NDArray[np.uint8], int]:
+def _stamp(text: str, font: _Font, colour: Any, part: float, dpi: float) -> tuple[NDArray[np.uint8], int]:
     """Return the pixels of a text from the bottom up, and how many are below its baseline.
 
     It stands alone, its origin `part` of a pixel right of the margin.

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.colors import to_hex, to_rgb
-from numpy.typing import NDArray
 
 DPI = 100
 WIDTH_IN = 12.8
 TITLE_PT, TEXT_PT, SMALL_PT = 18.0, 13.0, 11.0
 LEAST_PT = 10.5  # a notebook scales a picture down by a third, and these letters can still be read
-LEAST_CONTRAST = 4.5
 INK, FAINT, IDLE = "#1A1A1A", "#666666", "#F1F1F1"
 # What belongs to one rank, from Paul Tol's muted colours: none of them is a pass's or an update's. And what is the same
 # on all ranks: a sum, a mean.
@@ -104,16 +102,10 @@ def text_on_white(colour: str) -> str:
 
     Source: Web Content Accessibility Guidelines 2.2, 1.4.3
     """
-    while contrast(to_rgb(colour), to_rgb("white")) < LEAST_CONTRAST:
+    while 1.05 / (_luminance(colour) + 0.05) < 4.5:
         red, green, blue = to_rgb(colour)
         colour = to_hex((0.95 * red, 0.95 * green, 0.95 * blue))
     return colour
-
-
-def contrast(one: Sequence[float] | NDArray[np.float64], other: Sequence[float] | NDArray[np.float64]) -> float:
-    """Return the ratio of the luminances of two colours (red, green, blue, 0 to 1): 1 to 21."""
-    dark, light = sorted((_luminance(tuple(one)), _luminance(tuple(other))))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def _luminance(colour: Colour) -> float:

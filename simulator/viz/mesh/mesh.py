@@ -6,7 +6,6 @@ it: which axis belongs on which wire is seen at a glance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,11 +71,6 @@ def draw_mesh(mesh: Mesh, *, devices_per_node: int, rank: int | None = None) -> 
         down, place = divmod(number, across)
         tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns, box_wide)
         _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
-    return pen.finish(*_say(mesh, axes, devices_per_node, rank))
-
-
-def _say(mesh: Mesh, axes: Sequence[str], devices_per_node: int, rank: int | None) -> list[str]:
-    """Say the equation, how to read the picture, every axis' groups and where they lie; with a rank, its own ones."""
     large = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
     title = f"{counted(mesh.size, 'rank')} = {' x '.join(f'{name} ({size})' for name, size in large)}"
     if mesh.size > devices_per_node:
@@ -88,14 +82,14 @@ def _say(mesh: Mesh, axes: Sequence[str], devices_per_node: int, rank: int | Non
     said = [title, "A row is a node. Ranks of one colour and letter are a group: they talk to each other on that axis."]
     if rank is not None:
         own = f"Coloured, with its group's letter: the group of rank {rank}, whom it talks to on that axis."
-        place = ", ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items())
-        said = [title, f"A row is a node. {own}", f"Rank {rank} stands at {place}."]
+        spot = ", ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items())
+        said = [title, f"A row is a node. {own}", f"Rank {rank} stands at {spot}."]
     for axis in axes:
         found = mesh.groups(axis) if rank is None else [mesh.group_of(rank, axis)]
         shown = ", ".join("(" + " ".join(map(str, group)) + ")" for group in found[:8])
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         said.append(f"{axis}: {_kind_of(mesh, axis, devices_per_node)}: {shown}{more}.")
-    return said
+    return pen.finish(*said)
 
 
 def axis_style(axis: str) -> theme.KindStyle:

@@ -157,12 +157,9 @@ def degrees_panel(workload: Workload, cluster: Cluster, *, plan: Plan) -> Panel:
     Raises:
         ValueError: a degree of the plan is not among the slider's: powers of two, up to the cluster's devices.
     """
-
-    def draw(**values: Any) -> Picture:
-        picture = partial(draw_degrees, num_devices=cluster.num_devices)
-        return _or_why_not(workload, cluster, plan, values, picture)
-
-    return Panel(draw, **_degree_controls(plan, cluster))
+    draw = partial(draw_degrees, num_devices=cluster.num_devices)
+    controls = _degree_controls(plan, cluster)
+    return Panel(lambda **values: _or_why_not(workload, cluster, plan, values, draw), **controls)
 
 
 def planner_panel(models: Mapping[str, Workload], cluster: Cluster, *, plan: Plan, tokens: float) -> Panel:
@@ -251,10 +248,11 @@ def strategy_panel(models: Sequence[str], counts: Sequence[int]) -> Panel:
     def cells(wire: str, batch_size: int) -> tuple[MapCell, ...]:
         return strategy_map(models, replace(machine, inter_node=hardware.link(wire)), counts, batch_size=batch_size)
 
-    def draw(wire: str, batch_size: int) -> Picture:
-        return draw_strategy_map(cells(wire, batch_size))
-
-    return Panel(draw, wire=choice("between nodes", WIRES), batch_size=choice("samples per step", [64, 256, 1024], 256))
+    return Panel(
+        lambda wire, batch_size: draw_strategy_map(cells(wire, batch_size)),
+        wire=choice("between nodes", WIRES),
+        batch_size=choice("samples per step", [64, 256, 1024], 256),
+    )
 
 
 def _or_why_not(

@@ -183,7 +183,8 @@ def draw_timeline(
 def note_of(scene: Scene) -> str:
     """Return what the reader must know: that not all ranks are drawn."""
     drawn = len({row.rank for row in scene.rows})
-    return f"{drawn} of {scene.num_ranks} ranks" if drawn < scene.num_ranks else ""
+    total = len(np.unique(np.concatenate([side.trace.rank for side in scene.sides])))
+    return f"{drawn} of {total} ranks" if drawn < total else ""
 
 
 def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace, Trace | None]:

@@ -1,13 +1,12 @@
-"""Pens, bare axes and stamped letters stand where they were meant to; what a notebook gets of a picture."""
+"""Words and stamped letters stand where they were meant to; what a notebook gets of a picture."""
 
 import base64
 import re
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from picture_facts import clashes, colours, look_at, pale_texts, plain, small_texts, words
+from picture_facts import clashes, colours, look_at, pale_texts, plain, small_texts
 from viz_traces import data_parallel, grid
 
 from distlab.plan import one_f_one_b
@@ -15,51 +14,19 @@ from simulator.viz import draw_timeline, to_png
 from simulator.viz.drawing.paint import pack_png
 from simulator.viz.drawing.pen import sheet
 from simulator.viz.drawing.picture import LEAST_SHOWN_PT, SHOWN_DPI
-from simulator.viz.drawing.plot import draw_scale, frame, width_in
+from simulator.viz.drawing.plot import width_in
 from simulator.viz.drawing.theme import DPI, LEAST_PT
 
 
-def pixels(figure):
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[::-1, :, :3]  # row 0 is the bottom
-
-
-def where(mask):
-    """Return the first and the last row and column of a mask."""
-    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    return rows.min(), rows.max(), columns.min(), columns.max()
-
-
-def drawn(name, *given, **options):
-    """Return where a pen's call leaves pixels of its colour."""
-    figure, pen = sheet(4.0)
-    getattr(pen, name)(*given, **options)
-    pen.flush()
-    return where((pixels(figure) == (255, 0, 0)).all(axis=2))
-
-
-def test_shapes_and_words_stand_where_they_were_put():
-    assert drawn("box", (2.0, 1.0), 3.0, 0.5, "#FF0000", line=0) == (DPI, 1.5 * DPI - 1, 2 * DPI, 5 * DPI - 1)
-    _, top, _, tip = drawn("arrow", (2.0, 1.0), (8.0, 1.0), "#FF0000", bend=0.3)
-    assert (top, tip) == (pytest.approx((1.0 + 0.3 * 6.0 / 2) * DPI, abs=4), pytest.approx(8.0 * DPI, abs=6))
+def test_words_stand_where_they_were_put():
     for side, share in (("left", 0.0), ("center", 0.5), ("right", 1.0)):
-        _, _, first, last = drawn("words", (6.0, 2.0), "rank 0", size=20, colour="#FF0000", side=side)
-        start, wide = 6.0 * DPI - share * width_in("rank 0", 20) * DPI, width_in("rank 0", 20) * DPI
-        assert (first, last) == pytest.approx((start, start + wide), abs=4)
-
-
-def test_ticks_and_their_texts_stand_at_their_values_outside_the_axes():
-    for which, length in (("x", 4 * DPI), ("y", 2 * DPI)):
-        figure = Figure(figsize=(6.0, 4.0), dpi=DPI)
-        axes = frame(figure, left=1.0, right=1.0, top=1.0, bottom=1.0, bare=True)
-        axes.set(xlim=(0.0, 10.0), ylim=(0.0, 10.0))
-        draw_scale(axes, which, {2.5: "one", 7.5: "two"}, "label")
-        ink = (pixels(figure) < 250).any(axis=2)
-        assert not ink[DPI + 2 : 3 * DPI - 2, DPI + 2 : 5 * DPI - 2].any()
-        strip = ink[DPI - 4, :] if which == "x" else ink[:, DPI - 4]
-        assert np.flatnonzero(strip).tolist() == pytest.approx([DPI + 0.25 * length, DPI + 0.75 * length], abs=1)
-        assert set(words(figure)) == {"one", "two", "label"}
+        figure, pen = sheet(4.0)
+        pen.words((6.0, 2.0), "rank 0", size=20, colour="#FF0000", side=side)
+        pen.flush()
+        columns = np.flatnonzero((colours(plain(figure)) == (255, 0, 0)).all(axis=2).any(axis=0))
+        wide = width_in("rank 0", 20) * DPI
+        start = 6.0 * DPI - share * wide
+        assert (columns.min(), columns.max()) == pytest.approx((start, start + wide), abs=4)
 
 
 def texts(size=20.0, colour="black", angle=0.0, text="Rank 0 agqp"):

@@ -67,14 +67,14 @@ def test_a_race_has_the_cost_models_times_and_the_crossing_where_lines_meet():
     assert "hierarchical" not in race("nvlink4", 8, inter_node="infiniband-ndr").times_s
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 7])
-def test_every_chunk_of_a_ring_collects_the_ranks_that_it_passed_until_it_is_the_sum(num_ranks):
-    steps = ring_steps(ring(num_ranks))
-    for number, sent in enumerate(steps.chunk):
-        held = steps.parts[number].sum(axis=2)
-        assert (held[np.arange(num_ranks), sent] == min(number + 1, num_ranks)).all()
-        assert steps.copies(number) == (number >= num_ranks - 1)
-    assert (len(steps.chunk), steps.parts[-1].all(), steps.fault) == (2 * (num_ranks - 1), True, "")
+def test_every_chunk_of_a_ring_collects_the_ranks_that_it_passed_until_it_is_the_sum():
+    for num_ranks in (2, 7):
+        steps = ring_steps(ring(num_ranks))
+        for number, sent in enumerate(steps.chunk):
+            held = steps.parts[number].sum(axis=2)
+            assert (held[np.arange(num_ranks), sent] == min(number + 1, num_ranks)).all()
+            assert steps.copies(number) == (number >= num_ranks - 1)
+        assert (len(steps.chunk), steps.parts[-1].all(), steps.fault) == (2 * (num_ranks - 1), True, "")
     assert [chunk_name(index) for index in (0, 25, 26, 52)] == ["A", "Z", "AA", "BA"]
 
 
@@ -137,7 +137,8 @@ def test_every_pair_of_query_and_key_is_computed_once():
 
 
 def test_owners_are_the_runners():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from distlab.context_parallel import zigzag_positions
     from distlab.expert_parallel import Routing, assign, capacity_of
 
@@ -163,8 +164,6 @@ def test_parts_of_weights_go_back_to_where_they_came_from():
                 own = np.concatenate([np.arange(low, high) for low, high in one.slices(rank)])
                 owned = np.take(one.values, np.flatnonzero(one.owner == rank), axis=one.dim)
                 assert (owned == np.take(whole[name], own, axis=one.dim)).all()
-        held = sum(one.held for one in found.values())
-        assert all(held == sum(np.size(value) for value in part.values()) for part in parts)
 
 
 def test_schedules_have_their_bubbles_and_a_closed_form_only_where_the_order_has_one():
