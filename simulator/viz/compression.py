@@ -68,10 +68,8 @@ def draw_compression(sweep: CompressionSweep, at_bytes_per_s: float) -> Picture:
         title = f"{where} no compression pays"
     put_title(figure, title, f"Fastest: {', '.join(told[:3])}.")
     lines = [f"{title}.", f"Without any communication the step takes {format_s(sweep.alone_s)}."]
-    lines += [
-        *(f"{name}: {stops(line)}." for name, line in named.items()),
-        "Only time counts here, not what compression does to the loss.",
-    ]
+    lines += [f"{name}: {stops(line)}." for name, line in named.items()]
+    lines.append("Only time counts here, not what compression does to the loss.")
     return Picture(figure, "\n".join([*lines, f"{where}: {', '.join(told)}."]))
 
 
