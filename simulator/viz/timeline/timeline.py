@@ -156,27 +156,21 @@ def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
         text.set(x=low, ha="left")
 
 
-def draw_timeline(
-    measured: Trace | Overlay,
-    predicted: Trace | None = None,
-    *,
-    title: str | None = None,
-    time_range_s: View | None = None,
-) -> Picture:
+def draw_timeline(measured: Trace | Overlay, predicted: Trace | None = None, *, title: str | None = None) -> Picture:
     """Draw a trace as one row for each lane of each rank, and a second trace right under it for comparison.
 
-    Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns, and
-    a narrow `time_range_s` (seconds from the start) brings the boxes back. `title` replaces the takeaway, and begins
-    the words. Of more than 64 ranks (16 with a prediction) some are drawn, spread evenly.
+    Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns.
+    `title` replaces the takeaway, and begins the words. Of more than 64 ranks (16 with a prediction) some are drawn,
+    spread evenly.
 
     Of an Overlay both traces are drawn, and the bands in which their ends lie. Its measured boxes are pale where the
     machine was not calm.
 
     Raises:
-        ValueError: a trace is empty, the range holds no time.
+        ValueError: a trace is empty.
     """
     words, said = words_of(measured, predicted, title=title)
-    figure = draw_scene(scene_of(*traces_of(measured, predicted), words.bands), words, time_range_s)
+    figure = draw_scene(scene_of(*traces_of(measured, predicted), words.bands), words)
     return Picture(figure, (f"{title}. " if title else "") + said)
 
 

@@ -209,7 +209,7 @@ PICTURES = {
     "timeline: predicted": lambda: v.draw_timeline(t.data_parallel(2, jitter=0.05), t.data_parallel(2)),
     "timeline: 64 ranks": lambda: v.draw_timeline(t.data_parallel(64, jitter=0.05), t.data_parallel(64)),
     "timeline: columns": lambda: v.draw_timeline(t.grid(64, 100)),
-    "timeline: near": lambda: v.draw_timeline(t.grid(64, 100), time_range_s=(0.1, 0.2)),
+    "timeline: near": lambda: v.draw_schedule(t.grid(64, 100), time_range_s=(0.1, 0.2)),
     "timeline: short": lambda: v.draw_timeline(spans_of(1, 2, lane="compute", kind="F")),
     "timeline: messages": lambda: v.draw_timeline(spans_of(5, 6)),
     "timeline: covered": lambda: v.draw_timeline(covered()),

@@ -63,7 +63,7 @@ REFUSED = [
          [cut(2)[0], cut(2)[1] | {"token_embedding.weight": weights()["token_embedding.weight"]}], SPLITS, **HEADS),
     says("no weight of two dims is cut", v.draw_shards, [weights()], {}, **HEADS),
     says("no spans; record or simulate", v.draw_timeline, EMPTY),
-    says("start before end", v.draw_timeline, data_parallel(2), time_range_s=(2.0, 1.0)),
+    says("start before end", v.draw_schedule, grid(2, 3), time_range_s=(2.0, 1.0)),
     says("the trace has passes 'FFF'", v.draw_train_step, grid(1, 3).select(grid(1, 3).is_word("kind", "F")), 0.0),
     says("of one micro-batch", v.draw_train_step, grid(1, 3), 0.0),
     says("several pipeline stages", v.draw_train_step, grid(2, 3), 0.0),
