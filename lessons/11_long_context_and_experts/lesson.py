@@ -185,7 +185,7 @@ for rank in range(4):
 # %%
 from simulator.viz import draw_context
 
-show(draw_context(4, "zigzag"))
+show(draw_context(4))
 
 # %% [markdown]
 # Follow one colour through the mask. At hop 0 a rank works on its own keys, under the ordinary mask. Of each later

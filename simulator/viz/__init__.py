@@ -2,7 +2,7 @@
 
 Each picture is a pure function (`draw_timeline`, `draw_mesh`). It makes a Picture of a Trace, of recorded calls or of a
 cost model: `.figure` is a matplotlib Figure, and `.words` are for readers who cannot see it. No window is ever opened.
-In a notebook a Picture shows itself, and so does a Mesh, Schedule, Trace, Memory, Plan or Step (`show_objects`).
+In a notebook a Picture shows itself, and so does a Schedule.
 
 Read `drawing` (how every picture looks), then one of `collectives`, `data_parallel`, `large_batch`, `compression`,
 `memory`, `sharding`, `tensor_parallel`, `schedules`, `context_parallel`, `expert_parallel`, `mesh` and `runs` (days,
@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING
 
 from distlab.faces import lazy
 from simulator.viz.collectives.links import draw_fit as draw_fit, draw_link_times as draw_link_times
-from simulator.viz.collectives.messages import draw_message_diagram as draw_message_diagram
+from simulator.viz.collectives.messages import (
+    RecordedCall as RecordedCall,
+    draw_message_diagram as draw_message_diagram,
+)
 from simulator.viz.collectives.race import draw_race as draw_race
-from simulator.viz.collectives.ring import RecordedCall as RecordedCall, draw_ring_frame as draw_ring_frame
 from simulator.viz.compression import draw_compression as draw_compression
 from simulator.viz.context_parallel import draw_context as draw_context
 from simulator.viz.data_parallel.step import step_of as step_of
 from simulator.viz.data_parallel.train_step import draw_train_step as draw_train_step
-from simulator.viz.drawing.bars import draw_bars as draw_bars
+from simulator.viz.drawing.bars import draw_bars as draw_bars, draw_sections as draw_sections
 from simulator.viz.drawing.paint import to_png as to_png
 from simulator.viz.drawing.picture import Picture as Picture
 from simulator.viz.expert_parallel import draw_routing as draw_routing
@@ -35,8 +37,11 @@ from simulator.viz.memory import (
     draw_memory as draw_memory,
     draw_memory_of_plans as draw_memory_of_plans,
 )
-from simulator.viz.mesh.axis_order import draw_placement as draw_placement
-from simulator.viz.mesh.degrees import draw_degrees as draw_degrees, draw_planner as draw_planner
+from simulator.viz.mesh.degrees import (
+    draw_degrees as draw_degrees,
+    draw_placement as draw_placement,
+    draw_planner as draw_planner,
+)
 from simulator.viz.mesh.mesh import draw_mesh as draw_mesh
 from simulator.viz.runs import (
     draw_cost_curve as draw_cost_curve,
@@ -48,12 +53,11 @@ from simulator.viz.schedules import (
     draw_schedule as draw_schedule,
     draw_schedules as draw_schedules,
     run_schedule as run_schedule,
+    show_schedules,
 )
 from simulator.viz.sharding import draw_sharding as draw_sharding
-from simulator.viz.show_objects import show_objects
 from simulator.viz.tensor_parallel import draw_shards as draw_shards
 from simulator.viz.timeline.facts import Overlay as Overlay, facts_of as facts_of
-from simulator.viz.timeline.sections import draw_sections as draw_sections
 from simulator.viz.timeline.timeline import draw_timeline as draw_timeline
 
 if TYPE_CHECKING:
@@ -80,4 +84,4 @@ if TYPE_CHECKING:
 __getattr__ = lazy(__name__)
 
 
-show_objects()
+show_schedules()

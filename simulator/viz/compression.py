@@ -20,7 +20,6 @@ from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, nam
 from simulator.viz.drawing.theme import DPI, FAINT, INK, SMALL_PT, line_look
 
 NAME_CHARACTERS = 30
-TIME_ONLY = "Only time counts here, not what compression does to the loss."
 
 
 def compression_label(compression: Compression) -> str:
@@ -44,14 +43,14 @@ def draw_compression(sweep: CompressionSweep, at_bytes_per_s: float) -> Picture:
     """
     figure = new_figure(5.6)
     axes = frame(figure, left=1.2, right=3.1, top=1.05, bottom=0.85)
-    speeds = np.array(sweep.bytes_per_s)
+    speeds, named = np.array(sweep.bytes_per_s), {compression_label(line.compression): line for line in sweep.lines}
     axes.set(xscale="log", yscale="log", xlim=(speeds[0], speeds[-1]))
     axes.axhline(sweep.alone_s, color=FAINT, linewidth=1.5, linestyle=(0, (5, 4)), zorder=2)
     axes.text(speeds[-1], sweep.alone_s, "no communication ", color=FAINT, fontsize=SMALL_PT, va="top", ha="right")
     axes.plot(speeds, sweep.plain_s, color=INK, linewidth=3.0, zorder=4, gid="plain")
-    for index, line in enumerate(sweep.lines):
+    for index, (name, line) in enumerate(named.items()):
         look = line_look(index)
-        axes.plot(speeds, line.duration_s, linewidth=2.0, markersize=6, markevery=4, zorder=5, gid=_name(line), **look)
+        axes.plot(speeds, line.duration_s, linewidth=2.0, markersize=6, markevery=4, zorder=5, gid=name, **look)
         if speeds[0] <= line.break_even_bytes_per_s <= speeds[-1]:
             place = (line.break_even_bytes_per_s, _between(sweep, sweep.plain_s, line.break_even_bytes_per_s))
             ring: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 2.6, "zorder": 7}
@@ -60,7 +59,7 @@ def draw_compression(sweep: CompressionSweep, at_bytes_per_s: float) -> Picture:
     _label(axes, sweep)
     _name_lines(axes, sweep)
     ways = [("uncompressed", _between(sweep, sweep.plain_s, at_bytes_per_s))]
-    ways += [(_name(line), _between(sweep, line.duration_s, at_bytes_per_s)) for line in sweep.lines]
+    ways += [(name, _between(sweep, line.duration_s, at_bytes_per_s)) for name, line in named.items()]
     plain_s, (best, *_) = ways[0][1], sorted(ways, key=itemgetter(1))
     told = [f"{name} {format_s(seconds)}" for name, seconds in sorted(ways, key=itemgetter(1))]
     where = f"At {format_bytes_per_s(at_bytes_per_s)}"
@@ -69,8 +68,9 @@ def draw_compression(sweep: CompressionSweep, at_bytes_per_s: float) -> Picture:
         title = f"{where} no compression pays"
     put_title(figure, title, f"Fastest: {', '.join(told[:3])}.")
     lines = [f"{title}.", f"Without any communication the step takes {format_s(sweep.alone_s)}."]
-    lines += [f"{_name(line)}: {stops(line)}." for line in sweep.lines]
-    return Picture(figure, "\n".join([*lines, TIME_ONLY, f"{where}: {', '.join(told)}."]))
+    lines += [f"{name}: {stops(line)}." for name, line in named.items()]
+    lines.append("Only time counts here, not what compression does to the loss.")
+    return Picture(figure, "\n".join([*lines, f"{where}: {', '.join(told)}."]))
 
 
 def stops(line: CompressionLine) -> str:
@@ -80,10 +80,6 @@ def stops(line: CompressionLine) -> str:
     if math.isinf(line.break_even_bytes_per_s):
         return "pays at any bandwidth"
     return f"pays below {format_bytes_per_s(line.break_even_bytes_per_s)}"
-
-
-def _name(line: CompressionLine) -> str:
-    return compression_label(line.compression)
 
 
 def _between(sweep: CompressionSweep, seconds: Sequence[float], bytes_per_s: float) -> float:
@@ -112,6 +108,6 @@ def _name_lines(axes: Axes, sweep: CompressionSweep) -> None:
     for index in order:
         line = sweep.lines[index]
         place -= apart
-        words = textwrap.fill(f"{_name(line)}: {stops(line)}", NAME_CHARACTERS)
+        words = textwrap.fill(f"{compression_label(line.compression)}: {stops(line)}", NAME_CHARACTERS)
         axes.text(1.05, place, words, color=INK, **look)
         axes.plot([1.03], [place - 0.025], markersize=8, **line_look(index), **beside)

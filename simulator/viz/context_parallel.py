@@ -1,9 +1,9 @@
 """Ring attention over a causal mask: which rank computes how many pairs at which hop, and a picture of it.
 
-A sequence is cut into two chunks per rank. In the straight order a rank holds two neighbours, in the zig-zag one chunk
-from the front and the one as far from the back. The mask is drawn in blocks of chunks: a block's colour is the rank
-that computes it, its number the hop at which the keys arrive there. Next to it stand the pairs that each rank computes
-at each hop: a ring goes on when its busiest rank is done.
+A sequence is cut into two chunks per rank, in zig-zag order: one from the front and the one as far from the back. The
+mask is drawn in blocks of chunks: a block's colour is the rank that computes it, its number the hop at which the keys
+arrive there. Next to it stand the pairs that each rank computes at each hop: a ring goes on when its busiest rank is
+done.
 
 Symbols: n ranks, 2n chunks, 1,024 n positions.
 """
@@ -15,137 +15,88 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.require import chosen
-from simulator.units import capitalised, percent
+from simulator.units import percent
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import width_in
 from simulator.viz.drawing.theme import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
 
-ORDERS = ("zigzag", "straight")
 MAX_RANKS = 8
 Ints = NDArray[np.int64]
 
 
 class RingWork(NamedTuple):
-    """What a causal ring attention computes.
+    """What a causal ring attention computes over `length` positions.
 
-    Attributes:
-        order: one of ORDERS.
-        length: positions of the whole sequence.
-        owner: the rank that holds each chunk [2n].
-        hop: at which the rank of a query chunk has the keys of a key chunk: 0 is its own [2n, 2n].
-        pairs: visible pairs of each block of query chunk and key chunk [2n, 2n].
-        work: pairs that each rank computes at each hop [n, n].
+    `owner` [2n] is the rank that holds each chunk, `hop` [2n, 2n] the one at which the rank of a query chunk has the
+    keys of a key chunk: 0 is its own. `pairs` [2n, 2n] are visible in each block of query and key chunk, and `work` [n,
+    n] is what each rank computes at each hop.
     """
 
-    order: str
     length: int
     owner: Ints
     hop: Ints
     pairs: Ints
     work: Ints
 
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return len(self.work)
 
-    @property
-    def ring_pairs(self) -> int:
-        """Pairs that the ring takes time for: at each hop those of its busiest rank."""
-        return int(self.work.max(axis=0).sum())
-
-    @property
-    def slowdown(self) -> float:
-        """How many times longer the ring takes than if the work were even."""
-        return self.ring_pairs * self.num_ranks / int(self.work.sum())
-
-    def merged(self, rank: int) -> list[int]:
-        """Return the ranks whose keys a rank has merged after the last hop: those whose keys it may attend to."""
-        visible = self.pairs[self.owner == rank] > 0
-        return [int(other) for other in np.unique(self.owner[visible.any(axis=0)])]
-
-
-def ring_work(num_ranks: int, order: str = "zigzag") -> RingWork:
+def ring_work(num_ranks: int) -> RingWork:
     """Count the pairs of query and key that each rank computes at each hop, under a causal mask.
 
     Keys go to the next rank at each hop: at hop h rank r has those that began h ranks before it.
 
-    Args:
-        num_ranks: n, 1 to 8.
-        order: "zigzag" or "straight".
-
     Raises:
-        ValueError: the number of ranks or the order is none of these.
+        ValueError: there are not 1 to 8 ranks.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"{num_ranks} ranks; pass 1 to {MAX_RANKS}: more cannot be told apart in a picture")
-    chosen("order", order, ORDERS)
     chunks = 2 * num_ranks
     length = 1024 * num_ranks
     place = np.arange(chunks)
-    owner = place // 2 if order == "straight" else np.minimum(place, chunks - 1 - place)
+    owner = np.minimum(place, chunks - 1 - place)
     hop = (owner[:, None] - owner[None, :]) % num_ranks
     size = length // chunks
-    pairs = np.tril(np.full((chunks, chunks), size * size), -1) + np.eye(chunks, dtype=np.int64) * (
-        size * (size + 1) // 2
-    )
+    half = np.eye(chunks, dtype=np.int64) * (size * (size + 1) // 2)
+    pairs = np.tril(np.full((chunks, chunks), size * size), -1) + half
     work = np.zeros((num_ranks, num_ranks), np.int64)
     np.add.at(work, (np.broadcast_to(owner[:, None], hop.shape), hop), pairs)
-    return RingWork(order, length, owner, hop, pairs, work)
+    return RingWork(length, owner, hop, pairs, work)
 
 
-NAMES = {"zigzag": "zig-zag", "straight": "straight"}
 TOP_IN, STRIP_IN, MASK_IN, FOOT_IN, LEFT_IN = 1.05, 0.85, 4.2, 0.75, 0.85
 TABLE_IN = LEFT_IN + MASK_IN + 1.35
 
 
-def draw_context(num_ranks: int, order: str = "zigzag") -> Picture:
+def draw_context(num_ranks: int) -> Picture:
     """Draw who holds which positions, the blocks of the causal mask, and the work of every rank at every hop.
 
-    Args:
-        num_ranks: 1 to 8.
-        order: "zigzag" or "straight".
-
     Raises:
-        ValueError: as `ring_work`.
+        ValueError: there are not 1 to 8 ranks.
     """
-    ring = ring_work(num_ranks, order)
+    ring = ring_work(num_ranks)
     height = TOP_IN + STRIP_IN + MASK_IN + FOOT_IN
     _, pen = sheet(height)
-    _draw_sequence(pen, ring, height - TOP_IN)
+    wide, top = MASK_IN / len(ring.owner), height - TOP_IN
+    pen.words((LEFT_IN - 0.1, top - 0.24), "held by", colour=FAINT, side="right")
+    for chunk, rank in enumerate(ring.owner.tolist()):
+        corner = (LEFT_IN + chunk * wide, top - 0.42)
+        pen.block(corner, wide, 0.36, RANK_COLOURS[rank], f"r{rank}", size=min(TEXT_PT, 36 * wide))
+    pen.words((LEFT_IN + MASK_IN / 2, top - 0.6), "keys, from the first position to the last", colour=FAINT)
     _draw_mask(pen, ring)
     _draw_work(pen, ring)
     _draw_merged(pen, ring)
+    title = "Zig-zag order: every rank computes the same at every hop, and none waits"
+    if num_ranks == 1:
+        title = "Zig-zag order, one rank: it holds and computes everything"
+    note = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {len(ring.work)} ranks. A block's "
+    note += "colour: the rank that computes it; its number: the hop at which the keys arrive."
     lines, size = [], ring.length // len(ring.owner)
     for rank in range(num_ranks):
         mine = np.flatnonzero(ring.owner == rank).tolist()
         held = " and ".join(f"{chunk * size}-{(chunk + 1) * size - 1}" for chunk in mine)
         work = ", ".join(percent(pairs / int(ring.pairs.sum()), 1) for pairs in ring.work[rank].tolist())
         lines.append(f"Rank {rank} holds positions {held}; of all pairs it computes, hop by hop: {work}.")
-    note = f"{ring.length:,} positions in {len(ring.owner)} chunks, 2 for each of {num_ranks} ranks. A block's colour: "
-    note += "the rank that computes it; its number: the hop at which the keys arrive."
-    return pen.finish(_balance_of_work(ring), note, *lines)
-
-
-def _balance_of_work(ring: RingWork) -> str:
-    name = f"{capitalised(NAMES[ring.order])} order"
-    if ring.num_ranks == 1:
-        return f"{name}, one rank: it holds and computes everything"
-    if ring.slowdown < 1.005:
-        return f"{name}: every rank computes the same at every hop, and none waits"
-    return f"{name}: ranks wait for the busiest, and attention takes {ring.slowdown:.2f}x as long as even work"
-
-
-def _draw_sequence(pen: Pen, ring: RingWork, top: float) -> None:
-    """Draw the sequence as chunks, each in the colour of the rank that holds it."""
-    wide = MASK_IN / len(ring.owner)
-    pen.words((LEFT_IN - 0.1, top - 0.24), "held by", colour=FAINT, side="right")
-    for chunk, rank in enumerate(ring.owner.tolist()):
-        corner = (LEFT_IN + chunk * wide, top - 0.42)
-        pen.block(corner, wide, 0.36, RANK_COLOURS[rank], f"r{rank}", size=min(TEXT_PT, 36 * wide))
-    pen.words((LEFT_IN + MASK_IN / 2, top - 0.6), "keys, from the first position to the last", colour=FAINT)
+    return pen.finish(title, note, *lines)
 
 
 def _draw_mask(pen: Pen, ring: RingWork) -> None:
@@ -175,12 +126,12 @@ def _draw_mask(pen: Pen, ring: RingWork) -> None:
 
 def _draw_work(pen: Pen, ring: RingWork) -> None:
     """Draw a table of ranks and hops: a bar in each cell is the pairs computed there."""
-    count = ring.num_ranks
+    count = len(ring.work)
     top = FOOT_IN + MASK_IN + STRIP_IN - 0.1
     room = WIDTH_IN - TABLE_IN - 0.95
     wide, tall = room / count, min(0.44, 2.7 / (count + 1))
     pen.heading((TABLE_IN - 0.75, top), "work of each rank at each hop (part of all pairs)")
-    total, most = int(ring.pairs.sum()), int(ring.work.max())
+    total, most, digits = int(ring.pairs.sum()), int(ring.work.max()), 1 if count <= 5 else 0
     for at in range(count):
         x = TABLE_IN + (at + 0.5) * wide
         pen.words((x, top - 0.32), f"hop {at}" if count <= 6 else str(at), colour=FAINT)
@@ -190,38 +141,35 @@ def _draw_work(pen: Pen, ring: RingWork) -> None:
         pen.words((TABLE_IN - 0.08, y + tall / 2), f"rank {rank}", side="right")
         for at in range(count):
             pairs, x = int(ring.work[rank, at]), TABLE_IN + at * wide
-            pen.box((x + 0.03, y + 0.04), wide - 0.06, tall - 0.08, IDLE)
-            fill = RANK_COLOURS[rank]
-            if pairs:
-                pen.box((x + 0.03, y + 0.04), (wide - 0.06) * pairs / most, tall - 0.08, fill)
-            text = percent(pairs / total, 1 if count <= 5 else 0) if pairs else "waits"
             size, bar = min(SMALL_PT, 16 * wide), (wide - 0.06) * pairs / most
+            text, fill = percent(pairs / total, digits), RANK_COLOURS[rank]
+            pen.box((x + 0.03, y + 0.04), wide - 0.06, tall - 0.08, IDLE)
+            pen.box((x + 0.03, y + 0.04), bar, tall - 0.08, fill)
             inside = bar > width_in(text, size) + 0.06
-            spot = (x + (0.09 if inside or not pairs else bar + 0.09), y + tall / 2)
-            pen.words(spot, text, size=size, colour=text_colour(fill) if inside else INK, side="left")
+            spot, ink = (x + 0.09 + (0 if inside else bar), y + tall / 2), text_colour(fill) if inside else INK
+            pen.words(spot, text, size=size, colour=ink, side="left")
         pen.words((TABLE_IN + room + 0.42, y + tall / 2), percent(ring.work[rank].sum() / total, 1))
     y = top - 0.5 - count * tall - 0.17
     pen.words((TABLE_IN - 0.08, y), "busiest", colour=FAINT, side="right")
     for at, pairs in enumerate(ring.work.max(axis=0).tolist()):
-        text, size = percent(pairs / total, 1 if count <= 5 else 0), min(SMALL_PT, 16 * wide)
-        pen.words((TABLE_IN + at * wide + 0.09, y), text, size=size, side="left", bold=True)
-    pen.words((TABLE_IN + room + 0.42, y), percent(ring.ring_pairs / total, 1), bold=True)
+        spot = (TABLE_IN + at * wide + 0.09, y)
+        pen.words(spot, percent(pairs / total, digits), size=min(SMALL_PT, 16 * wide), side="left", bold=True)
+    pen.words((TABLE_IN + room + 0.42, y), percent(ring.work.max(axis=0).sum() / total, 1), bold=True)
 
 
 def _draw_merged(pen: Pen, ring: RingWork) -> None:
-    """Draw which keys every rank has merged after the last hop, and the rule by which they merge."""
-    count = ring.num_ranks
+    """Draw that every rank has merged the keys of all after the last hop, and the rule by which they merge."""
+    count = len(ring.work)
     top = FOOT_IN + 1.35
     pen.heading((TABLE_IN - 0.75, top), f"keys in each rank's output after hop {count - 1}")
     wide = min(1.28, (WIDTH_IN - TABLE_IN + 0.6) / count)
     for rank in range(count):
         x = TABLE_IN - 0.75 + rank * wide
         pen.words((x + wide / 2, top - 0.3), f"rank {rank}" if wide > 0.7 else f"r{rank}")
-        merged, cell = ring.merged(rank), (wide - 0.12) / count
-        for other in range(count):
-            fill = RANK_COLOURS[other] if other in merged else IDLE
+        cell = (wide - 0.12) / count
+        for other, fill in enumerate(RANK_COLOURS[:count]):
             pen.box((x + 0.06 + other * cell, top - 0.72), cell, 0.28, fill)
-            if cell > 0.14 and other in merged:
+            if cell > 0.14:
                 spot = (x + 0.06 + (other + 0.5) * cell, top - 0.58)
                 pen.words(spot, str(other), size=min(SMALL_PT, 46 * cell), colour=text_colour(fill))
     rule = "merge, exact: L = log(exp L1 + exp L2),  out = exp(L1 - L) out1 + exp(L2 - L) out2"

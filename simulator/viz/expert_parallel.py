@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from simulator.units import counted
 from simulator.viz.drawing.pen import Pen, Point, sheet
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.theme import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
@@ -26,11 +27,9 @@ Ints = NDArray[np.int64]
 class Routes(NamedTuple):
     """Choices of tokens, rank by rank.
 
-    Attributes:
-        experts: what each token of each rank asks, the first choice first: one [T, K] per rank.
-        kept: whether there was room, likewise.
-        num_experts: of all ranks; each holds as many, in order.
-        capacity: places that an expert has for each rank.
+    `experts` are what each token of a rank asks, the first choice first: one [T, K] per rank; `kept` says whether there
+    was room, likewise. There are `num_experts` on all ranks, as many on each, in order; each has `capacity` places for
+    each rank.
     """
 
     experts: tuple[Ints, ...]
@@ -118,53 +117,40 @@ def draw_routing(
     spots = _draw_tokens(pen, routes, height - TOP_IN)
     _draw_experts(pen, routes, spots, height - low, slot)
     _draw_table(pen, routes, height - low)
-    return pen.finish(_load_of_experts(routes), _sizes_and_traffic(routes), *_say(routes))
+    return pen.finish(*_say(routes))
 
 
 def _say(routes: Routes) -> list[str]:
-    """Say each rank's load, and the tokens that no expert took."""
-    lines, lost = [], []
+    """Say who is asked most, sizes and traffic, each rank's load, and the tokens that no expert took."""
     asked, rows, between = routes.asked, routes.rows.sum(axis=0), routes.between
+    work, choices = between.sum(axis=0), routes.experts[0].shape[1]
+    title = f"Expert {int(asked.argmax())} is asked {int(asked.max())} times where {asked.mean():.3g} is even"
+    if int(asked.min()) == int(asked.max()):
+        title = f"Every expert is asked {int(asked[0])} times"
+    if dropped := sum(int((~kept).sum()) for kept in routes.kept):
+        title += f"; {dropped} of {int(asked.sum())} choices are dropped"
+    if work.max() > work.mean():
+        title += f"; rank {int(work.argmax())} works {work.max() / work.mean():.2f}x the mean"
+    note = f"{sum(map(len, routes.experts))} tokens, {counted(choices, 'choice')} each; an expert has "
+    note += f"{counted(routes.capacity, 'place')} for each rank; {int(between.sum() - np.trace(between))} rows go to a "
+    lines, lost = [title, f"{note}different rank, and back."], []
     per = routes.num_experts // routes.num_ranks
     for rank, kept in enumerate(routes.kept):
         held = range(rank * per, (rank + 1) * per)
         each = ", ".join(f"expert {expert} asked {asked[expert]} times, {rows[expert]} kept" for expert in held)
-        own, all_of = int(between[rank, rank]), int(between[:, rank].sum())
-        lines.append(f"Rank {rank}: {each}; works on {all_of} rows, {all_of - own} of them from other ranks.")
+        other = work[rank] - between[rank, rank]
+        lines.append(f"Rank {rank}: {each}; works on {work[rank]} rows, {other} of them from other ranks.")
         tokens = np.flatnonzero(~kept.any(axis=1)).tolist()
         names = f"token{'s' if len(tokens) > 1 else ''} {', '.join(map(str, tokens))}"
         lost += [f"Rank {rank}: no choice of {names} was kept."] if tokens else []
     return lines + lost
 
 
-def _load_of_experts(routes: Routes) -> str:
-    asked, work = routes.asked, routes.between.sum(axis=0)
-    busiest, most = int(work.argmax()), int(work.max())
-    even = float(work.mean())
-    text = f"Expert {int(asked.argmax())} is asked {int(asked.max())} times where {asked.mean():.3g} is even"
-    if int(asked.min()) == int(asked.max()):
-        text = f"Every expert is asked {int(asked[0])} times"
-    if dropped := sum(int((~kept).sum()) for kept in routes.kept):
-        text += f"; {dropped} of {int(asked.sum())} choices are dropped"
-    if most > even:
-        text += f"; rank {busiest} works {most / even:.2f}x the mean"
-    return text
-
-
-def _sizes_and_traffic(routes: Routes) -> str:
-    tokens, choices = sum(len(one) for one in routes.experts), routes.experts[0].shape[1]
-    places = "place" if routes.capacity == 1 else "places"
-    room = f"{routes.capacity} {places} for each rank"
-    moved = int(routes.between.sum() - np.trace(routes.between))
-    each = f"{choices} choice{'s' if choices > 1 else ''} each"
-    return f"{tokens} tokens, {each}; an expert has {room}; {moved} rows go to a different rank, and back."
-
-
 def _draw_tokens(pen: Pen, routes: Routes, top: float) -> list[list[Point]]:
     """Draw every rank's tokens, the experts that they ask under them; return where each token's lines begin."""
     tokens = sum(len(one) for one in routes.experts)
     wide = min(0.62, (WIDTH_IN - LEFT_IN - 0.2 - 0.16 * routes.num_ranks) / tokens)
-    x = LEFT_IN + 0.1
+    x, size, half = LEFT_IN + 0.1, min(SMALL_PT, 40 * wide), min(0.1, 0.45 * wide)
     pen.words((LEFT_IN - 0.02, top - 0.37), "token", colour=FAINT, side="right")
     pen.words((LEFT_IN - 0.02, top - 0.66), "asks", colour=FAINT, side="right")
     below = top - 0.56 - CHOICE_IN * routes.experts[0].shape[1]
@@ -173,29 +159,20 @@ def _draw_tokens(pen: Pen, routes: Routes, top: float) -> list[list[Point]]:
         name = f"rank {rank}" if wide * len(experts) > 0.6 else f"r{rank}"
         pen.words((x + wide * len(experts) / 2, top - 0.08), name, size=TEXT_PT, bold=True)
         for token, (asks, found) in enumerate(zip(experts.tolist(), kept.tolist(), strict=True)):
-            choices = list(zip(asks, found, strict=True))
-            _draw_token(pen, (x + token * wide, top), wide, RANK_COLOURS[rank], str(token), choices)
+            left, lost = x + token * wide, not any(found)
+            pen.box((left, top - 0.5), wide, 0.26, "white" if lost else RANK_COLOURS[rank])
+            if lost:
+                pen.outline((left + 0.02, top - 0.49), wide - 0.04, 0.24, DROPPED, line=1.6)
+            ink = DROPPED if lost else text_colour(RANK_COLOURS[rank])
+            pen.words((left + wide / 2, top - 0.37), str(token), size=size, colour=ink)
+            for place, (expert, good) in enumerate(zip(asks, found, strict=True)):
+                spot = (left + wide / 2, top - 0.66 - CHOICE_IN * place)
+                pen.words(spot, str(expert), size=size, colour=INK if good else DROPPED)
+                if not good:
+                    pen.line((spot[0] - half, spot[1]), (spot[0] + half, spot[1]), DROPPED, line=0.9)
         spots.append([(x + (token + 0.5) * wide, below) for token in range(len(experts))])
         x += wide * len(experts) + 0.16
     return spots
-
-
-def _draw_token(
-    pen: Pen, corner: tuple[float, float], wide: float, fill: str, name: str, asks: Sequence[tuple[int, bool]]
-) -> None:
-    x, top = corner
-    lost = not any(good for _, good in asks)
-    pen.box((x, top - 0.5), wide, 0.26, "white" if lost else fill)
-    if lost:
-        pen.outline((x + 0.02, top - 0.49), wide - 0.04, 0.24, DROPPED, line=1.6)
-    size = min(SMALL_PT, 40 * wide)
-    pen.words((x + wide / 2, top - 0.37), name, size=size, colour=DROPPED if lost else text_colour(fill))
-    for place, (expert, good) in enumerate(asks):
-        y = top - 0.66 - CHOICE_IN * place
-        pen.words((x + wide / 2, y), str(expert), size=size, colour=INK if good else DROPPED)
-        if not good:
-            half = min(0.1, 0.45 * wide)
-            pen.line((x + wide / 2 - half, y), (x + wide / 2 + half, y), DROPPED, line=0.9)
 
 
 def _draw_experts(pen: Pen, routes: Routes, spots: Sequence[Sequence[Point]], top: float, slot: float) -> None:

@@ -22,24 +22,12 @@ from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
 
-MEMORY_KINDS: Mapping[str, theme.KindStyle] = MappingProxyType(
-    {
-        "parameters": theme.KindStyle("#0072B2", "P", "parameters"),
-        "gradients": theme.KindStyle("#E69F00", "G", "gradients"),
-        "optimizer": theme.KindStyle("#CC79A7", "O", "optimizer state"),
-        "master weights": theme.KindStyle("#882255", "M", "master weights"),
-        "activations": theme.KindStyle("#009E73", "A", "activations"),
-        "logits": theme.KindStyle("#88CCEE", "L", "logits"),
-        "buffers": theme.KindStyle("#F0E442", "B", "buffers"),
-        "temporary": theme.KindStyle("#999999", "T", "temporary"),
-        "errors": theme.KindStyle("#8C564B", "E", "errors kept by compression"),
-    }
-)
+MEMORY_KINDS = theme.styles("memory")
 TOP_IN, BOTTOM_IN = 1.35, 1.15
 CAPACITY_LINE: Mapping[str, Any] = MappingProxyType({"color": theme.INK, "linestyle": (0, (4, 3)), "linewidth": 1.4})
 
 
-def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Picture:
+def draw_memory(memory: Memory, *, capacity_bytes: float) -> Picture:
     """Draw each rank's peak as a stacked bar, and next to it the fullest rank from the step's start to its end.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
@@ -47,14 +35,14 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Pictu
     Raises:
         ValueError: the capacity is not above zero.
     """
-    require_positive("memory", capacity_bytes=1 if capacity_bytes is None else capacity_bytes)
+    require_positive("memory", capacity_bytes=capacity_bytes)
     height = TOP_IN + BOTTOM_IN + min(max(2.6, 0.42 * len(memory.peak_bytes)), 5.5)
     figure = plot.new_figure(height)
     half = theme.WIDTH_IN / 2
     bars = plot.frame(figure, left=1.15, right=half + 0.75, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
     time = plot.frame(figure, left=half + 0.45, right=0.35, top=TOP_IN, bottom=BOTTOM_IN, bare=True)
     limit = memory.max_bytes * 1.16 or 1.0
-    if capacity_bytes is not None and capacity_bytes <= 1.6 * memory.max_bytes:
+    if capacity_bytes <= 1.6 * memory.max_bytes:
         limit = max(limit, capacity_bytes * 1.08)
     rank, several = memory.fullest_stage, len(memory.peak_bytes) > 1
     names = [_name(memory, each) if several else "each rank" for each in range(len(memory.peak_bytes))]
@@ -62,41 +50,33 @@ def draw_memory(memory: Memory, *, capacity_bytes: float | None = None) -> Pictu
     plot.put_heading(bars, "at the peak")
     stack_area(time, *memory.over_time(rank), limit=limit, timed=memory.has_clock)
     plot.put_heading(time, f"{_name(memory, rank)} over the step" if several else "over the step")
-    if capacity_bytes is not None and capacity_bytes <= limit:
+    if capacity_bytes <= limit:
         bars.axvline(capacity_bytes, **CAPACITY_LINE)
         time.axhline(capacity_bytes, **CAPACITY_LINE)
     put_legend(figure, boxes_of_kinds(memory.peak_bytes))
-    plot.put_title(figure, memory_takeaway(memory, capacity_bytes), _capacity_note(memory, capacity_bytes))
-    return Picture(figure, _say(memory, capacity_bytes))
+    title, note, words = _say(memory, capacity_bytes)
+    plot.put_title(figure, title, note)
+    return Picture(figure, words)
 
 
-def _say(memory: Memory, capacity_bytes: float | None) -> str:
-    """Say what the fullest rank holds at its peak, and what the others hold."""
-    rank = memory.fullest_stage
-    parts = name_kinds(memory.at_peak_bytes[rank])
-    name = _name(memory, rank).capitalize()
-    where = f"{name} of {len(memory.peak_bytes)}" if len(memory.peak_bytes) > 1 else "Each rank"
-    text = f"Memory: {where} peaks at {format_bytes(memory.max_bytes)}: {parts}."
+def _say(memory: Memory, capacity_bytes: float) -> tuple[str, str, str]:
+    """Say how full the fullest rank is and what fills it most, the share of the device; what all ranks hold."""
+    rank, peak, several = memory.fullest_stage, memory.max_bytes, len(memory.peak_bytes) > 1
+    row, name = memory.at_peak_bytes[rank], _name(memory, rank).capitalize()
+    most, where = MEMORY_KINDS[KINDS[int(row.argmax())]].words, name if several else "A rank"
+    title = f"{where} peaks at {format_bytes(peak)}, {percent(int(row.max()) / peak if peak else 0.0)} of it {most}"
+    if peak > capacity_bytes:
+        title = f"Does not fit: {where.lower()} needs {format_bytes(peak)}"
+    share = percent(peak / capacity_bytes, 1 if peak < 0.1 * capacity_bytes else 0)
+    note = f"{share} of the device's {format_bytes(capacity_bytes)}"
+    each = f"{name} of {len(memory.peak_bytes)}" if several else "Each rank"
+    words = f"Memory: {each} peaks at {format_bytes(peak)}: {name_kinds(row)}."
     times, rows = memory.over_time(rank)
-    lowest = int(rows.sum(axis=1).min())
-    text += f" Between the peaks it falls to {format_bytes(lowest)}." if len(times) > 1 else ""
-    if len(memory.peak_bytes) > 1:
+    words += f" Between the peaks it falls to {format_bytes(int(rows.sum(axis=1).min()))}." if len(times) > 1 else ""
+    if several:
         least = int(memory.total_bytes.argmin())
-        text += f" The least full, {_name(memory, least)}, peaks at {format_bytes(int(memory.total_bytes[least]))}."
-    note = _capacity_note(memory, capacity_bytes)
-    return f"{text} {note}." if note else text
-
-
-def memory_takeaway(memory: Memory, capacity_bytes: float | None) -> str:
-    """Return the title: how full the fullest rank is, and what fills it most."""
-    rank = memory.fullest_stage
-    kind = KINDS[int(memory.at_peak_bytes[rank].argmax())]
-    share = int(memory.at_peak_bytes[rank].max()) / memory.max_bytes if memory.max_bytes else 0.0
-    where = _name(memory, rank).capitalize() if len(memory.peak_bytes) > 1 else "A rank"
-    text = f"{where} peaks at {format_bytes(memory.max_bytes)}, {percent(share)} of it {MEMORY_KINDS[kind].words}"
-    if capacity_bytes is not None and memory.max_bytes > capacity_bytes:
-        text = f"Does not fit: {where.lower()} needs {format_bytes(memory.max_bytes)}"
-    return text
+        words += f" The least full, {_name(memory, least)}, peaks at {format_bytes(int(memory.total_bytes[least]))}."
+    return title, note, f"{words} {note}."
 
 
 def _name(memory: Memory, rank: int) -> str:
@@ -117,13 +97,6 @@ def boxes_of_kinds(rows: NDArray[np.int64]) -> list[theme.LegendBox]:
     return [theme.LegendBox(style.colour, "white", style.letter, style.words) for style in used]
 
 
-def _capacity_note(memory: Memory, capacity_bytes: float | None) -> str:
-    if capacity_bytes is None:
-        return ""
-    share = percent(memory.max_bytes / capacity_bytes, 1 if memory.max_bytes < 0.1 * capacity_bytes else 0)
-    return f"{share} of the device's {format_bytes(capacity_bytes)}"
-
-
 def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit: float) -> None:
     """Draw one stacked bar per row of `rows` [R, K], with a letter in each part that has room for one."""
     num_rows = len(rows)
@@ -134,7 +107,8 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
     left, corners, fills = np.zeros(num_rows), [], []
     for kind, style in MEMORY_KINDS.items():
         held = rows[:, KINDS.index(kind)].astype(float)
-        corners.append(_bars(left, held))
+        across = np.stack([left, left + held, left + held, left], axis=1)
+        corners.append(np.stack([across, np.arange(num_rows)[:, None] + np.array([-0.36, -0.36, 0.36, 0.36])], axis=2))
         fills += [style.colour] * num_rows
         for row in np.flatnonzero(held / limit * wide > 1.6 * CHARACTER_WIDTH * size * theme.DPI / 72).tolist():
             words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour)}
@@ -151,12 +125,6 @@ def stack_bars(axes: Axes, rows: NDArray[np.int64], names: Sequence[str], limit:
     ticks = list(range(0, num_rows, every))
     plot.draw_scale(axes, "y", {row: names[row] for row in ticks}, line=False)
     draw_byte_scale(axes, "x", limit)
-
-
-def _bars(left: NDArray[np.float64], wide: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the corners [R, 4, 2] of bars, one per row, from `left` on."""
-    across = np.stack([left, left + wide, left + wide, left], axis=1)
-    return np.stack([across, np.arange(len(left))[:, None] + np.array([-0.36, -0.36, 0.36, 0.36])], axis=2)
 
 
 def stack_area(
@@ -210,7 +178,7 @@ Ints = NDArray[np.int64]
 Curve = tuple[Ints, Ints]
 
 
-def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float | None = None) -> Picture:
+def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float) -> Picture:
     """Draw one stacked bar per plan: what its fullest rank holds at its peak, by kind.
 
     A dashed line marks `capacity_bytes`, the device's memory, where it is within the picture.
@@ -218,41 +186,31 @@ def draw_memory_of_plans(plans: Mapping[str, Memory], *, capacity_bytes: float |
     Raises:
         ValueError: the capacity is not above zero.
     """
-    require_positive("memory", capacity_bytes=1 if capacity_bytes is None else capacity_bytes)
+    require_positive("memory", capacity_bytes=capacity_bytes)
     rows = np.array([memory.at_peak_bytes[memory.fullest_stage] for memory in plans.values()], np.int64)
     figure = plot.new_figure(1.15 + BOTTOM_IN + min(max(1.6, 0.5 * len(rows)), 7.0))
     left = min(0.5 + 0.095 * max(map(len, plans)), 0.4 * theme.WIDTH_IN)
     axes = plot.frame(figure, left=left, right=0.9, top=1.15, bottom=BOTTOM_IN, bare=True)
     limit = float(rows.sum(axis=1).max()) * 1.1 or 1.0
     stack_bars(axes, rows, list(plans), limit)
-    if capacity_bytes is not None and capacity_bytes < limit:
+    if capacity_bytes < limit:
         axes.axvline(capacity_bytes, **CAPACITY_LINE)
         words: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": theme.SMALL_PT, "color": theme.FAINT}
         axes.text(capacity_bytes, -0.6, f"device: {format_bytes(capacity_bytes)}", **words)
     put_legend(figure, boxes_of_kinds(rows))
-    takeaway = plans_takeaway(plans, capacity_bytes)
+    sizes = {name: memory.max_bytes for name, memory in plans.items()}
+    least, where = min(sizes, key=sizes.__getitem__), f"in {format_bytes(capacity_bytes)}"
+    fitting = [name for name, size in sizes.items() if size <= capacity_bytes]
+    takeaway = f"{len(fitting)} of {len(sizes)} plans fit {where}; {least} is leanest, {format_bytes(sizes[least])}"
+    if not fitting:
+        takeaway = f"No plan fits {where}: the leanest, {least}, holds {format_bytes(sizes[least])}"
+    elif len(fitting) == 1:
+        takeaway = f"Only {fitting[0]} fits {where}, with {format_bytes(sizes[fitting[0]])}"
     plot.put_title(figure, takeaway, "memory of the fullest rank at its peak")
     parts = [
         f"{name}: {format_bytes(int(row.sum()))} ({name_kinds(row)})" for name, row in zip(plans, rows, strict=True)
     ]
     return Picture(figure, f"{takeaway}. {'; '.join(parts)}.")
-
-
-def plans_takeaway(plans: Mapping[str, Memory], capacity_bytes: float | None) -> str:
-    """Return the title: which plans fit, or what the leanest plan saves."""
-    sizes = {name: memory.max_bytes for name, memory in plans.items()}
-    least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
-    if capacity_bytes is not None:
-        fitting = [name for name, size in sizes.items() if size <= capacity_bytes]
-        where = f"in {format_bytes(capacity_bytes)}"
-        if not fitting:
-            return f"No plan fits {where}: the leanest, {least}, holds {format_bytes(sizes[least])}"
-        if len(fitting) == 1:
-            return f"Only {fitting[0]} fits {where}, with {format_bytes(sizes[fitting[0]])}"
-        return f"{len(fitting)} of {len(sizes)} plans fit {where}; {least} is leanest, {format_bytes(sizes[least])}"
-    if len(sizes) == 1 or not sizes[least]:
-        return f"{least} holds {format_bytes(sizes[least])}"
-    return f"{least} holds {sizes[most] / sizes[least]:.3g} times less than {most}"
 
 
 def draw_measured_memory(predicted: Curve, measured: Curve) -> Picture:
@@ -271,41 +229,24 @@ def draw_measured_memory(predicted: Curve, measured: Curve) -> Picture:
             raise ValueError(f"{name} has {len(times)} moments, bytes {rows.shape}; pass [T] and [T, {len(KINDS)}]")
     figure = plot.new_figure(6.6)
     limit = 1.08 * max(float(rows.sum(axis=1).max()) for _, rows in both.values()) or 1.0
-    bottoms = {"measured": 3.8, "predicted": BOTTOM_IN}
-    tops = {"measured": 1.15, "predicted": 3.8}
+    margins = {"measured": {"top": 1.15, "bottom": 3.8}, "predicted": {"top": 3.8, "bottom": BOTTOM_IN}}
+    peaks = {name: int(rows.sum(axis=1).max()) for name, (_, rows) in both.items()}
     for name, (times, rows) in both.items():
-        axes = plot.frame(figure, left=1.15, right=0.35, top=tops[name], bottom=bottoms[name], bare=True)
+        axes = plot.frame(figure, left=1.15, right=0.35, bare=True, **margins[name])
         stack_area(axes, times, rows, limit=limit)
-        plot.put_heading(axes, f"{name}: peak {format_bytes(_peak(rows))}")
-        for other, (_, values) in both.items():
-            if other != name:  # the other's peak, to read the difference
-                axes.axhline(_peak(values), color=theme.INK, linestyle=(0, (2, 3)), linewidth=1.0)
+        plot.put_heading(axes, f"{name}: peak {format_bytes(peaks[name])}")
+        for other in both.keys() - {name}:  # the other's peak, to read the difference
+            axes.axhline(peaks[other], color=theme.INK, linestyle=(0, (2, 3)), linewidth=1.0)
     put_legend(figure, boxes_of_kinds(np.concatenate([rows for _, rows in both.values()])))
-    plot.put_title(figure, measured_takeaway(predicted, measured), "dotted: the other's peak")
-    return Picture(figure, _say_measured(predicted, measured))
-
-
-def _say_measured(predicted: Curve, measured: Curve) -> str:
-    """Say both peaks, and which kind differs most."""
-    text = f"{measured_takeaway(predicted, measured)}."
-    for name, (_, rows) in (("Measured", measured), ("Predicted", predicted)):
-        row = rows[rows.sum(axis=1).argmax()]
-        text += f" {name} at its peak: {name_kinds(row)}."
+    error = percent(peaks["predicted"] / peaks["measured"] - 1, 1, "+") if peaks["measured"] else "not to be compared"
+    takeaway = f"Predicted peak {format_bytes(peaks['predicted'])}, measured {format_bytes(peaks['measured'])}: {error}"
+    plot.put_title(figure, takeaway, "dotted: the other's peak")
+    said = [f"{takeaway}."]
+    for name, (_, rows) in both.items():
+        said.append(f"{name.capitalize()} at its peak: {name_kinds(rows[rows.sum(axis=1).argmax()])}.")
     apart = measured[1].max(axis=0) - predicted[1].max(axis=0)
     kind = int(np.abs(apart).argmax())
     if apart[kind]:
-        more = "more" if apart[kind] > 0 else "less"
-        words = MEMORY_KINDS[KINDS[kind]].words
-        text += f" Most apart: {words}, measured {format_bytes(abs(int(apart[kind])))} {more}."
-    return text
-
-
-def measured_takeaway(predicted: Curve, measured: Curve) -> str:
-    """Return the title: how far the measured peak is from the predicted one."""
-    ours, theirs = _peak(predicted[1]), _peak(measured[1])
-    error = percent(ours / theirs - 1, 1, "+") if theirs else "not to be compared"
-    return f"Predicted peak {format_bytes(ours)}, measured {format_bytes(theirs)}: {error}"
-
-
-def _peak(rows: Ints) -> int:
-    return int(rows.sum(axis=1).max())
+        words, far = MEMORY_KINDS[KINDS[kind]].words, format_bytes(abs(int(apart[kind])))
+        said.append(f"Most apart: {words}, measured {far} {'more' if apart[kind] > 0 else 'less'}.")
+    return Picture(figure, " ".join(said))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from simulator.viz.drawing import plot, theme
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, finished, legend_lines, sheet
 from simulator.viz.drawing.picture import Picture
 
-DAYS, PRICE = theme.LINE_COLOURS[0], theme.LINE_COLOURS[1]
 NAMES = ("shortest", "cheapest", "sweet spot")
 
 
@@ -34,41 +32,36 @@ def draw_cost_curve(costs: Curve) -> Picture:
     """
     bills = sorted(costs.bills, key=lambda each: each.num_devices)
     figure = plot.new_figure(5.6)
-    left = plot.frame(figure, left=1.05, right=6.9, top=1.45, bottom=0.85)
-    right = plot.frame(figure, left=7.3, right=0.6, top=1.45, bottom=0.85)
-    _draw_line(left, bills, [each.days for each in bills], DAYS, "days")
-    _draw_line(right, bills, [each.price for each in bills], PRICE, price_unit(costs))
-    _mark(left, costs, is_price=False)
-    _mark(right, costs, is_price=True)
-    plot.put_heading(left, "days")
-    plot.put_heading(right, price_unit(costs))
-    return finished(figure, _fastest_and_cheapest(costs), _run_of(costs), *_say_costs(costs, bills))
-
-
-def _say_costs(costs: Curve, bills: Sequence[Bill]) -> list[str]:
-    """Say the days and the price on each number of devices in a line."""
+    unit = "device-hours" if costs.cheapest.dollars is None else "dollars"
+    for which, (left, right, heading) in enumerate(((1.05, 6.9, "days"), (7.3, 0.6, unit))):
+        axes = plot.frame(figure, left=left, right=right, top=1.45, bottom=0.85)
+        values = [each.price if which else each.days for each in bills]
+        _draw_line(axes, bills, values, theme.LINE_COLOURS[which], heading)
+        _mark(axes, costs, is_price=bool(which))
+        plot.put_heading(axes, heading)
+    short, cheap, sweet = (each.num_devices for each in _three(costs))
+    title = f"Fastest on {short:,} devices, cheapest on {cheap:,}, sweet spot {sweet:,}"
+    if short == cheap:
+        title = f"{counted(short, 'device')} are both fastest and cheapest"
+    run, workload = costs.shortest.run, costs.shortest.step.workload.name
+    clusters = {each.step.cluster.name for each in bills}
+    where = next(iter(clusters)) if len(clusters) == 1 else f"{len(clusters)} clusters"
+    price = "" if run.price is None else f", {run.price:g} dollars for a device and an hour"
+    fails = ", with failures" if run.failures else ", without failures"
+    note = f"{workload}, {run.num_tokens:.3g} tokens on {where}{price}{fails}."
     lines = []
     for each in bills:
         names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]
         mark = f": {' and '.join(names)}" if names else ""
-        where = f" of {each.step.cluster.name}" if len({one.step.cluster.name for one in costs.bills}) > 1 else ""
-        lines.append(
-            f"{counted(each.num_devices, 'device')}{where}: {format_span(86_400 * each.days)}, {_price(each)}{mark}."
-        )
-    return lines
-
-
-def price_unit(costs: Curve) -> str:
-    """Return what a price is counted in."""
-    return "device-hours" if costs.cheapest.dollars is None else "dollars"
+        of = f" of {each.step.cluster.name}" if len(clusters) > 1 else ""
+        paid = f"{each.price:,.0f} {'device-hours' if each.dollars is None else 'dollars'}"
+        days = format_span(86_400 * each.days)
+        lines.append(f"{counted(each.num_devices, 'device')}{of}: {days}, {paid}{mark}.")
+    return finished(figure, title, note, *lines)
 
 
 def _three(costs: Curve) -> tuple[Bill, Bill, Bill]:
     return costs.shortest, costs.cheapest, costs.sweet
-
-
-def _price(each: Bill) -> str:
-    return f"{each.price:,.0f} {'device-hours' if each.dollars is None else 'dollars'}"
 
 
 def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, gid: str) -> None:
@@ -101,41 +94,20 @@ def _short(value: float) -> str:
 
 def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:
     """Ring the bills that stand out, each with its names over it."""
-    named = list(zip(NAMES, _three(costs), strict=True))
-    for place, (name, each) in enumerate(named):
-        own = [other for other, bill in named if bill is each]
-        if any(bill is each for _, bill in named[:place]):
-            continue
-        ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgewidth": 2.2}
-        value = each.price if is_price else each.days
-        axes.plot(each.num_devices, value, markeredgecolor=theme.INK, zorder=5, gid=name, linestyle="none", **ring)
-        words: dict[str, Any] = {"fontsize": theme.SMALL_PT, "weight": "bold", "color": theme.text_on_white(theme.INK)}
-        left, right = axes.get_xlim()
-        rises = is_price and each.num_devices**2 > left * right  # then the line is on the right of its point
-        away = -9 if rises else 9
-        words |= {
-            "xytext": (away, 8),
-            "textcoords": "offset points",
-            "va": "bottom",
-            "ha": "right" if rises else "left",
-        }
-        axes.annotate("\n".join(own), (each.num_devices, value), zorder=6, **words)
-
-
-def _fastest_and_cheapest(costs: Curve) -> str:
-    short, cheap, sweet = (each.num_devices for each in _three(costs))
-    if short == cheap:
-        return f"{counted(short, 'device')} are both fastest and cheapest"
-    return f"Fastest on {short:,} devices, cheapest on {cheap:,}, sweet spot {sweet:,}"
-
-
-def _run_of(costs: Curve) -> str:
-    run, step = costs.shortest.run, costs.shortest.step
-    clusters = {each.step.cluster.name for each in costs.bills}
-    where = next(iter(clusters)) if len(clusters) == 1 else f"{len(clusters)} clusters"
-    price = "" if run.price is None else f", {run.price:g} dollars for a device and an hour"
-    fails = ", with failures" if run.failures else ", without failures"
-    return f"{step.workload.name}, {run.num_tokens:.3g} tokens on {where}{price}{fails}."
+    names: dict[int, list[str]] = {}
+    bills = {id(each): each for each in _three(costs)}
+    for name, each in zip(NAMES, _three(costs), strict=True):
+        names.setdefault(id(each), []).append(name)
+    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgewidth": 2.2}
+    words: dict[str, Any] = {"fontsize": theme.SMALL_PT, "weight": "bold", "color": theme.text_on_white(theme.INK)}
+    words |= {"textcoords": "offset points", "va": "bottom", "zorder": 6}
+    left, right = axes.get_xlim()
+    for key, own in names.items():
+        count, value = bills[key].num_devices, bills[key].price if is_price else bills[key].days
+        axes.plot(count, value, markeredgecolor=theme.INK, zorder=5, gid=own[0], linestyle="none", **ring)
+        rises = is_price and count**2 > left * right  # then the line is on the right of its point
+        side: dict[str, Any] = {"xytext": (-9 if rises else 9, 8), "ha": "right" if rises else "left"}
+        axes.annotate("\n".join(own), (count, value), **words, **side)
 
 
 PARTS = ("useful", "saving", "lost", "restarting", "slow")
@@ -165,18 +137,17 @@ def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: i
     right = plot.frame(figure, left=7.0, right=1.75, top=1.45, bottom=0.85)
     _draw_intervals(left, good, failures.restart_s, seed)
     _draw_devices(right, failures, num_devices, save_s)
-    lines = _say_goodput(good, failures, num_devices, save_s)
-    return finished(figure, _time_that_counts(good), _checkpoints_of(failures, num_devices, save_s), *lines)
-
-
-def _say_goodput(good: Goodput, failures: Failures, num_devices: int, save_s: float) -> list[str]:
-    """Say the parts of the time, the best interval, and what other numbers of devices give."""
     both = (good.save_s, good.mtbf_s)
     parts = ", ".join(f"{name} {percent(getattr(good, name), 1)}" for name in PARTS if getattr(good, name) > 0)
     best, young, daly = (format_span(rule(*both)) for rule in (best_s, young_s, daly_s))
-    others = _by_devices(failures, num_devices, save_s)
+    mtbf, interval = format_span(good.mtbf_s), format_span(good.interval_s)
+    save, restart = format_span(save_s), format_span(failures.restart_s)
     lines = [f"Parts of the time: {parts}.", f"Best interval: {best}; by Young {young}, by Daly {daly}."]
-    return lines + [f"{counted(count, 'device')}: {percent(each.useful, 1)} useful." for count, each in others]
+    for count, each in _by_devices(failures, num_devices, save_s):
+        lines.append(f"{counted(count, 'device')}: {percent(each.useful, 1)} useful.")
+    title = f"{percent(good.useful, 1)} of the time counts: a failure every {mtbf}, a save every {interval}"
+    note = f"{counted(num_devices, 'device')}; {save} to save, {restart} to restart; {failures.published.source}."
+    return finished(figure, title, note, *lines)
 
 
 def _useful(good: Goodput, restart_s: float, intervals: Floats) -> Floats:
@@ -229,49 +200,21 @@ def _draw_devices(axes: Axes, failures: Failures, num_devices: int, save_s: floa
     parts = np.array([[getattr(each, name) for each in (good for _, good in rows)] for name in PARTS])
     tops = parts.cumsum(axis=0)
     plot.count_axis(axes, counts[:: -(-len(counts) // 5)], "devices", grid=False)
-    for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
-        below = tops[place - 1] if place else np.zeros(len(counts))
-        axes.fill_between(counts, below, tops[place], color=colour, gid=name, linewidth=0, zorder=3)
+    shown = []
+    for name, colour, part, top in zip(PARTS, COLOURS, parts, tops, strict=True):
+        axes.fill_between(counts, top - part, top, color=colour, gid=name, linewidth=0, zorder=3)
+        if part.max() > 0:
+            shown.append((float(top[-1] - part[-1] / 2), name, theme.text_on_white(colour)))
     axes.axvline(num_devices, color=theme.INK, linewidth=1.4, linestyle=(0, (4, 3)), zorder=5)
     axes.set_xlim(counts[0], max(counts[-1], counts[0] * 2))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    shown = [
-        (name, colour, tops[place][-1] - parts[place][-1] / 2)
-        for place, (name, colour) in enumerate(zip(PARTS, COLOURS, strict=True))
-        if parts[place].max() > 0
-    ]
-    plot.name_line_ends(
-        axes,
-        [at for *_, at in shown],
-        [name for name, *_ in shown],
-        [theme.text_on_white(colour) for _, colour, _ in shown],
-    )
+    ends, names, colours = zip(*shown, strict=True)
+    plot.name_line_ends(axes, ends, names, colours)
     plot.put_heading(axes, "where the time goes, with these checkpoints")
 
 
-def _time_that_counts(good: Goodput) -> str:
-    mtbf, interval = format_span(good.mtbf_s), format_span(good.interval_s)
-    return f"{percent(good.useful, 1)} of the time counts: a failure every {mtbf}, a save every {interval}"
-
-
-def _checkpoints_of(failures: Failures, num_devices: int, save_s: float) -> str:
-    save, restart = format_span(save_s), format_span(failures.restart_s)
-    return f"{counted(num_devices, 'device')}; {save} to save, {restart} to restart; {failures.published.source}."
-
-
-STYLES: Mapping[str, theme.KindStyle] = MappingProxyType(
-    {
-        "one device": theme.KindStyle("#DDCC77", "1", "one device: do not distribute"),
-        "data": theme.KindStyle("#88CCEE", "D", "data parallel"),
-        "ZeRO-1": theme.KindStyle("#56B4E9", "Z1", "data parallel with ZeRO-1"),
-        "ZeRO-2": theme.KindStyle("#44AA99", "Z2", "data parallel with ZeRO-2"),
-        "FSDP": theme.KindStyle("#0072B2", "F", "FSDP (ZeRO-3)"),
-        "tensor": theme.KindStyle("#D55E00", "T", "tensor"),
-        "pipeline": theme.KindStyle("#E69F00", "P", "pipeline"),
-        "tensor and pipeline": theme.KindStyle("#882255", "TP", "tensor and pipeline"),
-    }
-)
+STYLES = theme.styles("strategies")
 NOTHING = theme.LegendBox(theme.IDLE, theme.FAINT, "", "does not fit, or does not divide")
 TOP_IN, ROW_IN, LEFT_IN, RIGHT_IN, AXIS_IN = 1.05, 0.66, 1.75, 0.3, 0.75
 assert tuple(STYLES) == STRATEGIES
@@ -300,49 +243,27 @@ def draw_strategy_map(cells: Sequence[MapCell]) -> Picture:
         fill = STYLES[cell.strategy].colour if cell.strategy else theme.IDLE
         pen.box((x, y), wide, ROW_IN, fill, line=2.0)
         if cell.choice is not None:
-            ink = theme.text_colour(fill)
+            ink, plan = theme.text_colour(fill), cell.choice.plan
             letter = f"{STYLES[cell.strategy].letter}  {percent(cell.choice.step.mfu)}"
+            degrees = {axis[0]: getattr(plan, axis) for axis in ("data", "tensor", "pipeline")}
+            large = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
             pen.words((x + wide / 2, y + 0.43), letter, size=theme.TEXT_PT, bold=True, colour=ink)
-            pen.words((x + wide / 2, y + 0.18), _degrees(cell), size=theme.SMALL_PT - 0.5, colour=ink)
+            pen.words((x + wide / 2, y + 0.18), large, size=theme.SMALL_PT - 0.5, colour=ink)
     pen.legend(boxes)
-    return pen.finish(_who_wins(cells), _question_of(cells), *_say_map(cells))
-
-
-def _say_map(cells: Sequence[MapCell]) -> list[str]:
-    """Say each field in a line."""
-    lines = []
+    found = [cell.strategy for cell in cells if cell.choice]
+    title, note, lines = "No plan fits any of these", "", list[str]()
+    if found:
+        most = max(STRATEGIES, key=found.count)
+        title = f"{capitalised(STYLES[most].words)} is fastest in {found.count(most)} of {len(found)} fields; "
+        title += f"{len(set(found))} strategies win somewhere"
     for cell in cells:
         where = f"{cell.model} on {counted(cell.num_devices, 'GPU')}: "
         if cell.choice is None:
             lines.append(f"{where}{NOTHING.words}.")
             continue
-        step, words = cell.choice.step, STYLES[cell.strategy].words
-        plan = words_of(cell.choice.plan, cell.choice.microbatch)
-        lines.append(f"{where}{words} ({plan}), {format_s(step.steady_s)} a step, MFU {percent(step.mfu)}.")
-    return lines
-
-
-def _degrees(cell: MapCell) -> str:
-    """Write the degrees above one: d for data, t for tensor, p for pipeline."""
-    assert cell.choice is not None, "the field has a plan"
-    plan = cell.choice.plan
-    degrees = {axis[0]: getattr(plan, axis) for axis in ("data", "tensor", "pipeline")}
-    return " ".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1)
-
-
-def _who_wins(cells: Sequence[MapCell]) -> str:
-    found = [cell.strategy for cell in cells if cell.strategy]
-    if not found:
-        return "No plan fits any of these"
-    most = max(STRATEGIES, key=found.count)
-    words, kinds = capitalised(STYLES[most].words), len(set(found))
-    return f"{words} is fastest in {found.count(most)} of {len(found)} fields; {kinds} strategies win somewhere"
-
-
-def _question_of(cells: Sequence[MapCell]) -> str:
-    chosen = next((cell.choice for cell in cells if cell.choice), None)
-    if chosen is None:
-        return ""
-    question = chosen.question
-    name, wire = question.cluster.name, question.cluster.inter_node.name
-    return f"{question.batch_size} samples per step, {name}, {wire} between nodes; MFU and degrees of the fastest plan."
+        step, words, question = cell.choice.step, STYLES[cell.strategy].words, cell.choice.question
+        how = words_of(cell.choice.plan, cell.choice.microbatch)
+        lines.append(f"{where}{words} ({how}), {format_s(step.steady_s)} a step, MFU {percent(step.mfu)}.")
+        note = f"{question.batch_size} samples per step, {question.cluster.name}, {question.cluster.inter_node.name} "
+        note += "between nodes; MFU and degrees of the fastest plan."
+    return pen.finish(title, note, *lines)

@@ -5,40 +5,19 @@ A row is a rank, a numbered box a micro-batch. Where a textbook has a closed for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from distlab.plan import (
-    SCHEDULES,
-    ActionTimes,
-    Schedule,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    make_schedule,
-    naive,
-    one_f_one_b,
-)
+from distlab.plan import SCHEDULES, ActionTimes, Schedule, make_schedule
 from distlab.plan.require import chosen
 from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 from simulator.units import capitalised, counted, format_s, percent
-from simulator.viz.drawing.lanes import (
-    CLOSE_GAP,
-    CLOSE_RANKS,
-    RANK_GAP,
-    LaneRow,
-    Placement,
-    Side,
-    View,
-    in_view,
-    shaded,
-    stages_of_ranks,
-)
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing import lanes
+from simulator.viz.drawing.picture import Bundle, Picture
 from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.timeline import timeline
 from simulator.viz.timeline.facts import facts_of
@@ -92,7 +71,7 @@ def run_schedule(name: str, schedule: Schedule, times: ActionTimes) -> ScheduleR
     """
     run = simulate_schedule(schedule, times, unit_s=UNIT_S)
     trace = _lean(run)
-    present = stages_of_ranks(trace.rank, trace.stage)
+    present = lanes.stages_of_ranks(trace.rank, trace.stage)
     copies = int(present.sum(axis=0).max(initial=1))  # of the model: a micro-batch goes through one of them
     num_stages = np.maximum(present.sum(axis=1) // copies, 1)
     peak = float((np.asarray(run.peak_in_flight)[: len(num_stages)] / num_stages).max())
@@ -123,7 +102,6 @@ def _lean(run: PipelineRun) -> Trace:
 
 EQUAL = ActionTimes(1.0, 1.0, 1.0)
 NAMES = tuple(SCHEDULES)
-COPIES = " (two copies of the model)"  # which the peak of activations does not show
 
 
 def play(
@@ -148,51 +126,59 @@ def play(
     plan = make_schedule(
         name, num_ranks, num_microbatches, stages_per_rank=stages, times=times, memory_limit=memory_limit
     )
-    return run_schedule(family.title + (COPIES if family.placement == "copies" else ""), plan, times)
+    copies = " (two copies of the model)" if family.placement == "copies" else ""
+    return run_schedule(family.title + copies, plan, times)
 
 
-MAX_RANKS = 64  # of each schedule
 HEADING = 1.0  # the room for a heading, in heights of a row
 
 
-def draw_schedules(runs: Sequence[ScheduleRun], *, time_range_s: View | None = None) -> Picture:
+def draw_schedules(runs: Sequence[ScheduleRun]) -> Picture:
     """Draw schedules one under the other on one time axis; the title says what sets them apart.
 
     Raises:
-        ValueError: there is no run, or the range holds no time.
+        ValueError: there is no run.
     """
-    scene = stack(runs)
-    view = timeline.view_of(time_range_s, scene.limit_s)
-    seen = [int(in_view(side.trace, view).sum()) for side in scene.sides]
-    return Picture(
-        timeline.draw_scene(scene, words_of(runs), view, exact=sum(seen) <= timeline.MAX_BOXES), say_schedules(runs)
-    )
+    return Picture(timeline.draw_scene(stack(runs), words_of(runs)), say_schedules(runs))
+
+
+def show_schedules() -> None:
+    """Let a Schedule show its picture when a notebook's cell ends with it: 1 ms a pass, and free communication.
+
+    Its class stands in a package that needs numpy alone, so its method is set when `simulator.viz` is imported.
+    """
+
+    def show(schedule: Schedule, **_options: object) -> Bundle:
+        runs = [run_schedule("this schedule (1 ms per F, I and W)", schedule, EQUAL)]
+        return draw_schedules(runs)._repr_mimebundle_()
+
+    Schedule._repr_mimebundle_ = show  # type: ignore[attr-defined]
 
 
 def say_schedules(runs: Sequence[ScheduleRun]) -> str:
-    """Say in plain sentences what `draw_schedules` shows: one sentence per schedule, then how the two compare."""
-    text = " ".join(sentence(run) for run in runs)
+    """Say in plain sentences how schedules did: one sentence per schedule, then how the two compare."""
+    text = " ".join(map(_sentence, runs))
     if len(runs) == 2:
         first, second = runs
-        change = second.duration_s / first.duration_s - 1
-        text += f" {capitalised(second.name)} takes {_more(change, 'time')}"
-        change = second.peak / first.peak - 1 if first.peak else 0.0
-        text += f" and {_more(change, 'memory for activations')} than {first.name}."
+        times = (first.duration_s, second.duration_s, "time"), (first.peak, second.peak, "memory for activations")
+        more = []
+        for one, other, what in times:
+            change = other / one - 1 if one else 0.0
+            far = f"{percent(abs(change), 1)} {'less' if change < 0 else 'more'} {what}"
+            more.append(f"the same {what}" if abs(change) < 5e-4 else far)
+        text += f" {capitalised(second.name)} takes {' and '.join(more)} than {first.name}."
     return text
 
 
-def sentence(run: ScheduleRun) -> str:
+def _sentence(run: ScheduleRun) -> str:
     """Say in one sentence how a schedule did."""
     plan = run.schedule
-    ranks, microbatches = counted(plan.num_ranks, "rank"), counted(plan.num_microbatches, "micro-batch")
-    size = f"{ranks} and {microbatches}"
+    size = f"{counted(plan.num_ranks, 'rank')} and {counted(plan.num_microbatches, 'micro-batch')}"
     if plan.num_stages > plan.num_ranks:
         size += f", {plan.num_stages // plan.num_ranks} stages per rank,"
-    idle = percent(run.bubble_fraction, 1)
-    text = f"{capitalised(run.name)} on {size} takes {format_s(run.duration_s)}: ranks are idle for {idle} of it, "
-    text += (
-        f"a rank holds {count_of(run.peak)} at its peak, and it is {run.speedup:.2f} times as fast as one rank alone."
-    )
+    text = f"{capitalised(run.name)} on {size} takes {format_s(run.duration_s)}: ranks are idle for "
+    text += f"{percent(run.bubble_fraction, 1)} of it, a rank holds {_held(run.peak)} at its peak, and it is "
+    text += f"{run.speedup:.2f} times as fast as one rank alone."
     if run.ends_apart:
         text += f" But no rank takes longer than {format_s(run.rank_span_s)} from its own first action to its last: "
         text += "where a rank may start its next step before the others end theirs, "
@@ -200,7 +186,7 @@ def sentence(run: ScheduleRun) -> str:
     return text
 
 
-def count_of(peak: float) -> str:
+def _held(peak: float) -> str:
     """Write a peak in micro-batches through all of a rank's stages."""
     return f"{peak:.4g} micro-batch{'' if peak == 1 else 'es'} of activations"
 
@@ -215,7 +201,7 @@ def words_of(runs: Sequence[ScheduleRun]) -> timeline.Caption:
         if first.ends_apart:
             title += f", and {percent(first.idle_of_span, 1)} where steps need not end together"
             ends += f", no rank works longer than {format_s(first.rank_span_s)}"
-        return timeline.Caption(title, _notes(runs), ends)
+        return timeline.Caption(title, "", ends)
     second = runs[1]
     change = second.duration_s / first.duration_s - 1
     title = f"{second.name} ends {percent(abs(change), 1)} {'earlier' if change < 0 else 'later'} than {first.name}"
@@ -225,10 +211,10 @@ def words_of(runs: Sequence[ScheduleRun]) -> timeline.Caption:
     title += f"; both hold {held[0]}" if held[0] == held[1] else f"; {second.name} holds {held[1]} instead of {held[0]}"
     title += " micro-batches" if held != ["1", "1"] else " micro-batch"
     ends = f"{first.name} {format_s(first.duration_s)}, {second.name} {format_s(second.duration_s)}"
-    return timeline.Caption(capitalised(title), _notes(runs), ends)
+    return timeline.Caption(capitalised(title), "", ends)
 
 
-def stack(runs: Sequence[ScheduleRun]) -> timeline.Scene:
+def stack(runs: Sequence[ScheduleRun]) -> lanes.Scene:
     """Place the ranks of one schedule under those of the other.
 
     Raises:
@@ -236,46 +222,26 @@ def stack(runs: Sequence[ScheduleRun]) -> timeline.Scene:
     """
     if not runs:
         raise ValueError("there is no schedule to draw; pass at least one run")
-    rows: list[LaneRow] = []
+    rows: list[lanes.LaneRow] = []
     headings, row_of, top = [], [], 0.0
     for run in runs:
         num_ranks = run.schedule.num_ranks
-        drawn = spread_evenly(num_ranks, MAX_RANKS)
+        drawn = spread_evenly(num_ranks, lanes.MAX_RANKS[0])
         if len(runs) > 1:
-            headings.append(timeline.Heading(top + HEADING / 2, heading(run)))
+            said = f"{run.name}: {percent(run.bubble_fraction, 1)} idle, {_held(run.peak)}"
+            headings.append(lanes.Heading(top + HEADING / 2, said))
             top += HEADING
         place = np.full(num_ranks, -1, np.int64)
         place[drawn] = len(rows) + np.arange(len(drawn))
-        gap = CLOSE_GAP if len(drawn) >= CLOSE_RANKS else RANK_GAP * 0.6
+        gap = lanes.CLOSE_GAP if len(drawn) >= lanes.CLOSE_RANKS else lanes.RANK_GAP * 0.6
         for rank in drawn:
-            rows.append(LaneRow(rank, "compute", False, top, 1.0, 1))
+            rows.append(lanes.LaneRow(rank, "compute", False, top, 1.0, 1))
             top += 1.0 + gap
         row_of.append(place[run.trace.rank])
     levels = tuple(np.zeros_like(row) for row in row_of)
-    placement = Placement(tuple(rows), top, tuple(row_of), levels)
-    sides = tuple(Side(shaded(run.trace), False) for run in runs)
-    return timeline.Scene(sides, placement, timeline.styles_of(sides), timeline.limit_of(sides), tuple(headings))
-
-
-def heading(run: ScheduleRun) -> str:
-    """Return what stands over a schedule's rows."""
-    return f"{run.name}: {percent(run.bubble_fraction, 1)} idle, {count_of(run.peak)}"
-
-
-def _more(change: float, what: str) -> str:
-    if abs(change) < 5e-4:
-        return f"the same {what}"
-    return f"{percent(abs(change), 1)} {'less' if change < 0 else 'more'} {what}"
-
-
-def _notes(runs: Sequence[ScheduleRun]) -> str:
-    ranks = max(run.schedule.num_ranks for run in runs)
-    notes = [f"{MAX_RANKS} of {ranks} ranks are drawn"] if ranks > MAX_RANKS else []
-    spans = sum(len(run.trace) for run in runs)
-    return "; ".join([*notes, *([f"{spans:,} actions in pixel columns"] if spans > timeline.MAX_BOXES else [])])
-
-
-_PIPELINE_KINDS = ("F", "B", "I", "W")
+    sides = tuple(lanes.Side(lanes.shaded(run.trace), False) for run in runs)
+    rest = (lanes.styles_of(sides), lanes.limit_of(sides), tuple(headings))
+    return lanes.Scene(sides, tuple(rows), top, tuple(row_of), levels, *rest)
 
 
 def draw_schedule(
@@ -292,9 +258,8 @@ def draw_schedule(
     facts, known = facts_of(work), ""
     if textbook := textbook_of(work):
         name, formula, share = textbook
-        known = (
-            f"{capitalised(name)} with equal stages and free communication would leave {formula} = {percent(share, 1)}"
-        )
+        known = f"{capitalised(name)} with equal stages and free communication would leave {formula} = "
+        known += percent(share, 1)
     ends, other = f"ends at {format_s(facts.duration_s)}", None if predicted is None else _pipeline(predicted)
     microbatches = len(np.unique(work.microbatch[work.microbatch >= 0]))
     bubble = percent(facts.bubble_fraction, 1)
@@ -308,17 +273,17 @@ def draw_schedule(
         ends = timeline.ends_text(facts, expected)
         said.append(f"Predicted: {format_s(expected.duration_s)}, bubble {percent(expected.bubble_fraction, 1)}.")
     words = timeline.Caption(f"The bubble leaves {bubble} of {facts.num_ranks} ranks' time idle", known, ends)
-    return Picture(timeline.draw_rows(timeline.sides_of(work, other), words, time_range_s=time_range_s), " ".join(said))
+    return Picture(timeline.draw_scene(lanes.scene_of(work, other), words, time_range_s), " ".join(said))
 
 
 def _pipeline(trace: Trace) -> Trace:
-    """Keep the forward and backward spans."""
-    work = trace.select(trace.is_word("lane", "compute") & trace.is_word("kind", *_PIPELINE_KINDS))
+    """Keep the forward and backward spans, with their clock at zero."""
+    work = trace.select(trace.is_word("lane", "compute") & trace.is_word("kind", *LETTERS))
     if not len(work):
         raise ValueError(
             f"the trace has {len(trace)} spans but no compute span of kind F, B, I or W; simulate a pipeline"
         )
-    return work
+    return work.from_zero()
 
 
 MAX_SPANS = 20_000
@@ -338,23 +303,21 @@ def textbook_of(trace: Trace) -> tuple[str, str, float] | None:
         return None
     p, m, v = order.num_ranks, order.num_microbatches, order.num_stages // order.num_ranks
     looped = (p - 1) / (v * m + p - 1)
-    known: list[tuple[str, str, float, Callable[[], Schedule]]] = []
+    forms = {"interleaved": ("(p-1)/(vm+p-1)", looped), "looped_bfs": ("(p-1)/(vm+p-1)", looped)} if m % p == 0 else {}
     if v == 1:
-        known.append(("naive model parallelism", "(p-1)/p", (p - 1) / p, lambda: naive(p, m)))
-        known.append(("GPipe", "(p-1)/(m+p-1)", looped, lambda: gpipe(p, m)))
-        known.append(("1F1B", "(p-1)/(m+p-1)", looped, lambda: one_f_one_b(p, m)))
-    elif m % p == 0:
-        formula = "(p-1)/(vm+p-1)"
-        known.append(("interleaved 1F1B", formula, looped, lambda: interleaved(p, m, stages_per_rank=v)))
-        known.append(("looped BFS", formula, looped, lambda: looped_bfs(p, m, stages_per_rank=v)))
-    return next((row[:3] for row in known if row[3]() == order), None)
+        flush = ("(p-1)/(m+p-1)", looped)
+        forms = {"naive": ("(p-1)/p", (p - 1) / p), "gpipe": flush, "one_f_one_b": flush}
+    for name, form in forms.items():
+        if make_schedule(name, p, m, stages_per_rank=v) == order:
+            return (SCHEDULES[name].title, *form)
+    return None
 
 
 def order_in(trace: Trace) -> Schedule | None:
     """Return the order in which a trace's ranks ran their passes, of replicas the first; None where there is none."""
     if not 0 < len(trace) <= MAX_SPANS or trace.stage.min() < 0 or trace.microbatch.min() < 0:
         return None
-    stages = stages_of_ranks(trace.rank, trace.stage)
+    stages = lanes.stages_of_ranks(trace.rank, trace.stage)
     if not (stages.sum(axis=1) == stages.sum(axis=1).max()).all() or stages.shape[1] % max(1, stages.sum(axis=1)[0]):
         return None
     first = [rank for rank in trace.ranks if not any((stages[rank] & stages[other]).any() for other in range(rank))]

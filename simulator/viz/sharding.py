@@ -10,20 +10,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from distlab.trace import Trace
 from simulator.step.simulate import Step
 from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import byte_unit, counted, format_bytes, format_s, percent, time_unit
-from simulator.viz.drawing.lanes import Side, add_boxes, add_pixels, lanes_of, place
+from simulator.viz.drawing.lanes import Scene, scene_of
 from simulator.viz.drawing.pen import finished, put_legend
 from simulator.viz.drawing.picture import Picture
 from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure
-from simulator.viz.drawing.theme import FAINT, IDLE, INK, KINDS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, kind_styles
+from simulator.viz.drawing.theme import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox
+from simulator.viz.timeline.timeline import fill_rows
 
-COMPUTE, WAITS, GATHERED, REST, CHOSEN = "#56B4E9", "#D55E00", "#332288", "#B8BCC4", "#1A1A1A"
+COMPUTE, WAITS, GATHERED, REST = "#56B4E9", "#D55E00", "#332288", "#B8BCC4"
 CURVES_IN, TOP_IN, MIDDLE_IN, LANE_IN, FOOT_IN = 2.75, 1.35, 1.25, 0.46, 1.2
 LEFT_IN, RIGHT_IN, GAP_IN = 1.15, 0.4, 1.25
-MAX_BOXES = 1_500
 Floats = NDArray[np.float64]
 
 
@@ -34,9 +33,8 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
         sweep: what `sweep_units` returned.
         step: one step of stage 3; its unit size is the one that is marked.
     """
-    trace = step.layer_trace.select(step.layer_trace.rank == 0)
-    lanes = lanes_of([Side(trace, False)])
-    height = TOP_IN + CURVES_IN + MIDDLE_IN + LANE_IN * len(lanes) + FOOT_IN
+    scene = scene_of(step.layer_trace.select(step.layer_trace.rank == 0))
+    height = TOP_IN + CURVES_IN + MIDDLE_IN + LANE_IN * len(scene.rows) + FOOT_IN
     figure = new_figure(height)
     half = (WIDTH_IN - LEFT_IN - RIGHT_IN - GAP_IN) / 2
     bottom = height - TOP_IN - CURVES_IN
@@ -49,43 +47,35 @@ def draw_sharding(sweep: UnitSweep, step: Step) -> Picture:
     _draw_time(time, sizes, sweep)
     for axes in (memory, time):
         _mark(axes, sizes, sweep, at)
-    _draw_timeline(figure, trace, lanes, height)
+    _draw_timeline(figure, scene)
+    return finished(figure, *_say(sweep, step, at))
+
+
+def _say(sweep: UnitSweep, step: Step, at: int) -> list[str]:
+    """Say what the chosen size costs beside the fastest, what is sharded, and what three sizes give."""
     named = {"Chosen": at, "Fastest": sweep.fastest, "Holding least": sweep.smallest}
-    lines = [f"{name}: {point(sweep, index)}." for name, index in named.items()]
-    return finished(figure, _memory_and_time(sweep, at), _setting(step), *lines)
-
-
-def point(sweep: UnitSweep, index: int) -> str:
-    """Say what one size gives."""
-    layers, units = sweep.unit_layers[index], sweep.num_units[index]
-    return (
-        f"{counted(layers, 'layer')} per unit, {counted(units, 'unit')}: {format_bytes(sweep.memory_bytes[index])} "
-        f"per rank, {format_bytes(sweep.gathered_bytes[index])} of it gathered; step "
-        f"{format_s(sweep.duration_s[index])}, {format_s(sweep.exposed_s[index])} of it exposed"
-    )
-
-
-def _memory_and_time(sweep: UnitSweep, at: int) -> str:
-    fastest = sweep.fastest
-    here = f"Units of {counted(sweep.unit_layers[at], 'layer')}"
+    lines = []
+    for name, index in named.items():
+        layers, units = counted(sweep.unit_layers[index], "layer"), counted(sweep.num_units[index], "unit")
+        held, gathered = format_bytes(sweep.memory_bytes[index]), format_bytes(sweep.gathered_bytes[index])
+        step_s, exposed_s = format_s(sweep.duration_s[index]), format_s(sweep.exposed_s[index])
+        lines.append(f"{name}: {layers} per unit, {units}: {held} per rank, {gathered} of it gathered; ")
+        lines[-1] += f"step {step_s}, {exposed_s} of it exposed."
+    own = f"Units of {counted(sweep.unit_layers[at], 'layer')}"
     held = f"{format_bytes(sweep.memory_bytes[at])} per rank"
-    if at == fastest:
-        return (
-            f"{here} make the shortest step, {percent(sweep.exposed_s[at] / sweep.duration_s[at])} exposed, with {held}"
-        )
-    slower = percent(sweep.duration_s[at] / sweep.duration_s[fastest] - 1, 1)
-    change = sweep.memory_bytes[at] - sweep.memory_bytes[fastest]
+    slower = percent(sweep.duration_s[at] / sweep.duration_s[sweep.fastest] - 1, 1)
+    change = sweep.memory_bytes[at] - sweep.memory_bytes[sweep.fastest]
     words = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}" if change else "the same memory"
-    return f"{here}: {held}, {words} than the fastest size, and a step {slower} longer"
-
-
-def _setting(step: Step) -> str:
+    title = f"{own}: {held}, {words} than the fastest size, and a step {slower} longer"
+    if at == sweep.fastest:
+        exposed = percent(sweep.exposed_s[at] / sweep.duration_s[at])
+        title = f"{own} make the shortest step, {exposed} exposed, with {held}"
     sharding, data = step.plan.sharding, step.plan.data
     sets = "" if sharding.replicas == 1 else f" in {sharding.replicas} sets of {data // sharding.replicas}"
     kept = "" if sharding.reshard_after_forward else ", parameters kept after forward"
-    ahead = f"{counted(sharding.prefetch, 'unit')} gathered ahead"
-    sent = format_bytes(max(step.sent_bytes_per_rank))
-    return f"{step.workload.name} on {data} ranks of {step.cluster.name}{sets}, {ahead}{kept}; {sent} sent per rank."
+    note = f"{step.workload.name} on {data} ranks of {step.cluster.name}{sets}, {counted(sharding.prefetch, 'unit')} "
+    note += f"gathered ahead{kept}; {format_bytes(max(step.sent_bytes_per_rank))} sent per rank."
+    return [title, note, *lines]
 
 
 def _draw_memory(axes: Axes, sizes: Floats, sweep: UnitSweep, step: Step) -> None:
@@ -127,35 +117,21 @@ def _draw_areas(
 
 def _mark(axes: Axes, sizes: Floats, sweep: UnitSweep, at: int) -> None:
     """Mark the chosen size, and label the sizes."""
-    axes.axvline(sizes[at], color=CHOSEN, linewidth=1.4, linestyle=(0, (4, 3)), gid="chosen")
+    axes.axvline(sizes[at], color=INK, linewidth=1.4, linestyle=(0, (4, 3)), gid="chosen")
     values = np.asarray(axes.lines[0].get_ydata(), float)
     look: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 1.2, "zorder": 6, "clip_on": False}
-    axes.plot(sizes[at], values[at], marker="o", markersize=12, color=CHOSEN, **look)
+    axes.plot(sizes[at], values[at], marker="o", markersize=12, color=INK, **look)
     axes.set_xlim(-0.3, len(sizes) - 0.7)
     mark_ticks(axes.xaxis, sizes.tolist(), lambda value: str(sweep.unit_layers[round(value)]))
     name_axes(axes, "layers per unit", size=TEXT_PT - 1)
 
 
-def _draw_timeline(figure: Figure, trace: Trace, lanes: tuple[str, ...], height: float) -> None:
+def _draw_timeline(figure: Figure, scene: Scene) -> None:
     top = TOP_IN + CURVES_IN + MIDDLE_IN
     axes = frame(figure, left=LEFT_IN, right=RIGHT_IN, top=top, bottom=FOOT_IN, bare=True)
-    side = Side(trace, False)
-    few = len(trace) <= MAX_BOXES
-    placement = place([side], [0], lanes, seen=[np.ones(len(trace), bool)], levels=False)
-    styles = kind_styles([trace.words[code] for code in np.unique(trace.kind)])
-    view = (0.0, trace.duration_s or 1e-9)
-    axes.set_xlim(view)
-    axes.set_ylim(placement.total_height, 0)
-    for row in placement.rows:
-        axes.axhspan(row.top, row.top + row.height, color=IDLE, linewidth=0, zorder=0)
-        look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": TEXT_PT - 1, "color": FAINT}
+    fill_rows(axes, scene, (0.0, scene.sides[0].trace.duration_s or 1e-9))
+    look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": TEXT_PT - 1, "color": FAINT}
+    for row in scene.rows:
         axes.text(-0.008, row.top + row.height / 2, row.lane, ha="right", va="center", **look)
-    if few:
-        add_boxes(axes, side, placement, 0, styles)
-    else:
-        add_pixels(axes, [side], placement, styles)
     draw_time_scale(axes, "on every rank: time since the step began", label_pt=TEXT_PT - 1)
-    shown = [kind for kind in KINDS if kind in styles]
-    put_legend(
-        figure, [LegendBox(styles[k].colour, styles[k].colour, styles[k].letter, styles[k].words) for k in shown]
-    )
+    put_legend(figure, [LegendBox(s.colour, s.colour, s.letter, s.words) for s in scene.styles.values()])

@@ -41,7 +41,7 @@ EDITOR = "from simulator.viz import schedule_editor\neditor = schedule_editor();
 SHOWN = [
     "%load_ext distlab.course.notebook",
     "from simulator.viz import draw_mesh\nfrom distlab.plan import Mesh",
-    "show(draw_mesh(Mesh([('data', 4)])), 'four')",
+    "show(draw_mesh(Mesh([('data', 4)]), devices_per_node=4), 'four')",
     "Mesh([('data', 2), ('tensor', 2)])",
 ]
 

@@ -24,26 +24,26 @@ BYTES_COLOUR, LATENCY_COLOUR, LIMIT = "#0072B2", "#CC79A7", "#D55E00"
 ROW_IN = 0.62
 
 
-def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s: float | None = None) -> Picture:
+def draw_link_times(num_bytes: float, links: Sequence[str], *, compute_s: float) -> Picture:
     """Draw one bar per link, fastest first, on a logarithmic axis: the seconds that one message of num_bytes takes.
 
     A bar is pink where latency is more than half of the time, blue where the bytes are.
 
     Args:
         num_bytes: size of the message.
-        links: links or names of presets, with measured figures where they were published.
+        links: names of presets, with measured figures where they were published.
         compute_s: the compute of a step, drawn as an upright line, and compared with.
 
     Raises:
         ValueError: no links, an unknown preset, or a size or a compute time that is not above zero.
     """
-    require_positive("links", num_bytes=num_bytes, compute_s=1 if compute_s is None else compute_s, links=len(links))
-    found = [preset(link) if isinstance(link, str) else link for link in links]
-    rows = sorted(((link, message_s(num_bytes, link)) for link in found), key=lambda row: row[1])
+    require_positive("links", num_bytes=num_bytes, compute_s=compute_s, links=len(links))
+    rows = sorted(((link, message_s(num_bytes, link)) for link in map(preset, links)), key=lambda row: row[1])
+    speeds = {link.name: format_bytes_per_s(_protocol(link, num_bytes).bytes_per_s) for link, _ in rows}
     figure = new_figure(1.95 + ROW_IN * len(rows))
     axes = frame(figure, left=2.0, right=3.1, top=1.05, bottom=0.8)
     times = [seconds for _, seconds in rows]
-    low, high = min(times) / 4, max([*times, *([compute_s] if compute_s else [])]) * 1.3
+    low, high = min(times) / 4, max([*times, compute_s]) * 1.3
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.set_ylim(len(rows) - 0.45, -0.55)
@@ -51,15 +51,13 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
     for place, (link, seconds) in enumerate(rows):
         colour = LATENCY_COLOUR if link in late else BYTES_COLOUR
         axes.barh(place, seconds - low, left=low, height=0.62, color=pale(colour, 0.75), edgecolor=colour)
-        note = format_s(seconds) if compute_s is None else f"{format_s(seconds)}, {_share(seconds, compute_s)} the step"
+        note = f"{format_s(seconds)}, {_share(seconds, compute_s)} the step"
         where: dict[str, Any] = {"ha": "left", "va": "center", "fontsize": TEXT_PT, "color": INK}
         axes.text(1.015, place, note, transform=axes.get_yaxis_transform(), **where)
-    if compute_s is not None:
-        axes.axvline(compute_s, color=LIMIT, linewidth=2.2, linestyle=(0, (5, 3)))
-        words = f"compute of a step: {format_s(compute_s)} "
-        look: dict[str, Any] = {"fontsize": SMALL_PT, "color": text_on_white(LIMIT), "weight": "bold"}
-        axes.text(compute_s, -0.5, words, ha="right", va="bottom", **look)
-    axes.set_yticks(range(len(rows)), [f"{link.name}\n{_rate(link, num_bytes)}" for link, _ in rows])
+    axes.axvline(compute_s, color=LIMIT, linewidth=2.2, linestyle=(0, (5, 3)))
+    look: dict[str, Any] = {"fontsize": SMALL_PT, "color": text_on_white(LIMIT), "weight": "bold"}
+    axes.text(compute_s, -0.5, f"compute of a step: {format_s(compute_s)} ", ha="right", va="bottom", **look)
+    axes.set_yticks(range(len(rows)), [f"{name}\n{speed}" for name, speed in speeds.items()])
     axes.tick_params(axis="y", length=0, labelsize=SMALL_PT)
     mark_ticks(axes.xaxis, LogLocator(10, numticks=15), format_s)
     name_axes(axes, "time of one message, latency + size / bandwidth")
@@ -67,23 +65,17 @@ def draw_link_times(num_bytes: float, links: Sequence[Link | str], *, compute_s:
     axes.set_axisbelow(True)
     slow = "Pink: more than half of the time is latency" if late else "Nearly all of the time is bandwidth"
     axes.spines["left"].set_color(FAINT)
-    takeaway = _fastest_and_slowest(num_bytes, rows, compute_s)
+    (fast, least), (last, most) = rows[0], rows[-1]
+    takeaway = f"{format_bytes(num_bytes)} takes {format_s(least)} on {fast.name}"
+    takeaway += f" and {format_s(most)} on {last.name}" if len(rows) > 1 else ""
+    over = sum(seconds > compute_s for seconds in times)
+    takeaway += f"; on {over} of {len(rows)} links longer than the compute" if over else ""
     put_title(figure, takeaway, f"{slow}. Speeds are one way.")
-    lines = [f"{takeaway}."]
-    for link, seconds in rows:
-        share = "" if compute_s is None else f" ({_share(seconds, compute_s)} the step's compute)"
-        lines.append(f"{link.name}, {_rate(link, num_bytes)}: {format_s(seconds)}{share}")
-    return Picture(figure, "\n".join(lines))
-
-
-def _fastest_and_slowest(num_bytes: float, rows: Sequence[tuple[Link, float]], compute_s: float | None) -> str:
-    (fast, least), (slow, most) = rows[0], rows[-1]
-    text = f"{format_bytes(num_bytes)} takes {format_s(least)} on {fast.name}"
-    text += f" and {format_s(most)} on {slow.name}" if len(rows) > 1 else ""
-    if compute_s is not None and most > compute_s:
-        over = sum(seconds > compute_s for _, seconds in rows)
-        text += f"; on {over} of {len(rows)} links longer than the compute"
-    return text
+    lines = [
+        f"{link.name}, {speeds[link.name]}: {format_s(seconds)} ({_share(seconds, compute_s)} the step's compute)"
+        for link, seconds in rows
+    ]
+    return Picture(figure, "\n".join([f"{takeaway}.", *lines]))
 
 
 def _share(seconds: float, compute_s: float) -> str:
@@ -93,10 +85,6 @@ def _share(seconds: float, compute_s: float) -> str:
     if share < 0.001:
         return "under 0.1 % of"
     return f"{percent(share, 0 if share >= 0.1 else 1)} of"
-
-
-def _rate(link: Link, num_bytes: float) -> str:
-    return format_bytes_per_s(_protocol(link, num_bytes).bytes_per_s)
 
 
 def _protocol(link: Link, num_bytes: float) -> Protocol:
@@ -120,13 +108,13 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
         bytes_per_s: the bandwidth that was fitted, in bytes per second.
 
     Raises:
-        ValueError: no points, sizes and times of different number, a number that is not above zero, or alpha below 0.
+        ValueError: no points, sizes and times of different number, or a number that is not above zero.
     """
     sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(times_s, dtype=float)
     if sizes.ndim != 1 or sizes.shape != times.shape or not sizes.size:
         raise ValueError(f"{sizes.size} sizes and {times.size} times; give one time for each size, at least one")
     least = {"sizes_bytes": float(sizes.min()), "times_s": float(times.min()), "bytes_per_s": bytes_per_s}
-    require_positive("fit", **least, alpha_s=1 + alpha_s if alpha_s >= 0 else alpha_s)
+    require_positive("fit", **least, alpha_s=alpha_s)
     order = np.argsort(sizes, kind="stable")
     sizes, times = sizes[order], times[order]
     figure = new_figure(5.6)
@@ -134,32 +122,27 @@ def draw_fit(sizes_bytes: Sequence[float], times_s: Sequence[float], alpha_s: fl
     axes.set_xscale("log")
     axes.set_yscale("log")
     half = alpha_s * bytes_per_s
-    low, high = min([sizes.min(), *([half] if half else [])]) / 2, max(sizes.max(), half) * 2
+    low, high = min(sizes.min(), half) / 2, max(sizes.max(), half) * 2
     axes.set_xlim(low, high)
     grid = np.logspace(math.log10(low), math.log10(high), 200)
     line = alpha_s + grid / bytes_per_s
     axes.set_ylim(min(times.min(), line.min()) / 3.5, max(times.max(), line.max()) * 1.6)
     dashed: dict[str, Any] = {"linestyle": (0, (5, 4)), "linewidth": 1.6, "zorder": 2}
-    if alpha_s:
-        axes.axhline(alpha_s, color=LATENCY, **dashed)
-        axes.plot([half, half], [axes.get_ylim()[0], 2 * alpha_s], color=FAINT, linewidth=1.2, linestyle=":", zorder=2)
+    axes.axhline(alpha_s, color=LATENCY, **dashed)
+    axes.plot([half, half], [axes.get_ylim()[0], 2 * alpha_s], color=FAINT, linewidth=1.2, linestyle=":", zorder=2)
     axes.plot(grid, grid / bytes_per_s, color=BANDWIDTH, **dashed)
     axes.plot(grid, line, color=LINE, linewidth=2.6, zorder=3, gid="line")
     axes.scatter(sizes, times, s=60, c=POINT, edgecolors="white", linewidths=0.9, zorder=4, gid="points")
     _write(figure, alpha_s, bytes_per_s)
-    for axis, (first, last), write in (
-        (axes.xaxis, axes.get_xlim(), format_bytes),
-        (axes.yaxis, axes.get_ylim(), format_s),
-    ):
-        steps = (1.0, 2.0, 5.0) if last < 150 * first else (1.0,)
+    for axis, ends, write in ((axes.xaxis, axes.get_xlim(), format_bytes), (axes.yaxis, axes.get_ylim(), format_s)):
+        steps = (1.0, 2.0, 5.0) if ends[1] < 150 * ends[0] else (1.0,)
         mark_ticks(axis, LogLocator(10, subs=steps, numticks=15), write)
     axes.grid(color=GRID, linewidth=0.6, zorder=0)
     name_axes(axes, "size of the message", "time of one message")
     errors = (alpha_s + sizes / bytes_per_s) / times - 1
-    latency = f"{format_s(alpha_s)} and " if alpha_s else ""
-    takeaway = f"A message costs {latency}{format_s(1e6 / bytes_per_s)} for each MB"
-    note = f"Half of the time is latency at {format_bytes(half)}; the" if alpha_s else "The"
-    note += f" line is {percent(float(np.median(np.abs(errors))))} off the points (median of {len(sizes)})."
+    takeaway = f"A message costs {format_s(alpha_s)} and {format_s(1e6 / bytes_per_s)} for each MB"
+    note = f"Half of the time is latency at {format_bytes(half)}; the line is "
+    note += f"{percent(float(np.median(np.abs(errors))))} off the points (median of {len(sizes)})."
     put_title(figure, takeaway, note)
     worst = int(np.abs(errors).argmax())
     furthest = f"Furthest off at {format_bytes(float(sizes[worst]))}: measured {format_s(float(times[worst]))}"
@@ -173,17 +156,14 @@ def _write(figure: Figure, alpha_s: float, bytes_per_s: float) -> None:
     wide = math.log(right / left)
     half = alpha_s * bytes_per_s
     bold: dict[str, Any] = {"fontsize": SMALL_PT, "weight": "bold", "va": "top"}
-    if alpha_s:
-        words = f"latency alone: {format_s(alpha_s)}"
-        axes.text(right / 1.05, alpha_s / 1.1, words, ha="right", color=text_on_white(LATENCY), **bold)
-        look: dict[str, Any] = {"fontsize": SMALL_PT, "color": FAINT, "va": "bottom", "ha": "right"}
-        axes.text(half / 1.08, 2.35 * alpha_s, f"{format_bytes(half)}: half of the time is latency", **look)
-        axes.scatter([half], [2 * alpha_s], s=46, facecolors="white", edgecolors=LINE, linewidths=1.8, zorder=3.5)
-        at = low * math.exp(0.62 * math.log(alpha_s / low)) * bytes_per_s
-        words = f"bandwidth alone: {format_bytes_per_s(bytes_per_s)} "
-        side = "right" if at > left * math.exp(0.25 * wide) else "left"
-        x, colour = at / 1.2 if side == "right" else at * 1.15, text_on_white(BANDWIDTH)
-        axes.text(x, at / bytes_per_s, words, ha=side, color=colour, **bold)
-    latency = f"{format_s(alpha_s)} + " if alpha_s else ""
-    words = f"{latency}size / ({format_bytes_per_s(bytes_per_s)})"
+    words = f"latency alone: {format_s(alpha_s)}"
+    axes.text(right / 1.05, alpha_s / 1.1, words, ha="right", color=text_on_white(LATENCY), **bold)
+    look: dict[str, Any] = {"fontsize": SMALL_PT, "color": FAINT, "va": "bottom", "ha": "right"}
+    axes.text(half / 1.08, 2.35 * alpha_s, f"{format_bytes(half)}: half of the time is latency", **look)
+    axes.scatter([half], [2 * alpha_s], s=46, facecolors="white", edgecolors=LINE, linewidths=1.8, zorder=3.5)
+    at = low * math.exp(0.62 * math.log(alpha_s / low)) * bytes_per_s
+    words = f"bandwidth alone: {format_bytes_per_s(bytes_per_s)} "
+    side, x = ("right", at / 1.2) if at > left * math.exp(0.25 * wide) else ("left", at * 1.15)
+    axes.text(x, at / bytes_per_s, words, ha=side, color=text_on_white(BANDWIDTH), **bold)
+    words = f"{format_s(alpha_s)} + size / ({format_bytes_per_s(bytes_per_s)})"
     axes.text(0.02, 0.95, words, fontsize=TEXT_PT, color=LINE, weight="bold", transform=axes.transAxes, va="top")

@@ -8,14 +8,13 @@ step after it was sent. The picture then does not depend on how fast the ranks a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from simulator.units import format_bytes, format_s, name_ranks
-from simulator.viz.collectives.ring import RecordedCall
+from simulator.units import counted, format_bytes, format_s, name_ranks
 from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import put_legend
 from simulator.viz.drawing.picture import Picture
@@ -24,27 +23,43 @@ from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figur
 PAIRS = ("send", "recv")
 
 
-class CallEvent(NamedTuple):
-    """One call in the diagram, and its place among all calls; x in steps.
+class RecordedCall(Protocol):
+    """One recorded call, as pictures read it; a `distlab.comm` Call has all of it.
 
     Attributes:
-        place: its place in the order in which calls were made.
-        call: the call.
-        start_x: when it was made.
-        wait_x: when the rank began to wait for it.
-        end_x: when it was over; None: never.
+        rank: who made it.
+        op: the operation, such as "send" or "all_reduce".
+        peer: the rank at the other end, or the root, or -1.
+        num_bytes: payload.
+        number: its number among the calls of its channel.
+        group: ranks of the group.
+        channel: what calls share that can meet: their group, or their pair of ranks and tag.
+        start_ns: when it was made.
+        wait_ns: when the rank began to wait for it, or 0.
+        end_ns: when it was known to be over, or 0.
+        state: one of "issued", "waiting", "done" and "failed".
     """
 
-    place: int
+    rank: int
+    op: str
+    peer: int
+    num_bytes: int
+    number: int
+    group: tuple[int, ...]
+    channel: int
+    start_ns: int
+    wait_ns: int
+    end_ns: int
+    state: str
+
+
+class CallEvent(NamedTuple):
+    """One call in the diagram: when it was made, when the rank began to wait for it, and its end or None; in steps."""
+
     call: RecordedCall
     start_x: float
     wait_x: float
     end_x: float | None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the rank still waits for it."""
-        return _is_stuck(self.call)
 
 
 MAX_CALLS = 240
@@ -53,15 +68,10 @@ MAX_CALLS = 240
 class Diagram(NamedTuple):
     """Calls on lines of ranks, and which of them meet.
 
-    Attributes:
-        ranks: all that made a call, or were to take part in one.
-        events: in the order in which they were made.
-        pairs: numbers of a send and the receive that it met.
-        meetings: numbers of the calls of one collective.
-        waits_for: for each rank that never went on, the ranks that it waits for.
-        duration_s: from the first call to the last that is known.
-        last_x: where the last known thing happened.
-        num_left_out: calls that are not shown.
+    `ranks` are all that made a call, or were to take part in one; `events` stand in the order in which they were made.
+    By their numbers there, `pairs` are a send and the receive that it met, and `meetings` the calls of one collective.
+    `waits_for` has the ranks that each rank waits for which never went on. `duration_s` is from the first call to the
+    last that is known, at `last_x`; `num_left_out` calls are not shown.
     """
 
     ranks: tuple[int, ...]
@@ -72,6 +82,10 @@ class Diagram(NamedTuple):
     duration_s: float
     last_x: float
     num_left_out: int
+
+    def taken_x(self, place: int) -> float | None:
+        """Return where the receive of a send was over; None: no rank took it."""
+        return next((self.events[receive].end_x for send, receive in self.pairs if send == place), None)
 
 
 def read_diagram(records: Iterable[RecordedCall]) -> Diagram:
@@ -88,13 +102,12 @@ def read_diagram(records: Iterable[RecordedCall]) -> Diagram:
     stuck = any(_is_stuck(call) for call in calls)
     left_out = max(0, len(calls) - MAX_CALLS)
     calls = calls[left_out:] if stuck else calls[:MAX_CALLS]
-    pairs, meetings = _meet(calls)
-    times = _steps(calls, pairs, meetings)
-    events = tuple(CallEvent(index, call, *times[index]) for index, call in enumerate(calls))
+    pairs, meetings = meet(calls)
+    events = tuple(map(CallEvent._make, _steps(calls, pairs, meetings)))
     members = {rank for call in calls for rank in (call.rank, *call.group)}
     first = calls[0].start_ns
     last = max(max(call.start_ns, call.wait_ns, call.end_ns) for call in calls)
-    last_x = max(x for place in times for x in place if x is not None)
+    last_x = max(x for event in events for x in event[1:] if x is not None)
     waits = _waits(events, meetings)
     return Diagram(tuple(sorted(members)), events, pairs, meetings, waits, (last - first) / 1e9, last_x, left_out)
 
@@ -118,7 +131,7 @@ def _is_stuck(call: RecordedCall) -> bool:
     return not call.end_ns and call.state in ("waiting", "failed") and call.wait_ns > 0
 
 
-def _meet(calls: list[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
+def meet(calls: Sequence[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
     """Pair sends with receives in order, tag by tag, and collect the calls of each collective."""
     arrivals: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
     meetings: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -137,13 +150,12 @@ def _meet(calls: list[RecordedCall]) -> tuple[tuple[tuple[int, int], ...], tuple
     return tuple(pairs), tuple(tuple(met) for met in meetings.values())
 
 
-Place = tuple[float, float, float | None]
 Spot = tuple[float, float]
 
 
 def _steps(
     calls: list[RecordedCall], pairs: tuple[tuple[int, int], ...], meetings: tuple[tuple[int, ...], ...]
-) -> list[Place]:
+) -> list[tuple[RecordedCall, float, float, float | None]]:
     """Number what happens: after what the rank did before, and after what made it possible."""
     causes: dict[int, list[int]] = {receive: [send] for send, receive in pairs}
     for met in meetings:
@@ -169,19 +181,21 @@ def _steps(
         else:
             here[rank] = (start if kind == 0 else wait)[index] = now + 1
         last[rank] = (kind, index)
-    return [(at, wait.get(index, end.get(index, at)), end.get(index)) for index, at in sorted(start.items())]
+    found = [(at, wait.get(index, end.get(index, at)), end.get(index)) for index, at in sorted(start.items())]
+    return [(call, *times) for call, times in zip(calls, found, strict=True)]
 
 
 def _waits(events: tuple[CallEvent, ...], meetings: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
     """Return whom each stuck rank waits for: the other end, or the members that have not come."""
     came = {index: {events[other].call.rank for other in met} for met in meetings for index in met}
     waits: dict[int, tuple[int, ...]] = {}
-    for event in events:
-        if event.waits and event.call.op in PAIRS and event.call.peer >= 0:
-            waits[event.call.rank] = (event.call.peer,)
-        elif event.waits:
-            missing = tuple(rank for rank in event.call.group if rank not in came.get(event.place, ()))
-            waits[event.call.rank] = tuple(rank for rank in missing or event.call.group if rank != event.call.rank)
+    for place, event in enumerate(events):
+        call = event.call
+        if _is_stuck(event.call) and call.op in PAIRS and call.peer >= 0:
+            waits[call.rank] = (call.peer,)
+        elif _is_stuck(event.call):
+            missing = tuple(rank for rank in call.group if rank not in came.get(place, ()))
+            waits[call.rank] = tuple(rank for rank in missing or call.group if rank != call.rank)
     return dict(sorted(waits.items()))
 
 
@@ -222,30 +236,33 @@ def draw_message_diagram(records: Iterable[RecordedCall], *, title: str | None =
     for event in diagram.events:
         _draw_wait(axes, diagram, event, rows[event.call.rank], edge)
     _draw_arrows(axes, diagram, rows, edge)
-    words = "time runs to the right, in steps of cause and effect (not to scale)"
-    draw_scale(axes, "x", {}, words, line=False, label_pt=theme.SMALL_PT)
+    to_the_right = "time runs to the right, in steps of cause and effect (not to scale)"
+    draw_scale(axes, "x", {}, to_the_right, line=False, label_pt=theme.SMALL_PT)
     left_out = f"; {diagram.num_left_out} calls left out" if diagram.num_left_out else ""
     note = f"{format_s(diagram.duration_s)} from the first call to the last that is known{left_out}."
-    put_title(figure, title or _deadlock_or_traffic(diagram), note)
-    put_legend(figure, _legend(diagram))
-    return Picture(figure, "\n".join([*([title] if title else []), *_say(diagram)]))
+    takeaway = _deadlock_or_traffic(diagram)
+    put_title(figure, title or takeaway, note)
+    styles, words = theme.kind_styles([event.call.op for event in diagram.events]), {"send": "send: waits until taken"}
+    words |= {"recv": "receive: waits until here"}
+    boxes = [theme.LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
+    stuck = theme.LegendBox(theme.pale(STUCK, 0.25), STUCK, "", "waits forever")
+    put_legend(figure, [*boxes, stuck] if diagram.waits_for else boxes)
+    return Picture(figure, "\n".join([*([title] if title else []), f"{takeaway}.", *_say(diagram)]))
 
 
 def _say(diagram: Diagram) -> list[str]:
     """Say each message or collective in a line, then who waits for whom; no times, which depend on the machine."""
-    lines = [f"{_deadlock_or_traffic(diagram)}."]
-    received = dict(diagram.pairs)
+    lines: list[str] = []
     met = {index: others for others in diagram.meetings for index in others}
     told: set[int] = set()
-    for event in sorted(diagram.events, key=lambda event: (event.start_x, event.call.rank)):
+    for place, event in sorted(enumerate(diagram.events), key=lambda pair: (pair[1].start_x, pair[1].call.rank)):
         size = format_bytes(float(event.call.num_bytes))
         if event.call.op == "send":
-            taken = event.place in received and diagram.events[received[event.place]].end_x is not None
-            ending = "" if taken else " (not received)"
+            ending = " (not received)" if diagram.taken_x(place) is None else ""
             lines.append(f"rank {event.call.rank} -> rank {event.call.peer}: {size}{ending}")
-        elif event.call.op not in PAIRS and event.place not in told:
-            told.update(met[event.place])
-            came = sorted(diagram.events[index].call.rank for index in met[event.place])
+        elif event.call.op not in PAIRS and place not in told:
+            told.update(met[place])
+            came = sorted(diagram.events[index].call.rank for index in met[place])
             lines.append(f"{event.call.op} of {name_ranks(came)}: {size}")
     for rank, others in diagram.waits_for.items():
         lines.append(f"rank {rank} waits for {name_ranks(others)}")
@@ -266,52 +283,49 @@ def _deadlock_or_traffic(diagram: Diagram) -> str:
         return f"Rank {rank} waits for {name_ranks(others)}, forever{more}"
     sends = [event for event in diagram.events if event.call.op == "send"]
     total = format_bytes(float(sum(event.call.num_bytes for event in sends)))
-    parts = []
-    if sends:
-        parts.append(f"{len(sends)} message{'s' if len(sends) > 1 else ''} of {total} together")
-    if diagram.meetings:
-        parts.append(f"{len(diagram.meetings)} collective{'s' if len(diagram.meetings) > 1 else ''}")
+    parts = [f"{counted(len(sends), 'message')} of {total} together"] if sends else []
+    parts += [counted(len(diagram.meetings), "collective")] if diagram.meetings else []
     return f"{' and '.join(parts)} between {len(diagram.ranks)} ranks"
 
 
 def _draw_wait(axes: Axes, diagram: Diagram, event: CallEvent, row: int, edge: float) -> None:
     """Draw the bar in which the rank waits for a call: to the call's end, or open to the right."""
     style = theme.kind_styles([event.call.op])[event.call.op]
-    look: dict[str, Any]
-    if event.waits:
-        wide = edge - event.wait_x
+    call = event.call
+    end_x = edge if _is_stuck(call) else event.end_x
+    wide = 0.0 if end_x is None else end_x - event.wait_x
+    if wide <= 0:
+        return
+    look: dict[str, Any] = {"facecolor": style.colour, "edgecolor": "white"}
+    if _is_stuck(call):
         look = {"facecolor": theme.pale(STUCK, 0.25), "edgecolor": STUCK, "hatch": "///", "linewidth": 0.0}
-        axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
-        others = diagram.waits_for[event.call.rank]
-        words = f" {event.call.op.replace('_', '-')}: waits for {name_ranks(others)} "
-        box: dict[str, Any] = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": STUCK}
-        axes.text(
-            edge, row, words, fontsize=theme.SMALL_PT, color=theme.INK, ha="right", va="center", bbox=box, zorder=6
-        )
-    elif event.end_x is not None and event.end_x > event.wait_x:
-        wide = event.end_x - event.wait_x
-        look = {"facecolor": style.colour, "edgecolor": "white"}
-        axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
-        inches = wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (theme.WIDTH_IN - LEFT_IN - RIGHT_IN)
-        if inches > 0.2:
-            look = {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour), "zorder": 5}
-            axes.text(event.wait_x + wide / 2, row, style.letter, fontsize=theme.SMALL_PT, **look)
+    axes.add_patch(Rectangle((event.wait_x, row - HALF), wide, 2 * HALF, zorder=2, **look))
+    look = {"fontsize": theme.SMALL_PT}
+    if _is_stuck(call):
+        look |= {"bbox": {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": STUCK}, "color": theme.INK}
+        words = f" {call.op.replace('_', '-')}: waits for {name_ranks(diagram.waits_for[call.rank])} "
+        axes.text(edge, row, words, ha="right", va="center", zorder=6, **look)
+    elif wide / (axes.get_xlim()[1] - axes.get_xlim()[0]) * (theme.WIDTH_IN - LEFT_IN - RIGHT_IN) > 0.2:
+        look |= {"ha": "center", "va": "center_baseline", "color": theme.text_colour(style.colour)}
+        axes.text(event.wait_x + wide / 2, row, style.letter, zorder=5, **look)
 
 
 def _draw_arrows(axes: Axes, diagram: Diagram, rows: dict[int, int], edge: float) -> None:
     """Draw each message from its sender's line to its receiver's, or to a cross if no rank receives it."""
-    received = dict(diagram.pairs)
-    sends = [event for event in diagram.events if event.call.op == "send" and event.call.peer in rows]
+    sends = [
+        (place, event)
+        for place, event in enumerate(diagram.events)
+        if event.call.op == "send" and event.call.peer in rows
+    ]
     colour = theme.kind_styles(["send"])["send"].colour
     taken_spots: list[Spot] = []
-    for event in sends:
+    for place, event in sends:
         low, high = rows[event.call.rank], rows[event.call.peer]
-        down = 1 if high > low else -1
-        taken = diagram.events[received[event.place]] if event.place in received else None
+        down, taken_x = 1 if high > low else -1, diagram.taken_x(place)
         start = (event.start_x, float(low))
         axes.scatter([event.start_x], [low], s=34, c=colour, zorder=4)
-        if taken is not None and taken.end_x is not None:
-            end = (taken.end_x, high - HALF * down)
+        if taken_x is not None:
+            end = (taken_x, high - HALF * down)
             look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 15, "linewidth": 1.8, "color": colour}
             axes.add_patch(FancyArrowPatch(start, end, shrinkA=0, shrinkB=0, zorder=3, **look))
             if len(sends) <= LABELLED:
@@ -328,12 +342,12 @@ def _label_arrow(axes: Axes, start: Spot, end: Spot, words: str, taken: list[Spo
     x_in = wide / abs(axes.get_xlim()[1] - axes.get_xlim()[0])
     y_in = tall / abs(axes.get_ylim()[1] - axes.get_ylim()[0])
 
+    def place(share: float) -> Spot:
+        return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
+
     def crowd(share: float) -> int:
         x, y = place(share)
         return sum(abs(x - a) * x_in < 0.5 and abs(y - b) * y_in < 0.19 for a, b in taken)
-
-    def place(share: float) -> Spot:
-        return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
 
     x, y = place(min((0.32, 0.6, 0.45, 0.75, 0.2), key=crowd))
     taken.append((x, y))
@@ -345,18 +359,8 @@ def _draw_collectives(axes: Axes, diagram: Diagram, rows: dict[int, int]) -> Non
     """Tie the calls of one collective together with a line through their ends."""
     for met in diagram.meetings:
         events = [diagram.events[index] for index in met]
-        if len(events) < 2 or any(event.end_x is None for event in events):
-            continue
-        x = max(event.start_x for event in events)
-        lines = [rows[event.call.rank] for event in events]
-        colour = theme.kind_styles([events[0].call.op])[events[0].call.op].colour
-        axes.plot([x, x], [min(lines), max(lines)], color=colour, linewidth=2.2, zorder=2, linestyle=(0, (2, 1.5)))
-
-
-def _legend(diagram: Diagram) -> list[theme.LegendBox]:
-    styles = theme.kind_styles([event.call.op for event in diagram.events])
-    words = {"send": "send: waits until taken", "recv": "receive: waits until here"}
-    boxes = [theme.LegendBox(s.colour, "white", s.letter, words.get(kind, s.words)) for kind, s in styles.items()]
-    if diagram.waits_for:
-        boxes.append(theme.LegendBox(theme.pale(STUCK, 0.25), STUCK, "", "waits forever"))
-    return boxes
+        if len(events) > 1 and all(event.end_x is not None for event in events):
+            x, lines = max(event.start_x for event in events), [rows[event.call.rank] for event in events]
+            look: dict[str, Any] = {"linewidth": 2.2, "zorder": 2, "linestyle": (0, (2, 1.5))}
+            look["color"] = theme.kind_styles([events[0].call.op])[events[0].call.op].colour
+            axes.plot([x, x], [min(lines), max(lines)], **look)

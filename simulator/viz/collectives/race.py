@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from simulator.units import capitalised, format_bytes, format_s, percent
 from simulator.viz.drawing import plot
 from simulator.viz.drawing.lanes import CHARACTER_WIDTH
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.theme import DPI, INK, TEXT_PT, KindStyle, text_colour
+from simulator.viz.drawing.theme import DPI, INK, TEXT_PT, styles, text_colour
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9
 RANKS_PER_NODE = 8
@@ -41,17 +40,7 @@ def steps_of(algorithm: str, num_ranks: int) -> Steps:
     return all_reduce_steps(num_ranks, algorithm)
 
 
-STYLES: Mapping[str, KindStyle] = MappingProxyType(
-    {
-        "naive": KindStyle("#666666", "N", "ring of whole tensors"),
-        "binomial_tree": KindStyle("#D55E00", "B", "binomial tree"),
-        "ring": KindStyle("#0072B2", "R", "ring"),
-        "tree": KindStyle("#E69F00", "T", "double tree"),
-        "halving_doubling": KindStyle("#009E73", "H", "halving-doubling"),
-        "in_network": KindStyle("#332288", "S", "in the switch"),
-        HIERARCHICAL: KindStyle("#CC79A7", "2", "hierarchical"),
-    }
-)
+STYLES = styles("all_reduce")
 
 
 class Stretch(NamedTuple):
@@ -63,13 +52,10 @@ class Stretch(NamedTuple):
 
 
 class Race(NamedTuple):
-    """The times of some algorithms at some sizes.
+    """The times of some algorithms at some sizes, rising.
 
-    Attributes:
-        link: what they run on, in words.
-        sizes_bytes: sizes, rising.
-        times_s: seconds of each algorithm, one a size.
-        stretches: who is the fastest where, from the smallest size to the largest.
+    `link` is what they run on, in words; `times_s` has the seconds of each algorithm, one a size; `stretches` who is
+    the fastest where, from the smallest size to the largest.
     """
 
     link: str
@@ -141,29 +127,21 @@ def race_takeaway(facts: Race) -> str:
     words = [STYLES[stretch.algorithm].words for stretch in stretches]
     if len(stretches) == 1:
         text = f"{capitalised(words[0])} wins at every size"
-        name = stretches[0].algorithm
-        close = [
-            (float(facts.sizes_bytes[int(from_)]), STYLES[other].words)
-            for other, times in facts.times_s.items()
-            if other != name and (from_ := _close_from(times, facts.times_s[name])) is not None
-        ]
-        if close and min(close)[0] > SMALLEST_BYTES:
+        best, sizes = facts.times_s[stretches[0].algorithm], facts.sizes_bytes
+        close = []  # from which size on a time stays within a tenth of the best
+        for other, times in facts.times_s.items():
+            far = np.flatnonzero(times > NEAR * best)
+            first = int(far[-1]) + 1 if far.size else 0
+            if other != stretches[0].algorithm and first < len(sizes):
+                close.append((float(sizes[first]), STYLES[other].words))
+        if close:
             size, other = min(close)
-            text += f"; {other} is within 10 % from {format_bytes(size)} on"
-        elif close:
-            text += f"; {min(close)[1]} is within 10 % everywhere"
+            where = f"from {format_bytes(size)} on" if size > SMALLEST_BYTES else "everywhere"
+            text += f"; {other} is within 10 % {where}"
         return text
-    parts = [f"{words[0]} wins below {format_bytes(stretches[0].last_bytes)}"]
-    between = zip(stretches[1:-1], words[1:-1], strict=True)
-    parts += [f"{word} up to {format_bytes(stretch.last_bytes)}" for stretch, word in between]
-    return capitalised(", ".join([*parts, f"{words[-1]} above"]))
-
-
-def _close_from(times: Floats, best: Floats) -> int | None:
-    """Return the first index from which on a time stays within a tenth of the best, or None."""
-    far = np.flatnonzero(times > NEAR * best)
-    first = 0 if not far.size else int(far[-1]) + 1
-    return first if first < len(times) else None
+    last = [format_bytes(stretch.last_bytes) for stretch in stretches]
+    parts = [f"{word} up to {end}" for word, end in zip(words[1:-1], last[1:-1], strict=True)]
+    return capitalised(", ".join([f"{words[0]} wins below {last[0]}", *parts, f"{words[-1]} above"]))
 
 
 TOP_IN, BOTTOM_IN, BAND_IN, LEFT_IN, RIGHT_IN = 1.0, 0.75, 0.5, 1.0, 2.35

@@ -6,86 +6,27 @@ so a chunk can be followed from rank to rank; it is named after the rank that se
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.units import format_bytes, format_s
+from simulator.viz.collectives.messages import RecordedCall, meet
 from simulator.viz.drawing import theme
 from simulator.viz.drawing.pen import Pen, sheet
 from simulator.viz.drawing.picture import Picture
 
-
-class RecordedCall(Protocol):
-    """One recorded call, as pictures read it; a `distlab.comm` Call has all of it."""
-
-    @property
-    def rank(self) -> int:
-        """Who made it."""
-
-    @property
-    def op(self) -> str:
-        """The operation, such as "send" or "all_reduce"."""
-
-    @property
-    def peer(self) -> int:
-        """The rank at the other end, or the root, or -1."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Payload."""
-
-    @property
-    def number(self) -> int:
-        """Its number among the calls of its channel."""
-
-    @property
-    def group(self) -> tuple[int, ...]:
-        """Ranks of the group."""
-
-    @property
-    def channel(self) -> int:
-        """What calls share that can meet: their group, or their pair of ranks and tag."""
-
-    @property
-    def start_ns(self) -> int:
-        """When it was made."""
-
-    @property
-    def wait_ns(self) -> int:
-        """When the rank began to wait for it, or 0."""
-
-    @property
-    def end_ns(self) -> int:
-        """When it was known to be over, or 0."""
-
-    @property
-    def state(self) -> str:
-        """One of "issued", "waiting", "done" and "failed"."""
-
-
-class Delivery(NamedTuple):
-    """One send and the receive that took it; times in nanoseconds on one clock."""
-
-    sender: int
-    receiver: int
-    num_bytes: int
-    start_ns: int
-    end_ns: int
+Message = tuple[RecordedCall, RecordedCall]  # a send, and the receive that took it
 
 
 class RingSteps(NamedTuple):
     """A ring's record, step by step.
 
-    Attributes:
-        ranks: in ring order: each sends to the next, the last to the first.
-        chunk: [steps, ranks] the chunk that each rank sends, an index into ranks (who sends it first).
-        num_bytes: [steps, ranks] bytes that each rank sends.
-        span_s: [steps] from the first send to the last receive of the step.
-        fault: what is not as a ring does it, in words, or "".
+    `ranks` are in ring order: each sends to the next, the last to the first. `chunk` [steps, ranks] is what each rank
+    sends, an index into ranks (who sends it first), and `num_bytes` [steps, ranks] how much. `span_s` [steps] is from
+    the first send to the last receive of a step. `fault` says what is not as a ring does it, or is "".
     """
 
     ranks: tuple[int, ...]
@@ -114,64 +55,48 @@ class RingSteps(NamedTuple):
         return bool(self.parts[number][places, self.chunk[number]].all())
 
 
-def messages_of(calls: Iterable[RecordedCall]) -> list[Delivery]:
-    """Pair sends with their receives, first in first out for each pair of ranks, in order of their starts.
-
-    Raises:
-        ValueError: there are no sends, or a send and its receive differ in bytes.
-    """
+def _messages_of(calls: Iterable[RecordedCall]) -> list[Message]:
+    """Pair sends with their receives, in order of their starts; a send that nobody takes stands for both."""
     ends = sorted((call for call in calls if call.op in ("send", "recv")), key=lambda end: end.start_ns)
-    arrivals: dict[tuple[int, int], deque[RecordedCall]] = {}
-    for end in ends:
-        if end.op == "recv":
-            arrivals.setdefault((end.peer, end.rank), deque()).append(end)
-    messages = []
-    for send in (end for end in ends if end.op == "send"):
-        waiting = arrivals.get((send.rank, send.peer))
-        taken = waiting.popleft() if waiting else send
-        if taken.num_bytes != send.num_bytes:
+    taken = dict(meet(ends)[0])
+    messages = [(end, ends[taken.get(place, place)]) for place, end in enumerate(ends) if end.op == "send"]
+    for send, receive in messages:
+        if receive.num_bytes != send.num_bytes:
             words = f"rank {send.rank} sends {send.num_bytes} bytes to rank {send.peer}, which receives"
-            raise ValueError(f"{words} {taken.num_bytes}; pass the sends and receives of one call only")
-        messages.append(Delivery(send.rank, send.peer, send.num_bytes, send.start_ns, max(taken.end_ns, send.start_ns)))
+            raise ValueError(f"{words} {receive.num_bytes}; pass the sends and receives of one call only")
     if not messages:
         raise ValueError("the record has no send; record an algorithm built on send and recv, with at least 2 ranks")
     return messages
 
 
 def ring_steps(calls: Iterable[RecordedCall]) -> RingSteps:
-    """Follow the chunks of one ring collective through its steps.
-
-    The number of steps says which: 2(n-1) are an all-reduce, n-1 a reduce-scatter. An all-gather alone, which has as
-    many steps as a reduce-scatter, is not supported.
+    """Follow the chunks of one ring all-reduce through its 2(n-1) steps: each rank sends one message a step.
 
     Raises:
         ValueError: the messages are not of a ring: a rank sends to several, counts differ, or the steps do not fit.
     """
-    ranks, sent = _ring_order(messages_of(calls))
-    half, count = len(ranks) - 1, len(sent[0])
-    num_steps = half if count % (2 * half) else 2 * half
-    if count % num_steps:
+    ranks, sent = _ring_order(_messages_of(calls))
+    size, num_steps = len(ranks), len(sent[0])
+    if num_steps != 2 * (size - 1):
         raise ValueError(
-            f"each rank sends {count} messages; a ring of {half + 1} ranks has {2 * half} steps, or {half} for a "
-            "reduce-scatter: pass the calls of one collective only"
+            f"each rank sends {num_steps} messages; a ring of {size} ranks has {2 * (size - 1)} steps, of a message "
+            "each: pass the calls of one all-reduce only"
         )
-    pieces = count // num_steps  # a step may cut its chunk into several messages
-    table = [[own[step * pieces : (step + 1) * pieces] for own in sent] for step in range(num_steps)]
-    num_bytes = np.array([[sum(m.num_bytes for m in part) for part in row] for row in table], dtype=np.int64)
-    starts = [min(m.start_ns for part in row for m in part) for row in table]
-    ends = [max(m.end_ns for part in row for m in part) for row in table]
-    chunk = (np.arange(half + 1)[None, :] - np.arange(num_steps)[:, None]) % (half + 1)
-    return RingSteps(ranks, chunk, num_bytes, (np.array(ends) - np.array(starts)) / 1e9, _fault(ranks, num_bytes))
+    num_bytes = np.array([[send.num_bytes for send, _ in own] for own in sent], dtype=np.int64).T
+    starts = np.array([[send.start_ns for send, _ in own] for own in sent]).min(axis=0)
+    ends = np.array([[max(taken.end_ns, send.start_ns) for send, taken in own] for own in sent]).max(axis=0)
+    chunk = (np.arange(size)[None, :] - np.arange(num_steps)[:, None]) % size
+    return RingSteps(ranks, chunk, num_bytes, (ends - starts) / 1e9, _fault(ranks, num_bytes))
 
 
-def _ring_order(messages: Sequence[Delivery]) -> tuple[tuple[int, ...], list[list[Delivery]]]:
+def _ring_order(messages: Sequence[Message]) -> tuple[tuple[int, ...], list[list[Message]]]:
     """Return the ranks in ring order, from the lowest on, and each one's messages."""
-    by_rank: dict[int, list[Delivery]] = {}
+    by_rank: dict[int, list[Message]] = {}
     for message in messages:
-        by_rank.setdefault(message.sender, []).append(message)
+        by_rank.setdefault(message[0].rank, []).append(message)
     after = {}
     for rank, own in by_rank.items():
-        receivers = sorted({message.receiver for message in own})
+        receivers = sorted({send.peer for send, _ in own})
         if len(receivers) != 1:
             raise ValueError(f"rank {rank} sends to ranks {receivers}; in a ring each rank sends to one neighbour")
         after[rank] = receivers[0]
@@ -223,20 +148,19 @@ class _Card(NamedTuple):
         return np.array([self.column * self.size, self.slot * self.size])
 
 
-def draw_ring_frame(record: Iterable[RecordedCall] | RingSteps, step: int = 0) -> Picture:
+def draw_ring_frame(steps: RingSteps, step: int) -> Picture:
     """Draw step `step` of a recorded ring: arrows carry its messages, cards show the chunks once they have arrived.
 
     A card is a rank's tensor: one column per chunk, with a coloured slot for each rank whose part has been added. A
     chunk that has just arrived is framed; a chunk with every rank's part is the sum.
 
     Args:
-        record: what a recorder returns. Steps that `ring_steps` has read already are taken as they are.
+        steps: what `ring_steps` read.
         step: 1 for the first; 0 is what every rank holds before it.
 
     Raises:
-        ValueError: the record is not of a ring, there is no such step, or more than 8 ranks.
+        ValueError: there is no such step, or more than 8 ranks.
     """
-    steps = record if isinstance(record, RingSteps) else ring_steps(record)
     if not 0 <= step <= len(steps.chunk) or len(steps.ranks) > MAX_RANKS:
         raise ValueError(
             f"step {step} of {len(steps.ranks)} ranks; this ring has steps 1 to {len(steps.chunk)}, and 0 for the "
@@ -253,38 +177,27 @@ def draw_ring_frame(record: Iterable[RecordedCall] | RingSteps, step: int = 0) -
     _draw_middle(pen, steps, step)
     shown = steps.ranks if size <= 4 else (steps.ranks[0], steps.ranks[-1])
     boxes = [theme.LegendBox(_colour(rank), "white", str(rank), f"rank {rank}'s part") for rank in shown]
-    pen.legend(
-        [
-            *boxes,
-            theme.LegendBox(theme.IDLE, "white", "", "not in it yet"),
-            theme.LegendBox(theme.SHARED, "white", "", "the whole sum"),
-        ]
-    )
-    picture = pen.finish(_what_ranks_send(steps, step), _what_cards_show(steps, step))
+    boxes.append(theme.LegendBox(theme.IDLE, "white", "", "not in it yet"))
+    pen.legend([*boxes, theme.LegendBox(theme.SHARED, "white", "", "the whole sum")])
+    picture = pen.finish(*_say(steps, step))
     return picture._replace(words=f"{picture.words} {'; '.join(sends)}.") if sends else picture
 
 
-def _what_ranks_send(steps: RingSteps, step: int) -> str:
-    """Return the title: which step it is, what each rank sends in it and what the receiver does."""
-    if steps.fault:
-        return f"Not a ring's chunks: {steps.fault}"
+def _say(steps: RingSteps, step: int) -> tuple[str, str]:
+    """Say which step it is, what each rank sends in it and what the receiver does; and how far the ring is."""
     size, total = len(steps.ranks), len(steps.chunk)
-    if not step:
-        return f"Before the first step: each of {size} ranks holds its own tensor, cut into {size} chunks"
-    num_bytes = format_bytes(float(steps.num_bytes[step - 1].max()))
-    if steps.copies(step - 1):
-        return f"Step {step} of {total}: every rank sends {num_bytes} of finished sums, and its neighbour copies them"
-    return f"Step {step} of {total}: every rank sends {num_bytes}, and its neighbour adds its own part"
-
-
-def _what_cards_show(steps: RingSteps, step: int) -> str:
-    size = len(steps.ranks)
+    if steps.fault:
+        title = f"Not a ring's chunks: {steps.fault}"
+    elif not step:
+        title = f"Before the first step: each of {size} ranks holds its own tensor, cut into {size} chunks"
+    else:
+        title = f"Step {step} of {total}: every rank sends {format_bytes(float(steps.num_bytes[step - 1].max()))}"
+        adds, copies = ", and its neighbour adds its own part", " of finished sums, and its neighbour copies them"
+        title += copies if steps.copies(step - 1) else adds
     whole = int(steps.parts[step].all(axis=2).sum(axis=1).min())
-    sent = int(steps.num_bytes[:step].sum(axis=0).max()) if step else 0
-    total = format_bytes(float(steps.num_bytes.sum(axis=0).max()))
+    sent, all_of = (format_bytes(float(part.sum(axis=0).max())) for part in (steps.num_bytes[:step], steps.num_bytes))
     took = f" This step took {format_s(float(steps.span_s[step - 1]))}." if step else ""
-    so_far = f"Sent so far: {format_bytes(float(sent))} of {total} per rank."
-    return f"{so_far} Chunks summed on every rank: {whole} of {size}.{took}"
+    return title, f"Sent so far: {sent} of {all_of} per rank. Chunks summed on every rank: {whole} of {size}.{took}"
 
 
 def _colour(rank: int) -> str:

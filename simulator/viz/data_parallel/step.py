@@ -24,14 +24,9 @@ TOUCH_S = 2e-6  # an all-reduce that starts this soon after the end of the one b
 class BucketSum(NamedTuple):
     """One all-reduce of gradients as one rank sees it; times in seconds since the step began.
 
-    Attributes:
-        name: what it carries.
-        num_bytes: payload.
-        fill_s: when backward begins to make its gradients.
-        ready_s: when the last of them is there.
-        start_s: when the all-reduce began on this rank.
-        end_s: when the mean was there.
-        came_s: when each rank began it; before the last has come nothing can be averaged.
+    Backward begins to make its gradients at `fill_s`, and the last is there at `ready_s`. This rank began the all-
+    reduce at `start_s` and had the mean at `end_s`; `came_s` says when each rank began it: before the last has come
+    nothing can be averaged.
     """
 
     name: str
@@ -65,12 +60,8 @@ class BucketSum(NamedTuple):
 class RankStep(NamedTuple):
     """What one rank did in the step; intervals in seconds since the step began, in order.
 
-    Attributes:
-        rank: who.
-        spans: its compute lane, waits too.
-        reductions: its all-reduces in the order in which they were sent.
-        hidden: communication while the rank computes.
-        exposed: communication while it does not.
+    `spans` are its compute lane, waits too; `reductions` its all-reduces in the order in which they were sent. Its
+    communication is `hidden` while it computes, and `exposed` while it does not.
     """
 
     rank: int
@@ -89,21 +80,12 @@ class RankStep(NamedTuple):
         """Seconds of communication in which the rank computes nothing."""
         return sum(end - start for start, end in self.exposed)
 
-    @property
-    def exposed_share(self) -> float:
-        """Exposed over all communication, 0 where there is none."""
-        total = self.hidden_s + self.exposed_s
-        return self.exposed_s / total if total else 0.0
-
 
 class RankMoment(NamedTuple):
     """What a rank holds and does at one moment.
 
-    Attributes:
-        doing: in words, such as "backward 62 %".
-        activations: share of the step's activations that is kept.
-        updated: whether the weights are the new ones.
-        gradients: state of each all-reduce's gradients (ABSENT, FILLING, OWN, SENT or MEAN), and how far it is (0-1).
+    `doing` is in words, such as "backward 62 %"; `activations` the share of the step's that is kept; `updated` whether
+    weights are the new ones. `gradients` has each all-reduce's state (ABSENT to MEAN), and how far that is (0 to 1).
     """
 
     doing: str
@@ -222,16 +204,12 @@ def _rank_step(trace: Trace, rank: int) -> RankStep:
     moves = ~trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait")
     hidden, exposed = split(union(trace.select(moves)), union(trace.select(computes(trace))))
     sent = sorted(trace.select(moves & trace.is_word("kind", "all_reduce")), key=lambda s: (s.start_ns, s.end_ns))
-    return RankStep(rank, spans, _reductions(sent, spans), hidden, exposed)
-
-
-def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> list[BucketSum]:
     backward = [span for span in spans if span.kind == "B"]
     begin, end = backward[0].start_ns / 1e9, max(span.end_ns for span in backward) / 1e9
     ready = _ready(sent, spans, (begin, end))
     by_time = sorted(range(len(sent)), key=ready.__getitem__)
     fill = dict(zip(by_time, [begin, *(ready[index] for index in by_time)], strict=False))
-    return [
+    reductions = [
         BucketSum(
             re.sub(r"^all_reduce\s*(#\d+)?\s*", "", span.name) or f"all-reduce {index}",
             span.num_bytes,
@@ -239,6 +217,7 @@ def _reductions(sent: Sequence[Span], spans: Sequence[Span]) -> list[BucketSum]:
         )
         for index, span in enumerate(sent)
     ]
+    return RankStep(rank, spans, reductions, hidden, exposed)
 
 
 def _ready(sent: Sequence[Span], spans: Sequence[Span], backward: Interval) -> list[float]:
@@ -247,7 +226,8 @@ def _ready(sent: Sequence[Span], spans: Sequence[Span], backward: Interval) -> l
     packs = [span.start_ns / 1e9 for span in spans if span.name.startswith("pack ") and span.kind == "copy"]
     if len(packs) == len(sent) and packs and packs[0] < end:
         return [min(at, end) for at in packs]
-    last_first = bool(sent) and all(_is_parameter(span) for span in sent)  # sent first to last, made last to first
+    # Where each carries one parameter (its number, or the name that a recorder found), the first sent is made last.
+    last_first = bool(sent) and all(re.search(r"parameter \d+|#\d+ \S", span.name) for span in sent)
     sizes = np.array([max(1, span.num_bytes) for span in (reversed(sent) if last_first else sent)], dtype=float)
     shares = (np.cumsum(sizes) / sizes.sum()).tolist() if len(sent) else []
     ready = [begin + share * (end - begin) for share in (reversed(shares) if last_first else shares)]
@@ -259,8 +239,3 @@ def _ready(sent: Sequence[Span], spans: Sequence[Span], backward: Interval) -> l
         elif index and not last_first:
             ready[index] = min(end, max(ready[index], ready[index - 1]))
     return ready
-
-
-def _is_parameter(span: Span) -> bool:
-    """Tell whether an all-reduce carries one parameter: it is numbered as one, or a recorder found its name."""
-    return re.search(r"parameter \d+|#\d+ \S", span.name) is not None

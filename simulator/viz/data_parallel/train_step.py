@@ -7,7 +7,6 @@ everywhere, because it is the same everywhere. Under it stands one rank's timeli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -83,12 +82,7 @@ ACTIVATIONS_IN, GRADIENTS_IN = 3.25, 4.75
 MAX_NAMED = 24
 
 
-class _View(NamedTuple):
-    """Where the rows and columns of the upper part stand, in inches from the figure's lower left corner."""
-
-    pen: Pen
-    rows: tuple[float, ...]
-    cells: tuple[tuple[float, float], ...]
+Cells = Sequence[tuple[float, float]]
 
 
 def draw_train_step(trace: Trace, at_s: float, *, title: str | None = None) -> Picture:
@@ -112,22 +106,27 @@ def draw_train_step(trace: Trace, at_s: float, *, title: str | None = None) -> P
     height = TOP_IN + HEADER_IN + rows_in + NAMES_IN + TIMELINE_IN + FOOT_IN
     figure, pen = sheet(height)
     top = height - TOP_IN - HEADER_IN
-    view = _View(pen, tuple(top - (index + 1) * ROW_IN for index in range(len(shown))), _cells(own))
-    _draw_header(view, top, own)
-    for row, (each, state) in enumerate(zip(shown, held, strict=True)):
-        _draw_rank(view, row, each, state)
-    _draw_all_reduces(view, held)
-    _draw_names(view, own)
-    draw_step_timeline(figure, view.pen, step, own, moment)
-    view.pen.legend(_legend(own))
+    rows, cells = [top - (index + 1) * ROW_IN for index in range(len(shown))], _cells(own)
+    gradients = f"gradients, in the order in which they are sent: {counted(len(cells), 'all-reduce')}"
+    sent = gradients if cells else "nothing is sent"
+    for x, words in ((LEFT_IN, "weights"), (ACTIVATIONS_IN, "activations"), (GRADIENTS_IN, sent)):
+        pen.words((x, top + 0.16), words, colour=theme.FAINT, side="left")
+    for low, each, state in zip(rows, shown, held, strict=True):
+        _draw_rank(pen, low + GAP_IN / 2, cells, each, state)
+    _draw_all_reduces(pen, rows, cells, held)
+    _draw_names(pen, rows[-1], cells, own)
+    draw_step_timeline(figure, pen, step, own, moment)
+    pen.legend(_legend(own))
     note = f"Moment {format_s(moment)} of {format_s(step.duration_s)}"
     note += f"; ranks 0-{MAX_RANKS - 1} of {len(step.ranks)}" if len(shown) < len(step.ranks) else ""
     note += f"; rank {own.rank}'s communication: {_shares(own)}."
-    picture = view.pen.finish(title or _takeaway(own, held[0], moment), note)
-    return picture._replace(words=(f"{title}. " if title else "") + _say(step, held, moment))
+    takeaway = _takeaway(own, held[0], moment)
+    first = f"{f'{title}. ' if title else ''}{takeaway}. Step {format_s(step.duration_s)}, {_shares(own)}."
+    said = "\n".join([first, *_say(step, held)])
+    return pen.finish(title or takeaway, note)._replace(words=said)
 
 
-def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
+def _cells(own: RankStep) -> Cells:
     """Return left end and width of each column: wider for more bytes, wide enough for a letter where there is room."""
     count = len(own.reductions)
     if not count:
@@ -140,30 +139,13 @@ def _cells(own: RankStep) -> tuple[tuple[float, float], ...]:
     return tuple(zip(lefts.tolist(), widths.tolist(), strict=True))
 
 
-def _draw_header(view: _View, top: float, own: RankStep) -> None:
-    count = len(own.reductions)
-    words = f"gradients, in the order in which they are sent: {counted(count, 'all-reduce')}"
-    titles = (
-        (LEFT_IN, "weights"),
-        (ACTIVATIONS_IN, "activations"),
-        (GRADIENTS_IN, words if count else "nothing is sent"),
-    )
-    for x, title in titles:
-        view.pen.words((x, top + 0.16), title, colour=theme.FAINT, side="left")
-
-
-def _draw_rank(view: _View, row: int, own: RankStep, held: RankMoment) -> None:
+def _draw_rank(pen: Pen, low: float, cells: Cells, own: RankStep, held: RankMoment) -> None:
     """Draw one rank's row: what it does, its weights, its activations and each gradient."""
-    pen, low, tall = view.pen, view.rows[row] + GAP_IN / 2, ROW_IN - GAP_IN
+    tall = ROW_IN - GAP_IN
     middle = low + tall / 2
     pen.heading((0.16, middle + 0.1), f"rank {own.rank}")
-    pen.words(
-        (0.16, middle - 0.13),
-        fitting(LEFT_IN - 0.3, held.doing, held.doing.split()[0]),
-        size=NAME_PT,
-        colour=theme.FAINT,
-        side="left",
-    )
+    doing = fitting(LEFT_IN - 0.3, held.doing, held.doing.split()[0])
+    pen.words((0.16, middle - 0.13), doing, size=NAME_PT, colour=theme.FAINT, side="left")
     fill = theme.SHARED if held.updated else "#D9D2C5"
     pen.box((LEFT_IN, low), 0.72, tall, fill)
     pen.words((LEFT_IN + 0.36, middle), "new" if held.updated else "old", colour=theme.text_colour(fill))
@@ -172,7 +154,7 @@ def _draw_rank(view: _View, row: int, own: RankStep, held: RankMoment) -> None:
         pen.box((ACTIVATIONS_IN, low), 1.2 * held.activations, tall, theme.KINDS["F"].colour)
         pen.words((ACTIVATIONS_IN + 0.6, middle), percent(held.activations))
     colour = theme.RANK_COLOURS[own.rank % len(theme.RANK_COLOURS)]
-    for (left, wide), (state, share) in zip(view.cells, held.gradients, strict=True):
+    for (left, wide), (state, share) in zip(cells, held.gradients, strict=True):
         fill = {OWN: colour, SENT: colour, MEAN: theme.SHARED}.get(state, theme.IDLE)
         line = 0.8 if wide > 0.04 else 0.0
         pen.box((left, low), wide, tall, fill, line=line)
@@ -189,36 +171,36 @@ def _draw_rank(view: _View, row: int, own: RankStep, held: RankMoment) -> None:
         pen.words((place, middle), fitting(room, label), size=NAME_PT, colour=theme.text_colour(fill))
 
 
-def _draw_all_reduces(view: _View, held: Sequence[RankMoment]) -> None:
+def _draw_all_reduces(pen: Pen, rows: Sequence[float], cells: Cells, held: Sequence[RankMoment]) -> None:
     """Frame each column that is being averaged now, with arrows between the rows once every rank has come to it."""
-    bottom, top = view.rows[-1], view.rows[0] + ROW_IN
-    for column, (left, wide) in enumerate(view.cells):
-        states = [each.gradients[column][0] for each in held]
-        if not any(state == SENT and share < 1 for state, share in (each.gradients[column] for each in held)):
+    bottom, top = rows[-1], rows[0] + ROW_IN
+    for column, (left, wide) in enumerate(cells):
+        found = [each.gradients[column] for each in held]
+        if not any(state == SENT and share < 1 for state, share in found):
             continue
-        met = all(state in (SENT, MEAN) for state in states)
+        met = all(state in (SENT, MEAN) for state, _ in found)
         look = (HIDDEN, 2.8) if met else (theme.FAINT, 1.6)
-        view.pen.outline((left, bottom + 0.05), wide, top - bottom - 0.1, look[0], line=look[1])
+        pen.outline((left, bottom + 0.05), wide, top - bottom - 0.1, look[0], line=look[1])
         if len(held) > 1 and met:
             middle = left + wide / 2
-            for low in view.rows[:-1]:
+            for low in rows[:-1]:
                 for reach in (GAP_IN / 2, -GAP_IN / 2):
-                    view.pen.arrow((middle, low), (middle, low + reach), HIDDEN, line=1.7)
+                    pen.arrow((middle, low), (middle, low + reach), HIDDEN, line=1.7)
 
 
-def _draw_names(view: _View, own: RankStep) -> None:
+def _draw_names(pen: Pen, low: float, cells: Cells, own: RankStep) -> None:
     """Write under each column what it carries and how many bytes, where there is room."""
-    low, named = view.rows[-1], False
-    for (left, wide), reduction in zip(view.cells, own.reductions, strict=True):
+    named = False
+    for (left, wide), reduction in zip(cells, own.reductions, strict=True):
         name = fitting(wide, reduction.name, reduction.name.split(".")[-1])
         if name and len(own.reductions) <= MAX_NAMED:
             named = True
             for line, words in enumerate((name, format_bytes(float(reduction.num_bytes)))):
-                view.pen.words((left + wide / 2, low - 0.09 - 0.18 * line), words, size=NAME_PT, colour=theme.FAINT)
+                pen.words((left + wide / 2, low - 0.09 - 0.18 * line), words, size=NAME_PT, colour=theme.FAINT)
     if own.reductions and not named:
         total = format_bytes(float(sum(reduction.num_bytes for reduction in own.reductions)))
         words = f"each column is one all-reduce; {len(own.reductions)} of them carry {total} together"
-        view.pen.words((GRADIENTS_IN, low - 0.09), words, size=NAME_PT, colour=theme.FAINT, side="left")
+        pen.words((GRADIENTS_IN, low - 0.09), words, size=NAME_PT, colour=theme.FAINT, side="left")
 
 
 def _legend(own: RankStep) -> list[theme.LegendBox]:
@@ -238,31 +220,29 @@ def _legend(own: RankStep) -> list[theme.LegendBox]:
     return boxes + [theme.LegendBox(style.colour, "white", style.letter, style.words) for style in styles.values()]
 
 
-def _say(step: TrainStep, shown: Sequence[RankMoment], moment: float) -> str:
+def _say(step: TrainStep, shown: Sequence[RankMoment]) -> list[str]:
     """Say what each rank does and holds in a line."""
-    own = step.ranks[0]
-    lines = [f"{_takeaway(own, shown[0], moment)}. Step {format_s(step.duration_s)}, {_shares(own)}."]
+    lines = []
     for each, held in zip(step.ranks, shown, strict=False):
-        counts = {state: sum(s == state for s, _ in held.gradients) for state in (MEAN, SENT, OWN, FILLING, ABSENT)}
+        states = [state for state, _ in held.gradients]
         words = {MEAN: "averaged", SENT: "being averaged", OWN: "its own, ready", FILLING: "being made"}
         words[ABSENT] = "not there yet"
-        parts = [f"{count} {words[state]}" for state, count in counts.items() if count]
+        parts = [f"{states.count(state)} {said}" for state, said in words.items() if state in states]
         weights = "new weights" if held.updated else "old weights"
-        count = len(held.gradients)
-        of = f"gradients of {counted(count, 'all-reduce')}"
+        of = f"gradients of {counted(len(states), 'all-reduce')}"
         gradients = f"{of}: {', '.join(parts)}" if parts else "no all-reduce"
         lines.append(f"rank {each.rank}: {held.doing}; {weights}, {percent(held.activations)} activations, {gradients}")
     if len(step.ranks) > MAX_RANKS:
         lines.append(f"and {len(step.ranks) - MAX_RANKS} more ranks")
-    return "\n".join(lines)
+    return lines
 
 
 def _shares(own: RankStep) -> str:
     """Say how much of a rank's communication is hidden and how much exposed."""
-    if not own.hidden_s + own.exposed_s:
-        return "no communication"
-    text = f"{format_s(own.hidden_s)} hidden, {format_s(own.exposed_s)} exposed"
-    return f"{text} ({percent(own.exposed_share)})"
+    total_s = own.hidden_s + own.exposed_s
+    share = percent(own.exposed_s / total_s) if total_s else ""
+    text = f"{format_s(own.hidden_s)} hidden, {format_s(own.exposed_s)} exposed ({share})"
+    return text if total_s else "no communication"
 
 
 def _takeaway(own: RankStep, held: RankMoment, moment: float) -> str:

@@ -23,8 +23,8 @@ from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
-from simulator.viz.drawing.plot import Word, Words, axes_pixels
-from simulator.viz.drawing.theme import DPI, IDLE, LEAST_PT, SHADE, TEXT_PT, KindStyle, pale, text_colour
+from simulator.viz.drawing.plot import Word, Words, axes_pixels, spread_evenly
+from simulator.viz.drawing.theme import DPI, IDLE, LEAST_PT, SHADE, TEXT_PT, KindStyle, kind_styles, pale, text_colour
 
 Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -36,6 +36,8 @@ PASSES = ("F", "B", "I", "W")
 PREDICTED_HEIGHT = 0.62
 LANE_GAP, RANK_GAP = 0.14, 0.5
 CLOSE_RANKS, CLOSE_GAP = 16, 0.18  # from this many ranks on, those with a single row move together
+MAX_BOXES = 4_000
+MAX_RANKS = (64, 16)  # one trace; two
 
 
 class Side(NamedTuple):
@@ -56,64 +58,89 @@ class LaneRow(NamedTuple):
     num_levels: int
 
 
-class Placement(NamedTuple):
-    """The rows of a picture, and where each span of each side stands.
+class Heading(NamedTuple):
+    """Caption between rows: where their middle is, in the rows' units, and what they say."""
 
-    Attributes:
-        rows: from top to bottom.
-        total_height: of all rows and gaps.
-        row_of: for each side, the index of each span's row, or -1 where it is not shown.
-        level_of: for each side, the level of each span within its row.
+    at: float
+    text: str
+
+
+class Scene(NamedTuple):
+    """What is drawn, whatever the view: as a figure or on a canvas.
+
+    `sides` are the traces, with their clocks at zero; `rows` stand from top to bottom, `total_height` with their gaps.
+    For each side, `row_of` is the index of each span's row, or -1 where it is not shown, and `level_of` its level
+    within the row. `styles` are of each kind that occurs, `limit_s` is the right end of the widest view, and
+    `headings` stand over groups of rows.
     """
 
+    sides: tuple[Side, ...]
     rows: tuple[LaneRow, ...]
     total_height: float
     row_of: tuple[Ints, ...]
     level_of: tuple[Ints, ...]
+    styles: dict[str, KindStyle]
+    limit_s: float
+    headings: tuple[Heading, ...] = ()
+
+    def seen(self, view: View) -> list[Ints]:
+        """Return which spans of each side have a row and touch the range of seconds."""
+        return [
+            np.flatnonzero((row >= 0) & (side.trace.end_ns >= view[0] * 1e9) & (side.trace.start_ns <= view[1] * 1e9))
+            for side, row in zip(self.sides, self.row_of, strict=True)
+        ]
+
+    def is_exact(self, view: View) -> bool:
+        """Tell whether the spans in view are few enough for a box each."""
+        return sum(map(len, self.seen(view))) <= MAX_BOXES
 
 
-def lanes_of(sides: Sequence[Side]) -> tuple[str, ...]:
-    """Return the lanes that occur: compute first, communication next, then the others by name."""
-    present = {side.trace.words[code] for side in sides for code in np.unique(side.trace.lane)}
-    first = [lane for lane in ("compute", "communication") if lane in present]
-    return (*first, *sorted(present - set(first)))
+def scene_of(first: Trace, second: Trace | None = None, bands: Sequence[View] = ()) -> Scene:
+    """Place each lane of each rank in a row, the second trace's right under the first one's.
 
-
-def place(
-    sides: Sequence[Side], ranks: Sequence[int], lanes: Sequence[str], *, seen: Sequence[Mask], levels: bool
-) -> Placement:
-    """Give each lane of each rank a row, and each span that `seen` marks its row and level.
-
-    With `levels` false every span is on level 0, whatever overlaps.
+    Traces start at zero. Of many ranks some are placed, spread evenly. `bands`, in seconds, are in the widest view too.
     """
-    lane_of: list[Ints] = []
-    present: set[tuple[int, str, bool]] = set()
+    both = [(first, False)] + ([(second, True)] if second is not None else [])
+    sides = tuple(Side(shaded(trace), predicted) for trace, predicted in both)
+    all_ranks = np.unique(np.concatenate([side.trace.rank for side in sides]))
+    ranks = all_ranks[spread_evenly(len(all_ranks), MAX_RANKS[len(sides) - 1])]
+    present = {side.trace.words[code] for side in sides for code in np.unique(side.trace.lane)}
+    first_lanes = ("compute", "communication")
+    lanes, cells = [*(lane for lane in first_lanes if lane in present), *sorted(present - set(first_lanes))], []
     for side in sides:
         trace = side.trace
-        codes = np.array([lanes.index(word) if word in lanes else -1 for word in trace.words], dtype=np.int64)
-        lane = codes[trace.lane]
-        rank = np.searchsorted(np.asarray(ranks), trace.rank)
-        shown = (lane >= 0) & np.isin(trace.rank, np.asarray(ranks))
-        lane_of.append(np.where(shown, rank * len(lanes) + lane, -1))
-        cells = np.unique(lane_of[-1][lane_of[-1] >= 0]).tolist()
-        present |= {(ranks[cell // len(lanes)], lanes[cell % len(lanes)], side.predicted) for cell in cells}
-    in_order = sorted(present, key=lambda key: (key[0], lanes.index(key[1]), key[2]))
-    keys = {key: number for number, key in enumerate(in_order)}
-    row_of: list[Ints] = []
-    level_of: list[Ints] = []
-    for side, cell, visible in zip(sides, lane_of, seen, strict=True):
-        table = [keys.get((rank, lane, side.predicted), -1) for rank in ranks for lane in lanes]
-        row = np.array([*table, -1], dtype=np.int64)[cell]  # cell -1 picks the last entry: not shown
-        row_of.append(np.where(visible, row, -1))
-        level_of.append(np.zeros_like(row))
-        if levels:
-            index = np.flatnonzero(row_of[-1] >= 0)
-            level_of[-1][index] = pack(row[index], side.trace.start_ns[index], side.trace.end_ns[index])
-    depth = np.ones(len(keys), dtype=np.int64)
-    for row, level in zip(row_of, level_of, strict=True):
-        np.maximum.at(depth, row[row >= 0], level[row >= 0] + 1)
-    rows, total = _stack(list(keys), depth.tolist())
-    return Placement(rows, total, tuple(row_of), tuple(level_of))
+        lane = np.array([lanes.index(word) if word in lanes else -1 for word in trace.words])[trace.lane]
+        cell = np.searchsorted(ranks, trace.rank) * len(lanes) + lane
+        cells.append(np.where(np.isin(trace.rank, ranks), cell, -1))
+    shown_cells = [np.unique(cell[cell >= 0]).tolist() for cell in cells]
+    keys = sorted((cell, side.predicted) for side, found in zip(sides, shown_cells, strict=True) for cell in found)
+    row_of, level_of, depth = [], [], np.ones(len(keys), np.int64)
+    for side, cell in zip(sides, cells, strict=True):
+        table = np.full(len(ranks) * len(lanes) + 1, -1)  # cell -1 picks the last entry: not shown
+        for number, (at, predicted) in enumerate(keys):
+            table[at] = number if predicted == side.predicted else table[at]
+        row = table[cell]
+        level, shown = np.zeros_like(row), np.flatnonzero(row >= 0)
+        level[shown] = pack(row[shown], side.trace.start_ns[shown], side.trace.end_ns[shown])
+        np.maximum.at(depth, row[shown], level[shown] + 1)
+        row_of.append(row)
+        level_of.append(level)
+    named = [(int(ranks[at // len(lanes)]), lanes[at % len(lanes)], predicted) for at, predicted in keys]
+    rows, height = _stack(named, depth.tolist())
+    return Scene(sides, rows, height, tuple(row_of), tuple(level_of), styles_of(sides), limit_of(sides, bands))
+
+
+def styles_of(sides: Sequence[Side]) -> dict[str, KindStyle]:
+    """Return the style of each kind that occurs."""
+    return kind_styles(
+        [side.trace.words[code] for side in sides for code in np.flatnonzero(np.bincount(side.trace.kind))]
+    )
+
+
+def limit_of(sides: Sequence[Side], bands: Sequence[View] = ()) -> float:
+    """Return the right end of the widest view: a little after the last span or the last band."""
+    end_s = max([*(side.trace.duration_s for side in sides), *(end for _, end in bands)])
+    return end_s * 1.012 if end_s else 1e-6
 
 
 def pack(row: Ints, start_ns: Ints, end_ns: Ints) -> Ints:
@@ -190,38 +217,33 @@ BARE_PT = LEAST_PT  # of a number that stands without its letter, so that it loo
 WIDE = 0.5  # what a W takes beyond that
 
 
-def in_view(trace: Trace, view: View) -> Mask:
-    """Mark the spans that touch the range of seconds."""
-    return (trace.end_ns >= view[0] * 1e9) & (trace.start_ns <= view[1] * 1e9)
-
-
 def fill_of(style: KindStyle, predicted: bool) -> tuple[float, float, float]:
     """Return the colour of a box: full when measured, pale when predicted."""
     return pale(style.colour) if predicted else to_rgb(style.colour)
 
 
-def heights_of(placement: Placement, which: int, shown: Ints) -> tuple[Floats, Floats]:
-    """Return where the boxes of one side's spans begin and how high they are, in the placement's units."""
-    row = placement.row_of[which][shown]
-    levels = np.array([r.num_levels for r in placement.rows])[row]
-    height = np.array([r.height for r in placement.rows])[row] / levels
-    top = np.array([r.top for r in placement.rows])[row] + placement.level_of[which][shown] * height
-    return top, height
+def heights_of(scene: Scene, which: int, shown: Ints) -> tuple[Floats, Floats]:
+    """Return where the boxes of one side's spans begin and how high they are, in the rows' units."""
+    row = scene.row_of[which][shown]
+    height = np.array([r.height / r.num_levels for r in scene.rows])[row]
+    return np.array([r.top for r in scene.rows])[row] + scene.level_of[which][shown] * height, height
 
 
-def add_boxes(
-    axes: Axes, side: Side, placement: Placement, which: int, styles: Mapping[str, KindStyle], *, dim: bool = False
-) -> None:
-    """Draw one exact box per span of one side, with the longest label that fits; `dim` makes measured boxes pale."""
-    shown = np.flatnonzero(placement.row_of[which] >= 0)
-    if not shown.size:
-        return
+def add_boxes(axes: Axes, scene: Scene, *, dim: bool = False) -> None:
+    """Draw one exact box per span in view, with the longest label that fits; `dim` makes measured boxes pale."""
+    for which, shown in enumerate(scene.seen(axes.get_xlim())):
+        if shown.size:
+            _add_side(axes, scene, which, shown, dim=dim)
+
+
+def _add_side(axes: Axes, scene: Scene, which: int, shown: Ints, *, dim: bool) -> None:
+    side, styles = scene.sides[which], scene.styles
     trace = side.trace
     shown = shown[np.argsort(trace.start_ns[shown], kind="stable")]  # later boxes lie on top
     low, high = axes.get_xlim()
     scale = axes_pixels(axes)[0] / (high - low)
-    row = placement.row_of[which][shown]
-    top, height = heights_of(placement, which, shown)
+    row, level = scene.row_of[which][shown], scene.level_of[which][shown]
+    top, height = heights_of(scene, which, shown)
     start, end = trace.start_ns[shown] / 1e9, trace.end_ns[shown] / 1e9
     seen_end = np.maximum(end, start + 1 / scale)  # an instant is still one pixel wide
     corners = np.empty((len(shown), 4, 2))
@@ -237,7 +259,7 @@ def add_boxes(
         PolyCollection(corners, gid="boxes", linewidths=np.where(narrow, 0.0, 0.8), **colours),  # type: ignore[arg-type]
         autolim=False,
     )
-    free_end = np.minimum(seen_end, _next_start(row, placement.level_of[which][shown], start))
+    free_end = np.minimum(seen_end, _next_start(row, level, start))
     spots = np.stack([np.maximum(start, low), np.minimum(free_end, high), top, height], axis=1)
     _add_labels(axes, trace, shown, spots, fills, styles)
 
@@ -323,18 +345,16 @@ def pixel_columns(cell: Ints, start_s: Floats, end_s: Floats, num_cells: int, nu
     return ((full - total(first, start - first) + total(last, end - last))[:, :num_columns]) * width
 
 
-def filled_columns(
-    sides: Sequence[Side], placement: Placement, kinds: Sequence[str], *, num_columns: int, view: View
-) -> Floats:
+def filled_columns(scene: Scene, num_columns: int, view: View) -> Floats:
     """Return how far each column of each row is filled up to and with each kind: [rows, kinds, num_columns], 0 to 1."""
-    seconds = np.zeros((len(placement.rows), len(kinds), num_columns))
-    for which, side in enumerate(sides):
-        trace = side.trace
+    kinds = list(scene.styles)
+    seconds = np.zeros((len(scene.rows), len(kinds), num_columns))
+    for side, row in zip(scene.sides, scene.row_of, strict=True):
+        trace, keep = side.trace, np.flatnonzero(row >= 0)
         codes = np.array([kinds.index(word) if word in kinds else 0 for word in trace.words], dtype=np.int64)
-        keep = np.flatnonzero(placement.row_of[which] >= 0)
-        cell = placement.row_of[which][keep] * len(kinds) + codes[trace.kind[keep]]
+        cell = row[keep] * len(kinds) + codes[trace.kind[keep]]
         start, end = trace.start_ns[keep] / 1e9, trace.end_ns[keep] / 1e9
-        part = pixel_columns(cell, start, end, len(placement.rows) * len(kinds), num_columns, view)
+        part = pixel_columns(cell, start, end, len(scene.rows) * len(kinds), num_columns, view)
         seconds += part.reshape(seconds.shape)
     busy = seconds.sum(axis=1, keepdims=True)
     share = seconds / np.maximum(busy, (view[1] - view[0]) / num_columns)  # spans that overlap share the column
@@ -342,23 +362,20 @@ def filled_columns(
     return filled
 
 
-def add_pixels(
-    axes: Axes, sides: Sequence[Side], placement: Placement, styles: Mapping[str, KindStyle], *, dim: bool = False
-) -> None:
+def add_pixels(axes: Axes, scene: Scene, *, dim: bool = False) -> None:
     """Draw all sides as one image of pixel columns over the axes; `dim` makes what was measured pale."""
     view = axes.get_xlim()
     wide, tall = (int(size) for size in axes_pixels(axes))
-    kinds = list(styles)
-    filled = filled_columns(sides, placement, kinds, num_columns=wide, view=view)
+    filled = filled_columns(scene, wide, view)
     picture = np.ones((tall, wide, 3))
-    y_scale = tall / placement.total_height
-    for index, row in enumerate(placement.rows):
+    y_scale = tall / scene.total_height
+    for row, part in zip(scene.rows, filled, strict=True):
         low = round(row.top * y_scale)
         high = max(low + 1, min(tall, round((row.top + row.height) * y_scale) - (row.height * y_scale > 3)))
-        colours = np.array([*[fill_of(styles[kind], row.predicted or dim) for kind in kinds], to_rgb(IDLE)])
-        picture[low:high] = colours[kinds_at(filled[index], high - low)]
+        fills = [fill_of(style, row.predicted or dim) for style in scene.styles.values()]
+        picture[low:high] = np.array([*fills, to_rgb(IDLE)])[kinds_at(part, high - low)]
     image = (picture * 255).astype(np.uint8)
-    extent = (view[0], view[1], placement.total_height, 0.0)
+    extent = (view[0], view[1], scene.total_height, 0.0)
     axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest", origin="upper", gid="pixels")
 
 

@@ -25,14 +25,9 @@ MARGIN = 3
 
 def to_png(figure: Figure) -> bytes:
     """Return the figure as PNG bytes; the same figure gives the same bytes."""
-    return pack_png(pixels_of(figure))
-
-
-def pixels_of(figure: Figure) -> NDArray[np.uint8]:
-    """Return the figure's pixels [height, width, 4]."""
     canvas = _Canvas(figure)
     canvas.draw()  # type: ignore[no-untyped-call]
-    return np.asarray(canvas.buffer_rgba(), np.uint8)  # type: ignore[no-untyped-call]
+    return pack_png(np.asarray(canvas.buffer_rgba(), np.uint8))  # type: ignore[no-untyped-call]
 
 
 def pack_png(pixels: NDArray[np.uint8]) -> bytes:
@@ -77,8 +72,8 @@ class _Renderer(RendererAgg):
             super().draw_text(gc, x, y, s, prop, angle, *more, **named)  # type: ignore[no-untyped-call]
             return
         whole, part = divmod(round(x * PARTS), PARTS)
-        stamp = _stamp(s, _Font.of(prop), gc.get_rgb()[:3], part / PARTS, self.dpi)
-        self.draw_image(gc, whole - MARGIN, int(self.height) - round(y) - stamp.below, stamp.image)
+        image, below = _stamp(s, _Font.of(prop), gc.get_rgb()[:3], part / PARTS, self.dpi)
+        self.draw_image(gc, whole - MARGIN, int(self.height) - round(y) - below, image)
 
     def get_text_width_height_descent(self, s: str, prop: Any, ismath: Any) -> tuple[float, float, float]:
         """Return the size of a text, from memory where it is known."""
@@ -102,13 +97,6 @@ class _Font(NamedTuple):
         return FontProperties(family=list(self.family), style=self.style, size=self.size, weight=self.weight)
 
 
-class _Stamp(NamedTuple):
-    """The pixels of a text from the bottom up, and how many of them are below its baseline."""
-
-    image: NDArray[np.uint8]
-    below: int
-
-
 @lru_cache(MAX_STAMPS)
 def _size(text: str, font: _Font, ismath: Any, dpi: float) -> tuple[float, float, float]:
     found = RendererAgg(1, 1, dpi).get_text_width_height_descent(text, font.properties, ismath)  # type: ignore[no-untyped-call]
@@ -116,8 +104,11 @@ def _size(text: str, font: _Font, ismath: Any, dpi: float) -> tuple[float, float
 
 
 @lru_cache(MAX_STAMPS)
-def _stamp(text: str, font: _Font, colour: tuple[float, float, float], part: float, dpi: float) -> _Stamp:
-    """Draw the text alone, its origin `part` of a pixel right of the margin."""
+def _stamp(text: str, font: _Font, colour: Any, part: float, dpi: float) -> tuple[NDArray[np.uint8], int]:
+    """Return the pixels of a text from the bottom up, and how many are below its baseline.
+
+    It stands alone, its origin `part` of a pixel right of the margin.
+    """
     width, height, descent = _size(text, font, False, dpi)
     below = math.ceil(descent) + MARGIN
     tall = math.ceil(height) + 2 * MARGIN + 1
@@ -125,4 +116,4 @@ def _stamp(text: str, font: _Font, colour: tuple[float, float, float], part: flo
     pen = small.new_gc()
     pen.set_foreground(colour, isRGBA=False)
     small.draw_text(pen, MARGIN + part, tall - below, text, font.properties, 0)  # type: ignore[no-untyped-call]
-    return _Stamp(np.asarray(small.buffer_rgba())[::-1].copy(), below)  # type: ignore[no-untyped-call]
+    return np.asarray(small.buffer_rgba())[::-1].copy(), below  # type: ignore[no-untyped-call]

@@ -84,21 +84,10 @@ class Pen:
         """Write a line of text large and bold, its left end at the spot."""
         self.words(spot, text, size=TEXT_PT, bold=True, side="left")
 
-    def block(
-        self,
-        corner: Point,
-        wide: float,
-        tall: float,
-        fill: Colour,
-        text: str,
-        *,
-        size: float = SMALL_PT,
-        bold: bool = False,
-    ) -> None:
-        """Fill a rectangle, and write a text that can be read on it in its middle."""
+    def block(self, corner: Point, wide: float, tall: float, fill: Colour, text: str, **look: Any) -> None:
+        """Fill a rectangle, and write a text that can be read on it in its middle; `look` as of words."""
         self.box(corner, wide, tall, fill)
-        spot = (corner[0] + wide / 2, corner[1] + tall / 2)
-        self.words(spot, text, size=size, bold=bold, colour=text_colour(fill))
+        self.words((corner[0] + wide / 2, corner[1] + tall / 2), text, colour=text_colour(fill), **look)
 
     def bar(self, corner: Point, tall: float, pieces: Iterable[tuple[float, Colour, Sequence[str]]]) -> float:
         """Draw a bar of pieces, (width, colour, texts) in inches, and return where it ends.

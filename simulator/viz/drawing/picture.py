@@ -53,9 +53,19 @@ class Picture(NamedTuple):
         return out.getvalue()
 
     def _repr_mimebundle_(self, **_options: object) -> Bundle:
-        png = self.png()
-        page = {"text/html": picture_html(png, title=self.title, words=self.words, dpi=SHOWN_DPI)}
-        return with_picture(page, png, title=self.title, words=self.words)
+        """Return the picture as PNG, and as HTML: its title is the alt text, and its words stand below.
+
+        It is scaled down on a narrow page, but not below what can be read: there it scrolls.
+        """
+        png, title = self.png(), html.escape(self.title)
+        least_scale = LEAST_SHOWN_PT * 96 / (LEAST_PT * SHOWN_DPI)  # a page has 96 pixels per inch
+        wide = int.from_bytes(png[16:20], "big")  # a PNG's header begins with its width in pixels
+        size = f"display:block;width:100%;min-width:{least_scale * wide:.0f}px;max-width:{wide}px;border-radius:6px"
+        address = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
+        image = f'<img style="{size}" alt="{title}" src="{address}">'
+        below = f'<p style="white-space:pre-wrap">{html.escape(self.words)}</p>'
+        page = f'<style>{BAR}</style><div class="{SCROLLS}" style="overflow-x:auto">{image}</div>{below}'
+        return with_picture({"text/html": page}, png, title=self.title, words=self.words)
 
 
 def with_picture(bundle: Any, png: bytes, *, title: str, words: str) -> Bundle:
@@ -66,20 +76,6 @@ def with_picture(bundle: Any, png: bytes, *, title: str, words: str) -> Bundle:
         data["image/png"] = base64.b64encode(png).decode("ascii")
         metadata["image/png"] = {"alt": title}
     return data, metadata
-
-
-def picture_html(png: bytes, *, title: str, words: str, dpi: float) -> str:
-    """Return a picture of so many pixels an inch as HTML: its title is the alt text, and its words stand below.
-
-    It is scaled down on a narrow page, but not below what can be read: there it scrolls.
-    """
-    least_scale = LEAST_SHOWN_PT * 96 / (LEAST_PT * dpi)  # a page has 96 pixels per inch
-    wide = int.from_bytes(png[16:20], "big")  # a PNG's header begins with its width in pixels
-    size = f"display:block;width:100%;min-width:{least_scale * wide:.0f}px;max-width:{wide}px;border-radius:6px"
-    address = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
-    image = f'<img style="{size}" alt="{html.escape(title)}" src="{address}">'
-    below = f'<p style="white-space:pre-wrap">{html.escape(words)}</p>'
-    return f'<style>{BAR}</style><div class="{SCROLLS}" style="overflow-x:auto">{image}</div>{below}'
 
 
 def title_of(figure: Figure) -> str:

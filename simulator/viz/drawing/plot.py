@@ -27,16 +27,9 @@ SIDES = {"left": 0.0, "center": 0.5, "right": 1.0}
 
 
 class Word(NamedTuple):
-    """A line of text and its place.
+    """A line of text and its place, in the artist's units; its size in points.
 
-    Attributes:
-        x: where its left end, its middle or its right end stands, by `side`, in the artist's units.
-        y: where the middle of a capital letter stands, in the artist's units.
-        text: what is written.
-        size: in points.
-        colour: of the letters.
-        bold: whether they are bold.
-        side: "left", "center" or "right".
+    Its left end, its middle or its right end is at x, by `side`; the middle of a capital letter is at y.
     """
 
     x: float

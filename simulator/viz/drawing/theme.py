@@ -6,19 +6,19 @@ Readers with any colour vision can tell the colours apart. In greyscale the lett
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.colors import to_hex, to_rgb
-from numpy.typing import NDArray
 
 DPI = 100
 WIDTH_IN = 12.8
 TITLE_PT, TEXT_PT, SMALL_PT = 18.0, 13.0, 11.0
 LEAST_PT = 10.5  # a notebook scales a picture down by a third, and these letters can still be read
-LEAST_CONTRAST = 4.5
 INK, FAINT, IDLE = "#1A1A1A", "#666666", "#F1F1F1"
 # What belongs to one rank, from Paul Tol's muted colours: none of them is a pass's or an update's. And what is the same
 # on all ranks: a sum, a mean.
@@ -40,54 +40,21 @@ class KindStyle(NamedTuple):
     words: str
 
 
-# Okabe and Ito's colours first, Paul Tol's muted ones after them.
-KINDS: Mapping[str, KindStyle] = MappingProxyType(
-    {
-        "F": KindStyle("#56B4E9", "F", "forward"),
-        "B": KindStyle("#E69F00", "B", "backward"),
-        "I": KindStyle("#F0E442", "I", "input gradient"),
-        "W": KindStyle("#009E73", "W", "weight gradient"),
-        "optimizer": KindStyle("#CC79A7", "O", "optimizer"),
-        "loss": KindStyle("#DDCC77", "L", "loss"),
-        "data": KindStyle("#D9D2C5", "D", "data"),
-        "copy": KindStyle("#C9B79C", "C", "copy"),
-        "encode": KindStyle("#8C564B", "En", "encode"),
-        "decode": KindStyle("#C49C94", "De", "decode"),
-        "recompute": KindStyle("#A6CEE3", "Re", "recompute"),
-        "all_reduce": KindStyle("#0072B2", "A", "all-reduce"),
-        "reduce_scatter": KindStyle("#D55E00", "RS", "reduce-scatter"),
-        "all_gather": KindStyle("#332288", "AG", "all-gather"),
-        "broadcast": KindStyle("#882255", "Bc", "broadcast"),
-        "reduce": KindStyle("#AA4499", "Rd", "reduce"),
-        "all_to_all": KindStyle("#661100", "AA", "all-to-all"),
-        "gather": KindStyle("#6699CC", "G", "gather"),
-        "scatter": KindStyle("#888800", "Sc", "scatter"),
-        "barrier": KindStyle("#4D4D4D", "|", "barrier"),
-        "send": KindStyle("#117733", "S", "send"),
-        "recv": KindStyle("#44AA99", "R", "receive"),
-        "wait": KindStyle("#BDBDBD", "w", "wait"),
-    }
-)
-# The axes of a mesh, by what its ranks split.
-AXIS_STYLES: Mapping[str, KindStyle] = MappingProxyType(
-    {
-        "tensor": KindStyle("#D55E00", "T", "tensor"),
-        "context": KindStyle("#009E73", "C", "context"),
-        "expert": KindStyle("#CC79A7", "E", "expert"),
-        "data": KindStyle("#0072B2", "D", "data"),
-        "pipeline": KindStyle("#E69F00", "P", "pipeline"),
-    }
-)
+_TABLES = tomllib.loads(Path(__file__).with_name("styles.toml").read_text("utf-8"))
+
+
+def styles(table: str) -> Mapping[str, KindStyle]:
+    """Return a table of styles.toml: the colour, the letters and the words of each kind."""
+    return MappingProxyType({kind: KindStyle(*row) for kind, row in _TABLES[table].items()})
+
+
+KINDS = styles("kinds")
+AXIS_STYLES = styles("axes")
 _ALIASES = {"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"}
 _SPARE = ("#CC6677", "#88CCEE", "#999933", "#6A3D9A", "#B2DF8A", "#44546A")
 
 
-SHADE = "~"  # "F~1": a forward pass of its rank's second stage
-
-
-def is_first_shade(kind: str) -> bool:
-    """Tell whether the kind stands for itself in a legend: its lighter shades need no entry of their own."""
-    return SHADE not in kind
+SHADE = "~"  # "F~1": a forward pass of its rank's second stage; a legend explains the first shade alone
 
 
 def kind_styles(kinds: Sequence[str]) -> dict[str, KindStyle]:
@@ -135,16 +102,10 @@ def text_on_white(colour: str) -> str:
 
     Source: Web Content Accessibility Guidelines 2.2, 1.4.3
     """
-    while contrast(to_rgb(colour), to_rgb("white")) < LEAST_CONTRAST:
+    while 1.05 / (_luminance(colour) + 0.05) < 4.5:
         red, green, blue = to_rgb(colour)
         colour = to_hex((0.95 * red, 0.95 * green, 0.95 * blue))
     return colour
-
-
-def contrast(one: Sequence[float] | NDArray[np.float64], other: Sequence[float] | NDArray[np.float64]) -> float:
-    """Return the ratio of the luminances of two colours (red, green, blue, 0 to 1): 1 to 21."""
-    dark, light = sorted((_luminance(tuple(one)), _luminance(tuple(other))))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def _luminance(colour: Colour) -> float:

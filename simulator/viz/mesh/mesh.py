@@ -6,7 +6,6 @@ it: which axis belongs on which wire is seen at a glance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,22 +40,26 @@ class _Tile(NamedTuple):
         return np.array([self.left + (column + 0.5) * self.wide, self.top - (row + 0.5) * self.tall])
 
 
-def draw_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | None = None) -> Picture:
+def draw_mesh(mesh: Mesh, *, devices_per_node: int, rank: int | None = None) -> Picture:
     """Draw the ranks of a mesh once for each axis of at least two ranks: a colour, a letter and a line for each group.
 
     Args:
         mesh: the ranks; at most 256.
-        devices_per_node: ranks in a node, a row of the picture. None: the picture has no nodes.
+        devices_per_node: ranks in a node, a row of the picture: 1 to 16.
         rank: if given, only this rank's groups are coloured: who its neighbours are on each axis.
 
     Raises:
-        ValueError: more than 256 ranks, no such rank, or less than one device in a node.
+        ValueError: more than 256 ranks, no such rank, or a node without or with more than 16 devices.
     """
-    axes = _checked(mesh, devices_per_node, rank)
-    columns = _columns(mesh, devices_per_node)
+    if mesh.size > MAX_RANKS:
+        raise ValueError(f"the mesh {mesh} has more than {MAX_RANKS} ranks to draw; draw a smaller one of its shape")
+    if not 1 <= devices_per_node <= MAX_COLUMNS:
+        raise ValueError(f"devices_per_node is {devices_per_node}; pass 1 to {MAX_COLUMNS}")
+    axes = [name for name, size in reversed(mesh.axes) if size > 1] or [mesh.names[-1]]
+    columns = min(mesh.size, devices_per_node)
     rows = -(-mesh.size // columns)
     across = min(len(axes), 3 if columns <= 8 and mesh.size <= 100 else 2 if columns <= 12 else 1)
-    margin = MARGIN_IN + (NODE_IN if devices_per_node else 0.0)
+    margin = MARGIN_IN + NODE_IN
     room = (theme.WIDTH_IN - MARGIN_IN) / across
     wide = min(0.85, (room - margin - 0.1) / columns)
     box_wide = wide * (BOX_WIDE if mesh.size <= 100 else BOX_WIDER)
@@ -68,22 +71,25 @@ def draw_mesh(mesh: Mesh, *, devices_per_node: int | None = None, rank: int | No
         down, place = divmod(number, across)
         tile = _Tile(place * room + margin, height - TOP_IN - down * block - HEAD_IN, wide, tall, columns, box_wide)
         _draw_axis(pen, mesh, axis, tile, devices_per_node, rank)
-    lines = _say_groups(mesh, axes, devices_per_node, rank)
-    return pen.finish(_equation_and_nodes(mesh, devices_per_node), _how_to_read(devices_per_node, rank), *lines)
-
-
-def _say_groups(mesh: Mesh, axes: Sequence[str], devices_per_node: int | None, rank: int | None) -> list[str]:
-    """Say every axis' groups and where they lie; with a rank, its own ones."""
-    lines = []
+    large = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
+    title = f"{counted(mesh.size, 'rank')} = {' x '.join(f'{name} ({size})' for name, size in large)}"
+    if mesh.size > devices_per_node:
+        inside = [name for name, _ in large if not mesh.crosses_nodes(name, devices_per_node)]
+        outside = [name for name, _ in large if name not in inside]
+        stay, leave = "stays" if len(inside) == 1 else "stay", "leaves" if len(outside) == 1 else "leave"
+        title += ": every axis leaves the node" if not inside else "" if outside else ": no axis leaves its node"
+        title += f": {listed(inside)} {stay} inside a node, {listed(outside)} {leave} it" if inside and outside else ""
+    said = [title, "A row is a node. Ranks of one colour and letter are a group: they talk to each other on that axis."]
     if rank is not None:
-        place = ", ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items())
-        lines.append(f"Rank {rank} stands at {place}.")
+        own = f"Coloured, with its group's letter: the group of rank {rank}, whom it talks to on that axis."
+        spot = ", ".join(f"{name} {at}" for name, at in mesh.coordinates(rank).items())
+        said = [title, f"A row is a node. {own}", f"Rank {rank} stands at {spot}."]
     for axis in axes:
-        groups = mesh.groups(axis) if rank is None else [mesh.group_of(rank, axis)]
-        shown = ", ".join("(" + " ".join(map(str, group)) + ")" for group in groups[:8])
-        more = f" and {len(groups) - 8} more" if len(groups) > 8 else ""
-        lines.append(f"{axis}: {_kind_of(mesh, axis, devices_per_node)}: {shown}{more}.")
-    return lines
+        found = mesh.groups(axis) if rank is None else [mesh.group_of(rank, axis)]
+        shown = ", ".join("(" + " ".join(map(str, group)) + ")" for group in found[:8])
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        said.append(f"{axis}: {_kind_of(mesh, axis, devices_per_node)}: {shown}{more}.")
+    return pen.finish(*said)
 
 
 def axis_style(axis: str) -> theme.KindStyle:
@@ -91,74 +97,22 @@ def axis_style(axis: str) -> theme.KindStyle:
     return theme.AXIS_STYLES[axis] if axis in theme.AXIS_STYLES else theme.kind_styles([axis])[axis]
 
 
-def _checked(mesh: Mesh, devices_per_node: int | None, rank: int | None) -> Sequence[str]:
-    """Return the axes that have groups of more than one, the fastest first; without any, the last one."""
-    if mesh.size > MAX_RANKS:
-        raise ValueError(f"the mesh {mesh} has more than {MAX_RANKS} ranks to draw; draw a smaller one of its shape")
-    if devices_per_node is not None and devices_per_node < 1:
-        raise ValueError(f"devices_per_node is {devices_per_node}; pass at least 1, or None for no nodes")
-    if rank is not None:
-        mesh.coordinates(rank)  # refuses a rank that is not there
-    return [name for name, size in reversed(mesh.axes) if size > 1] or [mesh.names[-1]]
-
-
-def _columns(mesh: Mesh, devices_per_node: int | None) -> int:
-    """Return the ranks of a row: a node's, or without nodes as many of the fastest axes as 8 columns take."""
-    if devices_per_node is not None and devices_per_node <= MAX_COLUMNS:
-        return min(mesh.size, devices_per_node)
-    columns = 1
-    for _, size in reversed(mesh.axes):
-        if columns * size > 8:
-            break
-        columns *= size
-    return columns if columns > 1 else min(mesh.size, 8)
-
-
-def _equation_and_nodes(mesh: Mesh, devices_per_node: int | None) -> str:
-    axes = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:])
-    equation = " x ".join(f"{name} ({size})" for name, size in axes)
-    ranks = counted(mesh.size, "rank")
-    if devices_per_node is None or mesh.size <= devices_per_node:
-        return f"{ranks} = {equation}"
-    inside = [name for name, _ in axes if not mesh.crosses_nodes(name, devices_per_node)]
-    outside = [name for name, _ in axes if name not in inside]
-    if not inside:
-        return f"{ranks} = {equation}: every axis leaves the node"
-    if not outside:
-        return f"{ranks} = {equation}: no axis leaves its node"
-    verb = "stays inside a node" if len(inside) == 1 else "stay inside a node"
-    leave = "leaves it" if len(outside) == 1 else "leave it"
-    return f"{ranks} = {equation}: {listed(inside)} {verb}, {listed(outside)} {leave}"
-
-
-def _how_to_read(devices_per_node: int | None, rank: int | None) -> str:
-    rows = "A row is a node." if devices_per_node and devices_per_node <= MAX_COLUMNS else "Ranks in their order."
-    one = "Ranks of one colour and letter are a group: they talk to each other on that axis."
-    own = f"Coloured, with its group's letter: the group of rank {rank}, whom it talks to on that axis."
-    return f"{rows} {one if rank is None else own}"
-
-
-def _kind_of(mesh: Mesh, axis: str, devices_per_node: int | None) -> str:
-    groups, size = len(mesh.groups(axis)), mesh.axis_size(axis)
-    text = f"{groups} group{'s' if groups > 1 else ''} of {size}"
-    if devices_per_node is None:
-        return text
+def _kind_of(mesh: Mesh, axis: str, devices_per_node: int) -> str:
     where = "between nodes" if mesh.crosses_nodes(axis, devices_per_node) else "inside a node"
-    return f"{text}, {where}"
+    return f"{counted(len(mesh.groups(axis)), 'group')} of {mesh.axis_size(axis)}, {where}"
 
 
-def _draw_axis(pen: Pen, mesh: Mesh, axis: str, tile: _Tile, devices_per_node: int | None, only: int | None) -> None:
+def _draw_axis(pen: Pen, mesh: Mesh, axis: str, tile: _Tile, devices_per_node: int, only: int | None) -> None:
     style = axis_style(axis)
     spot = (tile.left, tile.top + 0.4)
     pen.block((spot[0], spot[1] - 0.12), 0.28, 0.24, style.colour, style.letter, size=theme.TEXT_PT, bold=True)
     pen.heading((spot[0] + 0.38, spot[1]), f"{axis} ({mesh.axis_size(axis)})")
     pen.words((spot[0], spot[1] - 0.25), _kind_of(mesh, axis, devices_per_node), colour=theme.FAINT, side="left")
-    if devices_per_node is not None and devices_per_node == tile.columns:
-        for node in range(-(-mesh.size // devices_per_node)):
-            y = tile.top - (node + 0.5) * tile.tall
-            pen.words((tile.left - 0.1, y), f"node {node}", colour=theme.FAINT, side="right")
-            corner = (tile.left, y - tile.tall / 2 + 0.02)
-            pen.outline(corner, tile.columns * tile.wide, tile.tall - 0.04, "#B8BCC4", line=1.2)
+    for node in range(-(-mesh.size // tile.columns)):
+        y = tile.top - (node + 0.5) * tile.tall
+        pen.words((tile.left - 0.1, y), f"node {node}", colour=theme.FAINT, side="right")
+        corner = (tile.left, y - tile.tall / 2 + 0.02)
+        pen.outline(corner, tile.columns * tile.wide, tile.tall - 0.04, "#B8BCC4", line=1.2)
     for number, group in enumerate(mesh.groups(axis)):
         shown = only is None or only in group
         fill = theme.RANK_COLOURS[number % len(theme.RANK_COLOURS)] if shown else theme.IDLE

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import ipywidgets as widgets
 
 from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
-from simulator.hardware import presets as hardware
 from simulator.sweeps.compression import CompressionSweep, replica_link, sweep_compression
+from simulator.viz.collectives.messages import RecordedCall
 from simulator.viz.collectives.race import draw_race
-from simulator.viz.collectives.ring import RecordedCall, draw_ring_frame, ring_steps
+from simulator.viz.collectives.ring import draw_ring_frame, ring_steps
 from simulator.viz.compression import compression_label, draw_compression
 from simulator.viz.data_parallel.step import best_moment, read_step
 from simulator.viz.data_parallel.train_step import draw_train_step
-from simulator.viz.drawing.picture import Picture
 from simulator.viz.panels.panel import Panel, choice, slider
 
 LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
@@ -37,12 +36,8 @@ def ring_panel(record: Iterable[RecordedCall]) -> Panel:
         ValueError: the record is not of a ring; the text says why.
     """
     steps = ring_steps(record)
-    last = len(steps.chunk)
-
-    def draw(step: int) -> Picture:
-        return draw_ring_frame(steps, step)
-
-    return Panel(draw, step=widgets.Play(value=0, min=0, max=last, step=1, interval=1200, description="step"))
+    play = widgets.Play(value=0, min=0, max=len(steps.chunk), step=1, interval=1200, description="step")
+    return Panel(lambda step: draw_ring_frame(steps, step), step=play)
 
 
 def race_panel(num_ranks: int, algorithms: Sequence[str]) -> Panel:
@@ -54,13 +49,8 @@ def race_panel(num_ranks: int, algorithms: Sequence[str]) -> Panel:
         num_ranks: where the slider begins.
         algorithms: as `draw_race`.
     """
-    table = {name: hardware.link(name) for name in LINKS}
-
-    def draw(link: str, num_ranks: int) -> Picture:
-        return draw_race(table[link], num_ranks, algorithms)
-
     ranks = widgets.IntSlider(value=num_ranks, min=2, max=64, description="ranks")
-    return Panel(draw, link=choice("link", table), num_ranks=ranks)
+    return Panel(partial(draw_race, algorithms=algorithms), link=choice("link", LINKS), num_ranks=ranks)
 
 
 def train_step_panel(traces: Mapping[str, Trace]) -> Panel:
@@ -82,9 +72,6 @@ def train_step_panel(traces: Mapping[str, Trace]) -> Panel:
     begin_ms, end_ms = best_moment(steps[first]) * 1e3, ends_ms[first]
     at_ms = slider("moment (ms)", begin_ms, 0.0, end_ms, end_ms / 200, **look)
 
-    def draw(at_ms: float, version: str) -> Picture:
-        return draw_train_step(traces[version], at_ms / 1e3)
-
     version = choice("gradients", [(name.replace("_", " "), name) for name in traces])
 
     def reach(change: Mapping[str, str]) -> None:
@@ -93,7 +80,7 @@ def train_step_panel(traces: Mapping[str, Trace]) -> Panel:
             at_ms.value, at_ms.step, at_ms.max = min(at_ms.value, end_ms), end_ms / 200, end_ms
 
     version.observe(reach, "value")
-    return Panel(draw, version=version, at_ms=at_ms)
+    return Panel(lambda at_ms, version: draw_train_step(traces[version], at_ms / 1e3), version=version, at_ms=at_ms)
 
 
 def compression_panel(
@@ -126,10 +113,11 @@ def compression_panel(
         some = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
         return sweep_compression(workload, cluster, plan, compressions=some, bytes_per_s=bytes_per_s)
 
-    def draw(log_bytes_per_s: float, compressor: str) -> Picture:
-        return draw_compression(sweep_of(compressor), 10**log_bytes_per_s)
-
     low, high = math.log10(min(bytes_per_s)), math.log10(max(bytes_per_s))
     here = math.log10(max(protocol.bytes_per_s for protocol in replica_link(cluster, plan).protocols))
     speed = slider("bandwidth: 10^x bytes/s", min(max(here, low), high), low, high, (high - low) / 80)
-    return Panel(draw, log_bytes_per_s=speed, compressor=choice("compressor", [ALL_COMPRESSIONS, *named]))
+    return Panel(
+        lambda log_bytes_per_s, compressor: draw_compression(sweep_of(compressor), 10**log_bytes_per_s),
+        log_bytes_per_s=speed,
+        compressor=choice("compressor", [ALL_COMPRESSIONS, *named]),
+    )

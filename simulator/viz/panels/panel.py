@@ -74,7 +74,6 @@ class Panel(Redrawn):
         text: the text of the last picture, or of the error.
         png: the last picture, empty after an error.
         error: what `draw` raised last time, or None.
-        num_drawn: how often the picture was drawn.
 
     Raises:
         TypeError: a control is not a widget with a value.
@@ -85,7 +84,6 @@ class Panel(Redrawn):
         self.controls: dict[str, Any] = {}
         self.figure: Figure | None = None
         self.error: Exception | None = None
-        self.num_drawn = 0
         self._picture = Shown()
         shown = [self._adopt(name, control) for name, control in controls.items()]
         parts = [row_of(shown), self._picture] if shown else [self._picture]
@@ -108,7 +106,6 @@ class Panel(Redrawn):
         return {name: control.value for name, control in self.controls.items()}
 
     def _draw_once(self) -> None:
-        self.num_drawn += 1
         try:
             figure, text = self._draw(**self.values)
             png, title, failed = to_png(figure), title_of(figure), False

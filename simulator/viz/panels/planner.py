@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from distlab.plan import AXES, Cluster, Device, Plan, Precision, Sharding, Workload
+from distlab.plan import AXES, Cluster, Plan, Precision, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
 from distlab.plan.require import chosen
 from simulator.advisor.strategies import MapCell, strategy_map
@@ -58,12 +58,24 @@ def memory_panel(*, devices: Sequence[str]) -> Panel:
     Raises:
         ValueError: a device is not known.
     """
-    workload = cache(model_by_name)
+    model_of = cache(model_by_name)
     known = {name: hardware.device(name) for name in devices}
 
-    def draw(picture: str, model: str, device: str, microbatch: int, **degrees: Any) -> Picture:
-        pictures = _draw_stages if picture == "stages" else _draw_plan
-        return pictures(workload(model, microbatch_size=microbatch), _plan(**degrees), known[device])
+    def draw(picture: str, model: str, device: str, microbatch: int, stage: int, **plan: Any) -> Picture:
+        workload, capacity = model_of(model, microbatch_size=microbatch), known[device].memory_bytes
+        plan |= {"num_microbatches": 4 * plan["pipeline"] if plan["pipeline"] > 1 else 1}
+        this = Plan(**plan | {"sequence_parallel": plan["tensor"] > 1, "precision": PRECISIONS[plan["precision"]]})
+        if picture == "stages":
+            named = {name if which else "no sharding": Sharding(which) for name, which in STAGES.items()}
+            plans = {name: memory_of(workload, replace(this, sharding=each)) for name, each in named.items()}
+            return draw_memory_of_plans(plans, capacity_bytes=capacity)
+        this = replace(this, sharding=Sharding(stage))
+        shown = draw_memory(memory_of(workload, this), capacity_bytes=capacity)
+        try:
+            check_fit(workload, this, known[device])
+        except DoesNotFitError as error:
+            return shown._replace(words=f"{shown.words} {capitalised(error.advice)}.")
+        return shown
 
     return Panel(
         draw,
@@ -78,30 +90,6 @@ def memory_panel(*, devices: Sequence[str]) -> Panel:
         pipeline=_powers("pipeline stages", 16),
         picture=choice("show", [("this plan", "plan"), ("all stages", "stages")]),
     )
-
-
-def _draw_plan(workload: Workload, plan: Plan, device: Device) -> Picture:
-    """Draw one plan's memory against the device; the text says what to change where it does not fit."""
-    picture = draw_memory(memory_of(workload, plan), capacity_bytes=device.memory_bytes)
-    try:
-        check_fit(workload, plan, device)
-    except DoesNotFitError as error:
-        return picture._replace(words=f"{picture.words} {capitalised(error.advice)}.")
-    return picture
-
-
-def _draw_stages(workload: Workload, plan: Plan, device: Device) -> Picture:
-    """Draw the plan with every stage of sharding, side by side."""
-    plans = {
-        name if stage else "no sharding": memory_of(workload, replace(plan, sharding=Sharding(stage)))
-        for name, stage in STAGES.items()
-    }
-    return draw_memory_of_plans(plans, capacity_bytes=device.memory_bytes)
-
-
-def _plan(*, pipeline: int, tensor: int, stage: int, precision: str, **degrees: Any) -> Plan:
-    degrees |= {"num_microbatches": 4 * pipeline if pipeline > 1 else 1, "sequence_parallel": tensor > 1}
-    return Plan(pipeline=pipeline, tensor=tensor, sharding=Sharding(stage), precision=PRECISIONS[precision], **degrees)
 
 
 def _powers(words: str, most: int, value: int = 1) -> Any:
@@ -169,12 +157,9 @@ def degrees_panel(workload: Workload, cluster: Cluster, *, plan: Plan) -> Panel:
     Raises:
         ValueError: a degree of the plan is not among the slider's: powers of two, up to the cluster's devices.
     """
-
-    def draw(**values: Any) -> Picture:
-        picture = partial(draw_degrees, num_devices=cluster.num_devices)
-        return _or_why_not(workload, cluster, plan, values, picture)
-
-    return Panel(draw, **_degree_controls(plan, cluster))
+    draw = partial(draw_degrees, num_devices=cluster.num_devices)
+    controls = _degree_controls(plan, cluster)
+    return Panel(lambda **values: _or_why_not(workload, cluster, plan, values, draw), **controls)
 
 
 def planner_panel(models: Mapping[str, Workload], cluster: Cluster, *, plan: Plan, tokens: float) -> Panel:
@@ -263,10 +248,11 @@ def strategy_panel(models: Sequence[str], counts: Sequence[int]) -> Panel:
     def cells(wire: str, batch_size: int) -> tuple[MapCell, ...]:
         return strategy_map(models, replace(machine, inter_node=hardware.link(wire)), counts, batch_size=batch_size)
 
-    def draw(wire: str, batch_size: int) -> Picture:
-        return draw_strategy_map(cells(wire, batch_size))
-
-    return Panel(draw, wire=choice("between nodes", WIRES), batch_size=choice("samples per step", [64, 256, 1024], 256))
+    return Panel(
+        lambda wire, batch_size: draw_strategy_map(cells(wire, batch_size)),
+        wire=choice("between nodes", WIRES),
+        batch_size=choice("samples per step", [64, 256, 1024], 256),
+    )
 
 
 def _or_why_not(

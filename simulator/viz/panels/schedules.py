@@ -13,20 +13,10 @@ from distlab.plan import SCHEDULES, ActionTimes, ScheduleError, one_f_one_b, par
 from distlab.plan.require import chosen
 from distlab.trace import Trace
 from simulator.units import format_s, name_ranks
-from simulator.viz.drawing.lanes import View
 from simulator.viz.drawing.paint import to_png
-from simulator.viz.drawing.picture import Picture, with_picture
+from simulator.viz.drawing.picture import with_picture
 from simulator.viz.panels.panel import Redrawn, choice, dress, row_of, slider
-from simulator.viz.schedules import (
-    NAMES,
-    ScheduleRun,
-    draw_schedules,
-    play,
-    run_schedule,
-    say_schedules,
-    stack,
-    words_of,
-)
+from simulator.viz.schedules import NAMES, ScheduleRun, play, run_schedule, say_schedules, stack, words_of
 from simulator.viz.timeline.timeline_widget import Timeline
 
 MAX_MOMENTS = 200  # few enough to step through, and from 1,000 actions on always as many: the clock keeps its range
@@ -46,10 +36,10 @@ def moments_of(trace: Trace) -> NDArray[np.int64]:
 
 def tell_moment(runs: Sequence[ScheduleRun], at_s: float) -> str:
     """Say what each rank of each schedule does at a time."""
-    return " ".join(describe_moment(run, at_s) for run in runs)
+    return " ".join(_tell_moment(run, at_s) for run in runs)
 
 
-def describe_moment(run: ScheduleRun, at_s: float) -> str:
+def _tell_moment(run: ScheduleRun, at_s: float) -> str:
     """Say what each rank does at a time, and for whom an idle one waits; of many ranks only some."""
     trace, at_ns = run.trace, round(at_s * 1e9)
     offsets = np.searchsorted(trace.rank, np.arange(run.schedule.num_ranks + 1))
@@ -71,10 +61,8 @@ def describe_moment(run: ScheduleRun, at_s: float) -> str:
     if len(told) < len(idle):
         parts.append(f"{len(idle) - len(told)} more wait")
     if done:
-        parts.append(
-            f"{name_ranks(done) if len(done) <= ALL_RANKS else f'{len(done)} ranks'} "
-            f"{'is' if len(done) == 1 else 'are'} done"
-        )
+        who = name_ranks(done) if len(done) <= ALL_RANKS else f"{len(done)} ranks"
+        parts.append(f"{who} {'is' if len(done) == 1 else 'are'} done")
     return f"At {format_s(at_s)}, {run.name}: {'; '.join(parts)}."
 
 
@@ -102,8 +90,6 @@ MAX_LINES = 24  # of the grid under a fault
 Make = Callable[..., Sequence[ScheduleRun]]
 MAX_RANKS, MAX_MICROBATCHES = 64, 1024
 NOTHING = ""
-AUTOMATIC = ("automatic",)  # those that look for an order within a memory limit
-NAME = "your schedule"
 
 
 def schedule_panel(
@@ -126,23 +112,27 @@ def schedule_panel(
     chosen("schedule", schedule, NAMES)
     chosen("schedule", compare, (NOTHING, *NAMES))
     options = [(SCHEDULES[name].title, name) for name in NAMES]
-    first, second = (
-        choice("schedule", options, schedule),
-        choice("compare with", [("nothing", NOTHING), *options], compare),
-    )
+    first = choice("schedule", options, schedule)
+    second = choice("compare with", [("nothing", NOTHING), *options], compare)
     stages = widgets.IntSlider(2, min=1, max=8, description="stages per rank")
     limit = slider("memory limit (1F1B: 1)", 1.0, 0.25, 3.0, 0.05)
 
     def enable(_change: object = None) -> None:
         families = [SCHEDULES[name] for name in (first.value, second.value) if name]
         stages.disabled = all(family.placement != "loop" for family in families)
-        limit.disabled = all(family.name not in AUTOMATIC for family in families)
+        limit.disabled = all(family.name != "automatic" for family in families)  # it alone looks for an order within it
 
     for control in (first, second):
         control.observe(enable, "value")
     enable()
+
+    def make(schedule: str, compare: str, stages_per_rank: int, memory_limit: float, **plan: Any) -> list[ScheduleRun]:
+        size = plan.pop("ranks"), plan.pop("microbatches")
+        rest = {"times": ActionTimes(**plan), "memory_limit": max(1.0, memory_limit * size[0])}
+        return [play(name, *size, stages_per_rank=stages_per_rank, **rest) for name in (schedule, compare) if name]
+
     return ScheduleTimeline(
-        make_runs,
+        make,
         schedule=first,
         compare=second,
         ranks=widgets.IntSlider(ranks, min=2, max=MAX_RANKS, description="ranks"),
@@ -161,25 +151,6 @@ def _lengths(least: float) -> dict[str, Any]:
     return passes | {"communication": slider("communication (ms)", 0.0, 0.0, 4.0, 0.1, readout_format=".1f")}
 
 
-def make_runs(
-    *,
-    schedule: str,
-    compare: str,
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int,
-    memory_limit: float,
-    **times: float,
-) -> Sequence[ScheduleRun]:
-    """Plan and run what the controls ask for; times are of a rank's whole share of the model, in milliseconds."""
-    most, each = max(1.0, memory_limit * ranks), ActionTimes(**times)
-    return [
-        play(name, ranks, microbatches, stages_per_rank=stages_per_rank, times=each, memory_limit=most)
-        for name in (schedule, compare)
-        if name
-    ]
-
-
 def schedule_editor(text: str = "") -> ScheduleTimeline:
     """Return an editor of schedules; it starts with `text`, or with 1F1B of three ranks and four micro-batches.
 
@@ -189,30 +160,17 @@ def schedule_editor(text: str = "") -> ScheduleTimeline:
     Raises:
         ValueError: `text` is not a valid schedule.
     """
-    first = text or _spaced(str(one_f_one_b(3, 4)))
-    lines = first.count("\n") + 1
-
-    area = widgets.Textarea(first, description="one line per rank", rows=max(4, lines + 1), layout={"width": "100%"})
+    first = text or str(one_f_one_b(3, 4)).replace(",", " ")
+    rows = max(4, first.count("\n") + 2)
+    area = widgets.Textarea(first, description="one line per rank", rows=rows, layout={"width": "100%"})
     area.add_class("distlab-schedule-text")  # of one width for all letters, so that columns line up
-    return ScheduleTimeline(make_run, text=area, **_lengths(least=0.0))
 
+    def make(text: str, **times: float) -> list[ScheduleRun]:
+        plan = parse_schedule(text)
+        validate(plan)  # a ScheduleError shows where a fault is
+        return [run_schedule("your schedule", plan, ActionTimes(**times))]
 
-def make_run(*, text: str, **times: float) -> Sequence[ScheduleRun]:
-    """Parse, validate and run a schedule.
-
-    Raises:
-        ValueError: the text is not a schedule, or it is a schedule with a fault (a ScheduleError, which shows where).
-    """
-    plan = parse_schedule(text)
-    validate(plan)
-    return [run_schedule(NAME, plan, ActionTimes(**times))]
-
-
-def _spaced(text: str) -> str:
-    """Line the actions up in columns, to be read and written more easily."""
-    rows = [line.split(",") for line in text.splitlines()]
-    width = max(len(action) for row in rows for action in row)
-    return "\n".join(" ".join(action.ljust(width) for action in row).rstrip() for row in rows)
+    return ScheduleTimeline(make, text=area, **_lengths(least=0.0))
 
 
 class ScheduleTimeline(Redrawn):
@@ -241,7 +199,7 @@ class ScheduleTimeline(Redrawn):
         for name, control in controls.items():
             self.controls[name] = dress(name, control)
         self.runs = tuple(make(**self.values))
-        self.timeline = Timeline(predicted=self.runs[0].trace, height=height)
+        self.timeline = Timeline(self.runs[0].trace, height=height)
         self._times = np.zeros(2, np.int64)
         clock = widgets.IntSlider(value=1, min=0, max=1, readout=False, description="step through")
         self.controls["moment"] = dress("moment", clock)
@@ -273,7 +231,9 @@ class ScheduleTimeline(Redrawn):
             self.runs = tuple(self._make(**self.values))
         except ValueError as error:
             self.error = error
-            self.timeline.problem = "\n\n".join((str(error), *_grid(error)))
+            lines = error.grid.splitlines() if isinstance(error, ScheduleError) else []  # the steps around the fault
+            grid = "\n".join([*lines[:MAX_LINES], *(["..."] if len(lines) > MAX_LINES else [])])
+            self.timeline.problem = "\n\n".join(filter(None, (str(error), grid)))
         else:
             self.error = None
             self._show()
@@ -283,11 +243,8 @@ class ScheduleTimeline(Redrawn):
         self._times = moments_of(max((run.trace for run in runs), key=lambda trace: int(trace.end_ns.max())))
         everything = clock.value == clock.max
 
-        def picture(view: View | None) -> Picture:
-            return draw_schedules(runs, time_range_s=view)
-
         with self.timeline.hold_sync():
-            self.timeline.put(stack(runs), words_of(runs), say_schedules(runs), picture)
+            self.timeline.put(stack(runs), words_of(runs), say_schedules(runs))
             if not everything:
                 self._clock()
         last = len(self._times) - 1
@@ -329,9 +286,3 @@ class ScheduleTimeline(Redrawn):
         """Return the widget, and also the figure and its text for readers without a kernel."""
         title = self.timeline.title
         return with_picture(super()._repr_mimebundle_(), self.png, title=title, words=f"{title}. {self.text}")
-
-
-def _grid(error: ValueError) -> tuple[str, ...]:
-    """Return the steps around a schedule's fault, with an arrow, if the error has them."""
-    lines = error.grid.splitlines() if isinstance(error, ScheduleError) else []
-    return ("\n".join([*lines[:MAX_LINES], *(["..."] if len(lines) > MAX_LINES else [])]),) if lines else ()

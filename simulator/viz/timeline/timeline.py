@@ -1,7 +1,4 @@
-"""Draw who did what and when: one row for each lane of each rank, the prediction right under the measurement.
-
-A scene is what a timeline draws, as a figure or on a canvas.
-"""
+"""Draw who did what and when: one row for each lane of each rank, the prediction right under the measurement."""
 
 from __future__ import annotations
 
@@ -15,67 +12,18 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from distlab.trace import Trace
-from simulator.units import format_s, percent
+from simulator.units import counted, format_s, percent
 from simulator.viz.drawing import theme
-from simulator.viz.drawing.lanes import (
-    Placement,
-    Side,
-    View,
-    add_boxes,
-    add_pixels,
-    fill_of,
-    in_view,
-    lanes_of,
-    place,
-    shaded,
-)
+from simulator.viz.drawing.lanes import LaneRow, Scene, Side, View, add_boxes, add_pixels, fill_of, scene_of
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, legend_lines, put_legend
 from simulator.viz.drawing.picture import Picture
-from simulator.viz.drawing.plot import axes_pixels, draw_time_scale, frame, new_figure, put_title, spread_evenly
+from simulator.viz.drawing.plot import axes_pixels, draw_time_scale, frame, new_figure, put_title
 from simulator.viz.timeline.facts import Facts, Overlay, facts_of
 
 UNIT_IN = 0.36  # height of one lane where there is room
 MAX_ROWS_IN = 7.0  # a slide's height
 BAND_ALPHA = 0.14, 0.05  # of the bands in which the measured and the predicted end may lie; the second has dashed edges
 LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
-
-
-class Heading(NamedTuple):
-    """Caption between rows: where their middle is, in the placement's units, and what they say."""
-
-    at: float
-    text: str
-
-
-class Scene(NamedTuple):
-    """What is drawn, whatever the view.
-
-    Attributes:
-        sides: the traces, with their clocks at zero.
-        placement: where each span stands.
-        styles: of each kind that occurs.
-        limit_s: the right end of the widest view.
-        headings: words over groups of rows.
-    """
-
-    sides: tuple[Side, ...]
-    placement: Placement
-    styles: dict[str, theme.KindStyle]
-    limit_s: float
-    headings: tuple[Heading, ...] = ()
-
-
-def styles_of(sides: Sequence[Side]) -> dict[str, theme.KindStyle]:
-    """Return the style of each kind that occurs."""
-    return theme.kind_styles(
-        [side.trace.words[code] for side in sides for code in np.flatnonzero(np.bincount(side.trace.kind))]
-    )
-
-
-def limit_of(sides: Sequence[Side], bands: Sequence[View] = ()) -> float:
-    """Return the right end of the widest view: a little after the last span or the last band."""
-    end_s = max([*(side.trace.duration_s for side in sides), *(end for _, end in bands)])
-    return end_s * 1.012 if end_s else 1e-6
 
 
 class Caption(NamedTuple):
@@ -92,39 +40,54 @@ class Caption(NamedTuple):
     dim: bool = False
 
 
-def draw_scene(scene: Scene, words: Caption, view: View, *, exact: bool) -> Figure:
-    """Draw a view of a scene with the words around it: exact boxes, or else pixel columns."""
-    sides, placement, styles = scene.sides, scene.placement, scene.styles
-    boxes = legend_boxes(styles, any(side.predicted for side in sides))
-    lanes = len({(row.lane, row.predicted) for row in placement.rows})
+def draw_scene(scene: Scene, words: Caption, time_range_s: View | None = None) -> Figure:
+    """Draw a view of a scene with the words around it: exact boxes, or pixel columns where there are too many.
+
+    Raises:
+        ValueError: the range holds no time.
+    """
+    view = (0.0, scene.limit_s) if time_range_s is None else time_range_s
+    if not view[0] < view[1]:
+        raise ValueError(f"time_range_s is {view}; pass (start, end) in seconds with start before end")
+    spans = sum(len(side.trace) for side in scene.sides)
+    notes = [words.note, note_of(scene), "" if scene.is_exact(view) else f"{spans:,} spans drawn in pixel columns"]
+    note = "; ".join(filter(None, notes))
+    boxes = legend_boxes(scene.styles, any(side.predicted for side in scene.sides))
+    lanes = len({(row.lane, row.predicted) for row in scene.rows})
     left = LEFT_IN if lanes > 1 else SHORT_LEFT_IN
-    above = 1.22 if words.note else 0.95
+    above = 1.22 if note else 0.95
     below = 0.87 + LEGEND_LINE_IN * len(legend_lines(boxes))
-    figure = new_figure(min(max(placement.total_height * UNIT_IN, 0.8), MAX_ROWS_IN) + above + below)
+    figure = new_figure(min(max(scene.total_height * UNIT_IN, 0.8), MAX_ROWS_IN) + above + below)
     axes = frame(figure, left=left, right=RIGHT_IN, top=above, bottom=below, bare=True)
-    fill_axes(axes, scene, view, exact=exact, dim=words.dim)
+    draw_rows(axes, scene, view, dim=words.dim)
+    look: dict[str, Any] = {"fontsize": theme.TEXT_PT, "weight": "bold", "color": theme.INK, "va": "center"}
     for heading in scene.headings:
-        axes.text(
-            view[0], heading.at, heading.text, fontsize=theme.TEXT_PT, weight="bold", color=theme.INK, va="center"
-        )
-    _mark_ends(axes, sides, words)
-    put_title(figure, words.title, words.note)
+        axes.text(view[0], heading.at, heading.text, **look)
+    _mark_ends(axes, scene.sides, words)
+    put_title(figure, words.title, note)
     put_legend(figure, boxes)
     return figure
 
 
-def fill_axes(axes: Axes, scene: Scene, view: View, *, exact: bool, dim: bool = False) -> None:
+def draw_rows(axes: Axes, scene: Scene, view: View, *, dim: bool = False) -> None:
     """Draw the rows of a scene, their names and the time axis on bare axes: exact boxes, or else pixel columns."""
-    axes.set_xlim(view)
-    axes.set_ylim(scene.placement.total_height, 0)
-    if exact:
-        _shade(axes, scene.placement)
-        for which, side in enumerate(scene.sides):
-            add_boxes(axes, side, scene.placement, which, scene.styles, dim=dim)
-    else:
-        add_pixels(axes, scene.sides, scene.placement, scene.styles, dim=dim)
-    _label_rows(axes, scene.placement)
+    fill_rows(axes, scene, view, dim=dim)
+    _label_rows(axes, scene.rows, scene.total_height)
     draw_time_scale(axes)
+
+
+def fill_rows(axes: Axes, scene: Scene, view: View, *, dim: bool = False) -> None:
+    """Draw what fills the rows of a scene; measured rows are tinted, so that idle time is seen as something."""
+    axes.set_xlim(view)
+    axes.set_ylim(scene.total_height, 0)
+    if not scene.is_exact(view):
+        add_pixels(axes, scene, dim=dim)
+        return
+    edges = [(row.top + 0.03, row.top + row.height - 0.03) for row in scene.rows if not row.predicted]
+    corners = [[(0, low), (1, low), (1, high), (0, high)] for low, high in edges]
+    look: dict[str, Any] = {"linewidths": 0, "zorder": 0, "transform": axes.get_yaxis_transform()}
+    axes.add_collection(PolyCollection(corners, facecolors=theme.IDLE, **look), autolim=False)
+    add_boxes(axes, scene, dim=dim)
 
 
 def legend_boxes(styles: dict[str, theme.KindStyle], both: bool) -> list[theme.LegendBox]:
@@ -132,9 +95,9 @@ def legend_boxes(styles: dict[str, theme.KindStyle], both: bool) -> list[theme.L
     boxes = {
         style.words: theme.LegendBox(fill_of(style, False), "white", style.letter, style.words)
         for kind, style in styles.items()
-        if theme.is_first_shade(kind)
+        if theme.SHADE not in kind
     }
-    if not all(map(theme.is_first_shade, styles)):
+    if any(theme.SHADE in kind for kind in styles):
         boxes["lighter"] = theme.LegendBox(
             theme.lighter(theme.FAINT, 1), "white", "", "lighter: a later stage of the rank"
         )
@@ -144,34 +107,23 @@ def legend_boxes(styles: dict[str, theme.KindStyle], both: bool) -> list[theme.L
     return list(boxes.values())
 
 
-def _shade(axes: Axes, placement: Placement) -> None:
-    """Tint every measured row under the boxes: idle time is then seen as something."""
-    edges = [(row.top + 0.03, row.top + row.height - 0.03) for row in placement.rows if not row.predicted]
-    corners = [[(0, low), (1, low), (1, high), (0, high)] for low, high in edges]
-    across = axes.get_yaxis_transform()
-    axes.add_collection(
-        PolyCollection(corners, facecolors=theme.IDLE, linewidths=0, zorder=0, transform=across),
-        autolim=False,
-    )
-
-
-def _label_rows(axes: Axes, placement: Placement) -> None:
+def _label_rows(axes: Axes, rows: Sequence[LaneRow], total_height: float) -> None:
     """Name ranks and, where there is room, lanes; with many ranks name only some."""
     wide, tall = axes_pixels(axes)
-    unit = tall / placement.total_height
+    unit = tall / total_height
     look: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
-    groups = [list(rows) for _, rows in groupby(placement.rows, lambda row: row.rank)]
+    groups = [list(group) for _, group in groupby(rows, lambda row: row.rank)]
     lane_size = min(theme.SMALL_PT, unit * 0.75 * 72 / theme.DPI)
-    named = lane_size >= 7.5 and len(placement.rows) > len(groups)
+    named = lane_size >= 7.5 and len(rows) > len(groups)
     near, far = -0.1 * theme.DPI / wide, -(LEFT_IN - 0.16) * theme.DPI / wide
     size = theme.TEXT_PT if len(groups) <= 16 else theme.SMALL_PT
     every = max(1, int(np.ceil(len(groups) * size * 1.5 * theme.DPI / 72 / tall)))
     weight = "bold" if unit >= 20 else "normal"
-    for rows in groups[::every]:
-        middle = (rows[0].top + rows[-1].top + rows[-1].height) / 2
+    for group in groups[::every]:
+        middle = (group[0].top + group[-1].top + group[-1].height) / 2
         x, side = (far, "left") if named else (near, "right")
-        axes.text(x, middle, f"rank {rows[0].rank}", ha=side, fontsize=size, weight=weight, color=theme.INK, **look)
-    for row in placement.rows if named else ():
+        axes.text(x, middle, f"rank {group[0].rank}", ha=side, fontsize=size, weight=weight, color=theme.INK, **look)
+    for row in rows if named else ():
         words = "predicted" if row.predicted else row.lane
         size = min(lane_size, theme.LEAST_PT) if row.predicted else lane_size
         axes.text(near, row.top + row.height / 2, words, ha="right", fontsize=size, color=theme.FAINT, **look)
@@ -204,84 +156,44 @@ def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
         text.set(x=low, ha="left")
 
 
-MAX_BOXES = 4_000
-MAX_RANKS = (64, 16)  # one trace; two
-
-
-def draw_timeline(
-    measured: Trace | Overlay,
-    predicted: Trace | None = None,
-    *,
-    title: str | None = None,
-    time_range_s: View | None = None,
-) -> Picture:
+def draw_timeline(measured: Trace | Overlay, predicted: Trace | None = None, *, title: str | None = None) -> Picture:
     """Draw a trace as one row for each lane of each rank, and a second trace right under it for comparison.
 
-    Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns, and
-    a narrow `time_range_s` (seconds from the start) brings the boxes back. `title` replaces the takeaway, and begins
-    the words. Of more than 64 ranks (16 with a prediction) some are drawn, spread evenly.
+    Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns.
+    `title` replaces the takeaway, and begins the words. Of more than 64 ranks (16 with a prediction) some are drawn,
+    spread evenly.
 
     Of an Overlay both traces are drawn, and the bands in which their ends lie. Its measured boxes are pale where the
     machine was not calm.
 
     Raises:
-        ValueError: a trace is empty, the range holds no time.
+        ValueError: a trace is empty.
     """
-    sides = sides_of(*traces_of(measured, predicted))
-    figure = draw_rows(sides, words_of(measured, predicted, title=title), time_range_s=time_range_s)
-    return Picture(figure, (f"{title}. " if title else "") + say_timeline(measured, predicted))
-
-
-def sides_of(first: Trace, second: Trace | None) -> tuple[Side, ...]:
-    """Return the traces with their clocks at zero, and each stage of a rank in its own shade."""
-    both = [(first, False)] + ([(second, True)] if second is not None else [])
-    return tuple(Side(shaded(trace.from_zero()), predicted) for trace, predicted in both)
-
-
-def draw_rows(sides: Sequence[Side], words: Caption, *, time_range_s: View | None = None) -> Figure:
-    """Draw the rows of one or two traces that start at zero, with the words around them.
-
-    Raises:
-        ValueError: the range holds no time.
-    """
-    view = view_of(time_range_s, limit_of(sides, words.bands))
-    ranks = chosen_ranks(sides, MAX_RANKS[len(sides) - 1])
-    seen = [in_view(side.trace, view) & np.isin(side.trace.rank, ranks) for side in sides]
-    exact = sum(int(mask.sum()) for mask in seen) <= MAX_BOXES
-    placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=exact)
-    scene = Scene(tuple(sides), placement, styles_of(sides), view[1])
-    spans = "" if exact else f"{sum(len(side.trace) for side in sides):,} spans drawn in pixel columns"
-    note = "; ".join(part for part in (words.note, note_of(scene), spans) if part)
-    return draw_scene(scene, words._replace(note=note), view, exact=exact)
+    words, said = words_of(measured, predicted, title=title)
+    figure = draw_scene(scene_of(*traces_of(measured, predicted), words.bands), words)
+    return Picture(figure, (f"{title}. " if title else "") + said)
 
 
 def note_of(scene: Scene) -> str:
     """Return what the reader must know: that not all ranks are drawn."""
-    total, drawn = len(all_ranks(scene.sides)), len({row.rank for row in scene.placement.rows})
+    drawn = len({row.rank for row in scene.rows})
+    total = len(np.unique(np.concatenate([side.trace.rank for side in scene.sides])))
     return f"{drawn} of {total} ranks" if drawn < total else ""
 
 
 def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace, Trace | None]:
-    """Return the trace to draw and the one to lay under it."""
-    return (measured.measured, measured.predicted) if isinstance(measured, Overlay) else (measured, predicted)
+    """Return the trace to draw and the one to lay under it, with their clocks at zero."""
+    first, second = (measured.measured, measured.predicted) if isinstance(measured, Overlay) else (measured, predicted)
+    return first.from_zero(), None if second is None else second.from_zero()
 
 
-def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> Caption:
-    """Return title and texts around the rows: an overlay's verdict, or how far apart two traces end."""
+def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> tuple[Caption, str]:
+    """Return title and texts around the rows, and a paragraph that says the picture to readers who cannot see it."""
     if isinstance(measured, Overlay):
-        dim = bool(measured.trouble)
-        return Caption(title or measured.title, measured.advice, measured.verdict, measured.bands_s, dim)
+        caption = Caption(title or measured.title, measured.advice, measured.verdict, measured.bands_s)
+        return caption._replace(dim=bool(measured.trouble)), f"{words_of(measured.measured, None)[1]} {measured}"
     facts, expected = facts_of(measured), None if predicted is None else facts_of(predicted)
-    return Caption(title or takeaway(facts, expected), "", ends_text(facts, expected))
-
-
-def say_timeline(measured: Trace | Overlay, predicted: Trace | None = None) -> str:
-    """Say in one paragraph what `draw_timeline` shows: the picture's text for readers who cannot see it."""
-    if isinstance(measured, Overlay):
-        return f"{say_timeline(measured.measured)} {measured}"
-    facts = facts_of(measured)
-    ranks = "1 rank" if facts.num_ranks == 1 else f"{facts.num_ranks} ranks"
-    text = f"Timeline of {ranks} over {format_s(facts.duration_s)}, {len(measured):,} spans."
+    text = f"Timeline of {counted(facts.num_ranks, 'rank')} over {format_s(facts.duration_s)}, {len(measured):,} spans."
     if facts.compute_share:
         text += f" Compute fills {percent(facts.compute_share)} of the ranks' time."
     if facts.communication_s > 0:
@@ -292,13 +204,12 @@ def say_timeline(measured: Trace | Overlay, predicted: Trace | None = None) -> s
         text += " No rank communicates."
     if facts.num_ranks > 1:
         text += " All ranks end together." if facts.last_rank is None else f" Rank {facts.last_rank} ends last."
-    if predicted is not None:
-        expected = facts_of(predicted)
+    if expected is not None:
         error = percent(_error(facts, expected), 1, "+")
         text += f" The prediction is {format_s(expected.duration_s)}, an error of {error}"
         both = f", with compute at {percent(expected.compute_share)} and {format_s(expected.exposed_s)} exposed"
         text += f"{both if expected.compute_share else ''}."
-    return text
+    return Caption(title or takeaway(facts, expected), "", ends_text(facts, expected)), text
 
 
 def takeaway(facts: Facts, expected: Facts | None) -> str:
@@ -325,31 +236,5 @@ def ends_text(facts: Facts, expected: Facts | None) -> str:
     return f"measured {format_s(facts.duration_s)}, predicted {format_s(expected.duration_s)}: {error}"
 
 
-def chosen_ranks(sides: Sequence[Side], max_ranks: int) -> tuple[int, ...]:
-    """Return the ranks to draw: all, or `max_ranks` of them spread evenly from the first to the last."""
-    ranks = all_ranks(sides)
-    return tuple(ranks[index] for index in spread_evenly(len(ranks), max_ranks))
-
-
-def all_ranks(sides: Sequence[Side]) -> list[int]:
-    """Return the ranks of all traces, in order."""
-    found: list[int] = np.unique(np.concatenate([side.trace.rank for side in sides])).tolist()
-    return found
-
-
 def _error(facts: Facts, expected: Facts) -> float:
     return expected.duration_s / facts.duration_s - 1 if facts.duration_s else 0.0
-
-
-def view_of(time_range_s: View | None, limit_s: float) -> View:
-    """Return the seconds to show: the range asked for, or everything.
-
-    Raises:
-        ValueError: the range holds no time.
-    """
-    if time_range_s is None:
-        return 0.0, limit_s
-    low, high = time_range_s
-    if not low < high:
-        raise ValueError(f"time_range_s is {time_range_s}; pass (start, end) in seconds with start before end")
-    return float(low), float(high)

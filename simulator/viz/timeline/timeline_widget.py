@@ -7,7 +7,6 @@ that holds few enough of them has its boxes sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,14 @@ import numpy as np
 import traitlets
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from distlab.trace import Trace
 from simulator.units import format_s
-from simulator.viz.drawing.lanes import (
-    View,
-    fill_of,
-    filled_columns,
-    heights_of,
-    in_view,
-    kinds_at,
-    labels_of,
-    lanes_of,
-    place,
-)
+from simulator.viz.drawing import lanes
+from simulator.viz.drawing.lanes import MAX_BOXES, Ints, Scene, View
 from simulator.viz.drawing.paint import to_png
-from simulator.viz.drawing.picture import NAMES, Picture, with_picture
-from simulator.viz.drawing.theme import KindStyle, is_first_shade, pale, text_colour
+from simulator.viz.drawing.picture import NAMES, with_picture
+from simulator.viz.drawing.theme import SHADE, KindStyle, pale, text_colour
 from simulator.viz.timeline import timeline
 from simulator.viz.timeline.facts import Overlay
 
@@ -43,15 +32,6 @@ FIELDS = ("start", "end", "top", "height", "kind", "row", "bytes", "name", "labe
 MARGIN = 0.25  # of the view, sent on either side, so that a drag finds something there
 
 
-def make_scene(first: Trace, second: Trace | None, bands: Sequence[View] = ()) -> timeline.Scene:
-    """Place every span once, so that rows stay where they are while the view moves."""
-    sides = timeline.sides_of(first, second)
-    ranks = timeline.chosen_ranks(sides, timeline.MAX_RANKS[len(sides) - 1])
-    seen = [np.isin(side.trace.rank, ranks) for side in sides]
-    placement = place(sides, ranks, lanes_of(sides), seen=seen, levels=True)
-    return timeline.Scene(sides, placement, timeline.styles_of(sides), timeline.limit_of(sides, bands))
-
-
 def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:
     """Return what the canvas needs of each kind: its colours, measured and predicted, and what reads well on them."""
     return [
@@ -59,47 +39,31 @@ def kinds_of(styles: dict[str, KindStyle]) -> list[dict[str, Any]]:
             "fill": style.colour,
             "ink": text_colour(style.colour),
             "pale": to_hex(pale(style.colour)),
-            "pale_ink": text_colour(fill_of(style, True)),
+            "pale_ink": text_colour(lanes.fill_of(style, True)),
             "letter": style.letter,
             "words": style.words,
-            "explained": is_first_shade(kind),
+            "explained": SHADE not in kind,
         }
         for kind, style in styles.items()
     ]
 
 
-def pack(scene: timeline.Scene, view: View, columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
+def pack(scene: Scene, view: View, columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
     """Pack the boxes of a view with some room on both sides; where they are too many, pixel columns."""
-    room = MARGIN * (view[1] - view[0])
-    span = max(0.0, view[0] - room), min(scene.limit_s, view[1] + room)
-    total = sum(len(side.trace) for side in scene.sides)
-    everything = total <= timeline.MAX_BOXES
-    if everything:
-        span = (0.0, scene.limit_s)
-    seen = _seen(scene, span)
-    if sum(len(rows) for rows in seen) > timeline.MAX_BOXES:
-        inside = _seen(scene, view)
-        if sum(len(rows) for rows in inside) <= timeline.MAX_BOXES:
-            span, seen = view, inside
-    if sum(len(rows) for rows in seen) <= timeline.MAX_BOXES:
-        packed, packet = _boxes(scene, seen)
+    room, whole = MARGIN * (view[1] - view[0]), (0.0, scene.limit_s)
+    everything = sum(len(side.trace) for side in scene.sides) <= MAX_BOXES
+    span = whole if everything else (max(0.0, view[0] - room), min(scene.limit_s, view[1] + room))
+    if not scene.is_exact(span) and scene.is_exact(view):
+        span = view
+    if scene.is_exact(span):
+        packed, packet = _boxes(scene, scene.seen(span))
     else:
         share = (span[1] - span[0]) / (view[1] - view[0])
         packed, packet = _pixels(scene, span, round(columns * share), height_px)
     return packed | {"everything": everything, "span": span, "view": view}, packet
 
 
-def _seen(scene: timeline.Scene, span: View) -> list[NDArray[np.int64]]:
-    """Return which spans of each side have a row and touch the range of seconds."""
-    if span[0] <= 0.0 and span[1] >= scene.limit_s:
-        return [np.flatnonzero(row >= 0) for row in scene.placement.row_of]
-    return [
-        np.flatnonzero((row >= 0) & in_view(side.trace, span))
-        for side, row in zip(scene.sides, scene.placement.row_of, strict=True)
-    ]
-
-
-def _boxes(scene: timeline.Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[str, Any], bytes]:
+def _boxes(scene: Scene, seen: list[Ints]) -> tuple[dict[str, Any], bytes]:
     """Pack spans as boxes, by start, one float64 for each of FIELDS.
 
     A label is the texts that may stand in a box, longest first, each with the characters to leave room for.
@@ -110,7 +74,7 @@ def _boxes(scene: timeline.Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[s
     parts = []
     for which, (side, shown) in enumerate(zip(scene.sides, seen, strict=True)):
         trace, num_words = side.trace, len(side.trace.words)
-        top, height = heights_of(scene.placement, which, shown)
+        top, height = lanes.heights_of(scene, which, shown)
         microbatch = trace.microbatch[shown].astype(np.int64)
         largest = int(trace.microbatch.max(initial=0))
         keys = ((microbatch + 1) * num_words + trace.name[shown]) * num_words + trace.kind[shown]
@@ -120,11 +84,11 @@ def _boxes(scene: timeline.Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[s
             rest, kind_code = divmod(key, num_words)
             number, name_code = divmod(rest, num_words)
             name, letter = trace.words[name_code], scene.styles[trace.words[kind_code]].letter
-            label = labels_of(name, letter, number - 1, largest)
+            label = lanes.labels_of(name, letter, number - 1, largest)
             codes[index] = names.setdefault(name, len(names)), labels.setdefault(label, len(labels))
         kind = np.array([kinds.get(word, 0) for word in trace.words])[trace.kind[shown]]
         columns = [trace.start_ns[shown] / 1e9, trace.end_ns[shown] / 1e9, top, height, kind]
-        columns += [scene.placement.row_of[which][shown], trace.num_bytes[shown], *codes[which_key.reshape(-1)].T]
+        columns += [scene.row_of[which][shown], trace.num_bytes[shown], *codes[which_key.reshape(-1)].T]
         parts.append(np.stack([*columns, trace.stage[shown], microbatch], axis=1))
     table = np.concatenate(parts)
     table = table[np.argsort(table[:, 0], kind="stable")]
@@ -132,13 +96,12 @@ def _boxes(scene: timeline.Scene, seen: list[NDArray[np.int64]]) -> tuple[dict[s
     return packed, table.astype("<f8", copy=False).tobytes()
 
 
-def _pixels(scene: timeline.Scene, span: View, num_columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
+def _pixels(scene: Scene, span: View, num_columns: int, height_px: int) -> tuple[dict[str, Any], bytes]:
     """Pack a range of seconds as lines of kinds, one byte per pixel, the rows one under the other."""
-    kinds = list(scene.styles)
-    filled = filled_columns(scene.sides, scene.placement, kinds, num_columns=num_columns, view=span)
-    unit = max(1, height_px - AROUND_PX) / scene.placement.total_height
-    lines = [min(max(round(row.height * unit), 1), MAX_LINES) for row in scene.placement.rows]
-    parts = [kinds_at(part, count).astype(np.uint8) for part, count in zip(filled, lines, strict=True)]
+    filled = lanes.filled_columns(scene, num_columns, span)
+    unit = max(1, height_px - AROUND_PX) / scene.total_height
+    lines = [min(max(round(row.height * unit), 1), MAX_LINES) for row in scene.rows]
+    parts = [lanes.kinds_at(part, count).astype(np.uint8) for part, count in zip(filled, lines, strict=True)]
     count = sum(len(side.trace) for side in scene.sides)
     return {"form": "pixels", "lines": lines, "columns": num_columns, "count": count}, np.concatenate(parts).tobytes()
 
@@ -148,12 +111,6 @@ SCRIPTS = (NAMES, HERE.with_name("timeline_draw.js"), HERE.with_name("timeline_w
 COLUMNS, MAX_COLUMNS = 1000, 4000
 SHORTEST_VIEW_S = 1e-8
 MOST_TIMES_LONGER = 3.0  # one trace than the other, in the view that is shown first
-
-
-def readable_s(scene: timeline.Scene) -> float:
-    """Return where the first view ends: at the end, or earlier where one trace is much longer than the other."""
-    shorter_s = min(side.trace.duration_s for side in scene.sides)
-    return min(scene.limit_s, MOST_TIMES_LONGER * shorter_s) if shorter_s else scene.limit_s
 
 
 class Timeline(anywidget.AnyWidget):
@@ -169,7 +126,7 @@ class Timeline(anywidget.AnyWidget):
         problem: why what was asked for cannot be shown; it stands under the picture, which stays as it was.
 
     Raises:
-        ValueError: there is no trace, or a trace is empty.
+        ValueError: a trace is empty.
     """
 
     _esm = "\n".join(path.read_text("utf-8") for path in SCRIPTS)
@@ -192,51 +149,32 @@ class Timeline(anywidget.AnyWidget):
     problem = traitlets.Unicode().tag(sync=True)
 
     def __init__(
-        self,
-        measured: Trace | Overlay | None = None,
-        predicted: Trace | None = None,
-        title: str = "",
-        height: int = 460,
+        self, measured: Trace | Overlay, predicted: Trace | None = None, title: str = "", height: int = 460
     ) -> None:
-        self._scene: timeline.Scene | None = None
+        self._scene: Scene | None = None
         super().__init__(height=height)
-        first = predicted if measured is None else measured
-        if first is None:
-            raise ValueError("Timeline got no trace; pass Timeline(measured), Timeline(predicted=...) or both")
-        second = None if measured is None else predicted
-        words = timeline.words_of(first, second, title=title)
-        scene = make_scene(*timeline.traces_of(first, second), words.bands)
-        words = words._replace(note="; ".join(filter(None, [words.note, timeline.note_of(scene)])))
-        summary = timeline.say_timeline(first, second)
+        words, said = timeline.words_of(measured, predicted, title=title)
+        scene = lanes.scene_of(*timeline.traces_of(measured, predicted), words.bands)
+        self.put(scene, words, said)
 
-        def picture(view: View | None) -> Picture:
-            return timeline.draw_timeline(first, second, title=title or None, time_range_s=view)
-
-        self.put(scene, words, summary, picture)
-
-    def put(
-        self, scene: timeline.Scene, words: timeline.Caption, summary: str, picture: Callable[[View | None], Picture]
-    ) -> None:
-        """Show a scene that is made already, as far as both of its traces can be read.
-
-        `picture` draws a view of it for readers without a kernel.
-        """
-        self._picture = picture
+    def put(self, scene: Scene, words: timeline.Caption, summary: str) -> None:
+        """Show a scene that is made already, as far as both of its traces can be read."""
+        ends_s = [side.trace.duration_s for side in scene.sides]
+        end_s = min(scene.limit_s, MOST_TIMES_LONGER * min(ends_s) or scene.limit_s)
+        rest = f"shown up to {format_s(end_s)} of {format_s(scene.limit_s)}: press 0 for everything"
+        notes = [words.note, timeline.note_of(scene), rest if end_s < scene.limit_s else ""]
+        self._words = words
         with self.hold_sync():
             self._scene = None  # no packet for the old scene while the parts change
-            self.title, self.note, self.summary = words.title, words.note, summary
-            self.rows = [row._asdict() for row in scene.placement.rows]
+            self.title, self.note, self.summary = words.title, "; ".join(filter(None, notes)), summary
+            self.rows = [row._asdict() for row in scene.rows]
             self.headings = [heading._asdict() for heading in scene.headings]
-            self.total_height = scene.placement.total_height
+            self.total_height = scene.total_height
             self.kinds = kinds_of(scene.styles)
             self.limit_s = scene.limit_s
-            ends = {"at_s": [side.trace.duration_s for side in scene.sides], "text": words.ends}
-            self.ends = ends | {"bands_s": words.bands, "dim": words.dim}
+            self.ends = {"at_s": ends_s, "text": words.ends, "bands_s": words.bands, "dim": words.dim}
             self.until_s, self.problem = None, ""
-            self.view = (0.0, readable_s(scene))
-            if self.view[1] < scene.limit_s:
-                rest = f"shown up to {format_s(self.view[1])} of {format_s(scene.limit_s)}: press 0 for everything"
-                self.note = "; ".join(filter(None, [words.note, rest]))
+            self.view = (0.0, end_s)
             self._scene = scene
             self._pack(force=True)
 
@@ -272,8 +210,8 @@ class Timeline(anywidget.AnyWidget):
     @property
     def figure(self) -> Figure:
         """The view as a figure, drawn anew, for readers without a kernel."""
-        whole = self._scene is None or self.view == (0.0, self._scene.limit_s)
-        return self._picture(None if whole else self.view).figure
+        assert self._scene is not None, "put() made it"
+        return timeline.draw_scene(self._scene, self._words, self.view)
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and also the figure and its text for readers without a kernel."""

@@ -1,32 +1,14 @@
 """What pictures compute: winners, parts of a step, owners, chunks of a ring, who waits for whom, states of a step."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from viz_traces import MS, SPLITS, by_hand, call, choices, cut, data_parallel, ping, ring, weights, within
 
 import simulator as sim
-from distlab.plan import (
-    ActionTimes,
-    Link,
-    Plan,
-    Protocol,
-    Sharding,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    parse_schedule,
-)
+from distlab.plan import ActionTimes, Link, Plan, Protocol, Sharding, gpipe, interleaved, one_f_one_b, parse_schedule
 from distlab.trace import SpanWriter, Trace
 from simulator.memory.memory import KINDS
-from simulator.viz import (
-    draw_message_diagram,
-    draw_train_step,
-    facts_of,
-    run_schedule,
-    step_of,
-)
+from simulator.viz import draw_message_diagram, draw_train_step, facts_of, run_schedule, step_of
 from simulator.viz.collectives.messages import read_diagram
 from simulator.viz.collectives.race import race
 from simulator.viz.collectives.ring import chunk_name, ring_steps
@@ -35,7 +17,7 @@ from simulator.viz.data_parallel.step import ABSENT, FILLING, MEAN, SENT, best_m
 from simulator.viz.drawing.lanes import shaded
 from simulator.viz.expert_parallel import routes_of
 from simulator.viz.memory import MEMORY_KINDS, fewer_moments
-from simulator.viz.panels.schedules import MAX_MOMENTS, describe_moment, moments_of
+from simulator.viz.panels.schedules import MAX_MOMENTS, moments_of, tell_moment
 from simulator.viz.schedules import NAMES, play, textbook_of
 from simulator.viz.tensor_parallel import shards_of
 
@@ -66,10 +48,6 @@ def test_a_plan_is_named_by_what_it_splits_and_the_map_has_what_a_whole_search_f
         (Plan(2, 2, 2, tensor=2), "tensor and pipeline"),
     ):
         assert sim.strategy_of(plan) == name
-    wires = [replace(H100, inter_node=sim.link(wire)) for wire in ("infiniband-ndr", "ethernet-10g")]
-    fast, slow = (sim.strategy_map(("llama-2-7b",), machine, (1, 32), batch_size=64) for machine in wires)
-    assert [(field.num_devices, field.strategy) for field in fast] == [(1, ""), (32, "tensor")]
-    assert fast[1].choice.seconds < slow[1].choice.seconds
     machine = sim.cluster("dgx-h100", 128, stack="megatron")  # two samples per rank: bounds rank plain replicas last
     (field,) = sim.strategy_map(("gpt-2-1.5b",), machine, (128,), batch_size=256)
     whole = sim.search(sim.Question(sim.ModelDescription(model="gpt-2-1.5b"), machine, 256))
@@ -89,16 +67,14 @@ def test_a_race_has_the_cost_models_times_and_the_crossing_where_lines_meet():
     assert "hierarchical" not in race("nvlink4", 8, inter_node="infiniband-ndr").times_s
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 7])
-def test_every_chunk_of_a_ring_collects_the_ranks_that_it_passed_until_it_is_the_sum(num_ranks):
-    steps, pieces = ring_steps(ring(num_ranks)), ring_steps(ring(num_ranks, sizes=[400] * num_ranks, pieces=4))
-    for number, sent in enumerate(steps.chunk):
-        held = steps.parts[number].sum(axis=2)
-        assert (held[np.arange(num_ranks), sent] == min(number + 1, num_ranks)).all()
-        assert steps.copies(number) == (number >= num_ranks - 1)
-    assert (len(steps.chunk), steps.parts[-1].all(), steps.fault) == (2 * (num_ranks - 1), True, "")
-    assert (pieces.num_bytes == 400).all()
-    assert ring_steps(ring(4, num_steps=3)).chunk.shape == (3, 4)
+def test_every_chunk_of_a_ring_collects_the_ranks_that_it_passed_until_it_is_the_sum():
+    for num_ranks in (2, 7):
+        steps = ring_steps(ring(num_ranks))
+        for number, sent in enumerate(steps.chunk):
+            held = steps.parts[number].sum(axis=2)
+            assert (held[np.arange(num_ranks), sent] == min(number + 1, num_ranks)).all()
+            assert steps.copies(number) == (number >= num_ranks - 1)
+        assert (len(steps.chunk), steps.parts[-1].all(), steps.fault) == (2 * (num_ranks - 1), True, "")
     assert [chunk_name(index) for index in (0, 25, 26, 52)] == ["A", "Z", "AA", "BA"]
 
 
@@ -119,7 +95,7 @@ def work():
     from distlab.collectives import ring_all_reduce
 
     rank, size, writer = dist.get_rank(), dist.get_world_size(), SpanWriter(dist.get_rank())
-    ring_all_reduce(torch.arange(10_001, dtype=torch.float32), piece_bytes=8_000)  # a chunk of 13 kB: two pieces
+    ring_all_reduce(torch.arange(10_001, dtype=torch.float32))
     layers = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(size)])
     with writer.span("forward", kind="F"):
         x = torch.randn(32, 64)
@@ -142,7 +118,7 @@ def test_a_real_run_is_read_from_its_records(ranks):
     assert (steps.fault, steps.chunk.shape, steps.parts[-1].all()) == ("", (4, 3), True)
     assert sorted(set(steps.num_bytes.ravel().tolist())) == [13_332, 13_336]
     words = draw_message_diagram(records).words
-    assert words.startswith("24 messages of 160 kB together and 3 collectives between 3 ranks.")
+    assert words.startswith("12 messages of 160 kB together and 3 collectives between 3 ranks.")
     assert "all_reduce of ranks 0, 1 and 2: 16.4 kB" in words
     step = step_of(Trace.concatenate([*marks, three.records().to_trace()]))
     own = read_step(step).ranks[0]
@@ -151,18 +127,18 @@ def test_a_real_run_is_read_from_its_records(ranks):
     assert "3 all-reduces" in draw_train_step(step, step.duration_s).words
 
 
-@pytest.mark.parametrize("order", ["zigzag", "straight"])
-def test_every_pair_of_query_and_key_is_computed_once(order):
-    ring = ring_work(3, order)
+def test_every_pair_of_query_and_key_is_computed_once():
+    ring = ring_work(3)
     owner = np.repeat(ring.owner, ring.length // 6)
     seen = np.eye(3, dtype=int)[owner].cumsum(axis=0)  # keys of each rank that each query may attend to
     work = [[seen[owner == rank, (rank - hop) % 3].sum() for hop in range(3)] for rank in range(3)]
     assert (ring.work == work).all()
-    assert (ring.slowdown == 1.0) == (order == "zigzag")
+    assert (ring.work == ring.work[0]).all(), "even"
 
 
 def test_owners_are_the_runners():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from distlab.context_parallel import zigzag_positions
     from distlab.expert_parallel import Routing, assign, capacity_of
 
@@ -183,16 +159,11 @@ def test_parts_of_weights_go_back_to_where_they_came_from():
         whole, parts = weights(), cut(num_ranks)
         found = shards_of(parts, SPLITS)
         for name, one in found.items():
-            inside = (
-                one.values if one.dim is None else np.take(one.values, np.flatnonzero(one.owner >= 0), axis=one.dim)
-            )
-            assert (inside == whole[name]).all()
+            assert (one.values == whole[name]).all()
             for rank in range(num_ranks if one.dim is not None else 0):
                 own = np.concatenate([np.arange(low, high) for low, high in one.slices(rank)])
                 owned = np.take(one.values, np.flatnonzero(one.owner == rank), axis=one.dim)
                 assert (owned == np.take(whole[name], own, axis=one.dim)).all()
-        held = sum(one.held for one in found.values())
-        assert all(held == sum(np.size(value) for value in part.values()) for part in parts)
 
 
 def test_schedules_have_their_bubbles_and_a_closed_form_only_where_the_order_has_one():
@@ -218,10 +189,10 @@ def test_schedules_have_their_bubbles_and_a_closed_form_only_where_the_order_has
 def test_a_moment_says_what_each_rank_does_and_for_whom_it_waits():
     run = run_schedule("1F1B", one_f_one_b(3, 4), ActionTimes(1.0, 1.0, 1.0, 0.5))
     said = "At 500 us, 1F1B: rank 0 runs 0F0; rank 1 waits for 0F0 of rank 0; rank 2 waits for 1F0 of rank 1."
-    assert describe_moment(run, 0.5e-3) == said
-    assert "rank 1 waits for 0F0 of rank 0, which is on its way" in describe_moment(run, 1.25e-3)
-    assert "rank 1 waits for 2B0 of rank 2" in describe_moment(run, 4.6e-3)
-    assert describe_moment(run, run.duration_s).endswith("1F1B: ranks 0, 1 and 2 are done.")
+    assert tell_moment([run], 0.5e-3) == said
+    assert "rank 1 waits for 0F0 of rank 0, which is on its way" in tell_moment([run], 1.25e-3)
+    assert "rank 1 waits for 2B0 of rank 2" in tell_moment([run], 4.6e-3)
+    assert tell_moment([run], run.duration_s).endswith("1F1B: ranks 0, 1 and 2 are done.")
     moments = moments_of(play("gpipe", 8, 200, times=ActionTimes(1.0, 1.1, 0.7)).trace)
     assert len(moments) == MAX_MOMENTS + 1
     assert (np.diff(moments) > 0).all()
@@ -240,7 +211,7 @@ def test_a_gradient_is_made_then_sent_then_the_mean_and_ranks_say_what_they_do()
     held = {at: held_at(own, at / 1e3) for at in doing}
     assert {at: (one.doing, round(one.activations, 3)) for at, one in held.items()} == doing
     assert [one.updated for one in held.values()] == [False] * 4 + [True]
-    assert (own.hidden_s, own.exposed_s, own.exposed_share) == pytest.approx((19e-3, 11e-3, 11 / 30))
+    assert (own.hidden_s, own.exposed_s, own.reductions[1].end_s) == pytest.approx((19e-3, 11e-3, 61e-3))
     late = read_step(Trace.concatenate([by_hand(), by_hand(1, late=4)])).ranks[0]
     assert (late.reductions[1].met_s, late.reductions[1].missing(0.048)) == (pytest.approx(50e-3), (1,))
     assert held_at(late, 0.0555).gradients[1] == (SENT, pytest.approx(0.5))

@@ -50,18 +50,16 @@ def grid(num_ranks, num_microbatches):
     )
 
 
-def ring(num_ranks=4, sizes=None, num_steps=None, whole=False, pieces=1):
+def ring(num_ranks=4, num_steps=None, whole=False):
     """Calls of a ring; `whole`: rank 2 sends on whole tensors."""
-    sizes = sizes or [4_000_000 + 4 * (index == 0) for index in range(num_ranks)]
+    sizes = [4_000_000 + 4 * (index == 0) for index in range(num_ranks)]
     calls, now = [], 0
     for step in range(num_steps or 2 * (num_ranks - 1)):
         for rank in range(num_ranks):
-            right, num_bytes = (rank + 1) % num_ranks, sizes[(rank - step) % num_ranks] // pieces
-            num_bytes = sum(sizes) if whole and step and rank == 2 else num_bytes
-            for piece in range(pieces):
-                start = now + rank * 1000 + piece * 10_000
-                calls.append(call(rank, "send", right, (start, start, start + MS), num_bytes=num_bytes))
-                calls.append(call(right, "recv", rank, (start, start, start + MS + 500), num_bytes=num_bytes))
+            right, start = (rank + 1) % num_ranks, now + rank * 1000
+            num_bytes = sum(sizes) if whole and step and rank == 2 else sizes[(rank - step) % num_ranks]
+            calls.append(call(rank, "send", right, (start, start, start + MS), num_bytes=num_bytes))
+            calls.append(call(right, "recv", rank, (start, start, start + MS + 500), num_bytes=num_bytes))
         now += 2 * MS
     return calls
 
@@ -88,44 +86,31 @@ def split(dim, *sections):
     return SimpleNamespace(dim=dim, sections=sections)
 
 
-SPLITS = {
-    "token_embedding.weight": split(0, 11),
-    "blocks.0.attention.query_key_value.weight": split(0, 4, 4, 4),
-    "blocks.0.attention.query_key_value.bias": split(0, 4, 4, 4),
-    "blocks.0.attention.output.weight": split(1, 4),
-    "blocks.0.feed_forward.widen.weight": split(0, 16),
-    "blocks.0.feed_forward.output.weight": split(1, 16),
-    "blocks.1.feed_forward.output.weight": split(1, 16),
+SHAPES = {  # of each weight, and how it is cut
+    "token_embedding.weight": ((12, 4), split(0, 12)),
+    "blocks.0.norm.weight": ((4,), None),
+    "blocks.0.attention.query_key_value.weight": ((12, 4), split(0, 4, 4, 4)),
+    "blocks.0.attention.query_key_value.bias": ((12,), split(0, 4, 4, 4)),
+    "blocks.0.attention.output.weight": ((4, 4), split(1, 4)),
+    "blocks.0.attention.output.bias": ((4,), None),
+    "blocks.0.feed_forward.widen.weight": ((16, 4), split(0, 16)),
+    "blocks.0.feed_forward.output.weight": ((4, 16), split(1, 16)),
+    "blocks.1.feed_forward.output.weight": ((4, 16), split(1, 16)),
 }
+SPLITS = {name: how for name, (_, how) in SHAPES.items() if how}
 
 
 def weights():
     generator = np.random.default_rng(1)
-    shapes_of = {
-        "token_embedding.weight": (11, 4),
-        "blocks.0.norm.weight": (4,),
-        "blocks.0.attention.query_key_value.weight": (12, 4),
-        "blocks.0.attention.query_key_value.bias": (12,),
-        "blocks.0.attention.output.weight": (4, 4),
-        "blocks.0.attention.output.bias": (4,),
-        "blocks.0.feed_forward.widen.weight": (16, 4),
-        "blocks.0.feed_forward.output.weight": (4, 16),
-        "blocks.1.feed_forward.output.weight": (4, 16),
-    }
-    return {name: generator.normal(size=shape) for name, shape in shapes_of.items()}
+    return {name: generator.normal(size=shape) for name, (shape, _) in SHAPES.items()}
 
 
 def cut(num_ranks):
-    """Cut the weights as SPLITS say: what each rank holds; sections that the ranks do not divide end in zeros."""
+    """Cut the weights as SPLITS say: what each rank holds."""
     parts = [weights() for _ in range(num_ranks)]
     for name, one in SPLITS.items():
-        pieces = [[] for _ in range(num_ranks)]
-        for section in np.split(weights()[name], np.cumsum(one.sections)[:-1], axis=one.dim):
-            padding = [
-                (0, -section.shape[one.dim] % num_ranks) if dim == one.dim else (0, 0) for dim in range(section.ndim)
-            ]
-            for own, piece in zip(pieces, np.split(np.pad(section, padding), num_ranks, axis=one.dim), strict=True):
-                own.append(piece)
+        sections = np.split(weights()[name], np.cumsum(one.sections)[:-1], axis=one.dim)
+        pieces = zip(*(np.split(section, num_ranks, axis=one.dim) for section in sections), strict=True)
         for part, own in zip(parts, pieces, strict=True):
             part[name] = np.concatenate(own, axis=one.dim)
     return parts
