@@ -278,6 +278,8 @@ def read_dcp(directory: str | Path) -> dict[str, Any]:
             try:
                 values[name] = _read(directory, name, kind, found.storage_data)
             except pickle.UnpicklingError:
+                if isinstance(kind, metadata.TensorStorageMetadata):
+                    raise
                 warnings.warn(f"left out {name}: it would need code to load", stacklevel=2)
         return unflatten_state_dict(values, {name: (name,) for name in values} | (found.planner_data or {}))
     except OSError as error:

@@ -199,5 +199,5 @@ def _place(labels: Sequence[Label], index: int) -> str:
         LOSS: "in the loss, after all layers' forward",
         BACKWARD: backward,
         GRADIENT: backward,
-        AVERAGED: f"in the gradient of {name} after backward: in the exchange of gradients, or in what changed it since",
+        AVERAGED: f"in the gradient of {name} after backward: in the exchange, or in what changed it since",
     }[phase]

@@ -114,8 +114,8 @@ def compare_one(folder, make):
     return contents, resumed.step, resumed.data_position
 
 
-@pytest.mark.soak_where(world_size=(1, 3))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.soak_where(world_size=[3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_what_is_saved_is_the_state_when_save_was_called(ranks, tmp_path, world_size):
     for found in ranks(world_size).run(compare, tmp_path):
         for name, (contents, step, position) in found.items():
@@ -137,9 +137,22 @@ class Live:
         self.history, self.best = state["history"], state["best"]
 
 
-def test_what_a_part_goes_on_to_change_is_saved_as_it_was(tmp_path, monkeypatch):
-    go_on, write = threading.Event(), asynchronous.write
-    monkeypatch.setattr(asynchronous, "write", lambda *arguments: go_on.wait(60) and write(*arguments))
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk that writes nothing until it is set; it notes the newest checkpoint at each write."""
+    gate, write = threading.Event(), asynchronous.write
+    gate.seen = []
+
+    def slow(prepared, *arguments):
+        gate.seen.append(newest(prepared.parent))
+        assert gate.wait(60)
+        return write(prepared, *arguments)
+
+    monkeypatch.setattr(asynchronous, "write", slow)
+    return gate
+
+
+def test_what_a_part_goes_on_to_change_is_saved_as_it_was(tmp_path, disk):
     part, small = Live(), torch.zeros(3)
     part.history.append(small)
     with AsyncSaves(tmp_path) as saves:
@@ -147,32 +160,22 @@ def test_what_a_part_goes_on_to_change_is_saved_as_it_was(tmp_path, monkeypatch)
         small += 1
         part.history.append(2)
         part.best["loss"] = 0.5
-        go_on.set()
+        disk.set()
     back = Live()
     load(tmp_path, parts={"live": back})
     assert same_bits(back.history, [torch.zeros(3)])
     assert back.best == {}
 
 
-def test_a_second_save_waits_for_the_first_and_nothing_is_left(tmp_path, monkeypatch):
-    go_on, begun = threading.Event(), []
-    write = asynchronous.write
-
-    def slow(*arguments):
-        begun.append(newest(tmp_path))
-        assert go_on.wait(60)
-        return write(*arguments)
-
-    monkeypatch.setattr(asynchronous, "write", slow)
+def test_a_second_save_waits_for_the_first_and_nothing_is_left(tmp_path, disk):
     before = threading.active_count()
     saves = AsyncSaves(tmp_path)
     saves.save(1, parts={"model": model_of(1)})
     assert newest(tmp_path) is None
-    threading.Timer(0.3, go_on.set).start()
+    threading.Timer(0.3, disk.set).start()
     saves.save(2, parts={"model": model_of(2)})
     saves.close()
-    assert [one and one.step for one in begun] == [None, 1], "the first is complete before the second begins"
-    assert newest(tmp_path).step == 2
+    assert [one and one.step for one in disk.seen] == [None, 1], "the first is complete before the second begins"
     assert sorted(os.listdir(tmp_path)) == ["step-0000000001", "step-0000000002"]
     assert threading.active_count() <= before + 1, "the timer at most"
 
@@ -194,33 +197,32 @@ def fail_on_one_rank(folder):
     return str(caught.value), found, newest(folder).step
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_error_in_one_thread_reaches_every_rank_at_the_next_save(ranks, tmp_path, world_size):
-    results = ranks(world_size).run(fail_on_one_rank, tmp_path)
-    for told, found, last in results:
-        assert told == f"cannot save step 2 in {str(tmp_path)!r}: rank 1: [Errno 28] No space left on device"
+def fail_to_publish(folder):
+    """Run on each rank: rank 0 cannot give the checkpoint its name."""
+
+    def refuse(*_):
+        raise TypeError("no manifest")
+
+    publish, files.publish = files.publish, refuse
+    try:
+        saves = AsyncSaves(folder)
+        saves.save(1, parts={"model": model_of(1)})
+        with pytest.raises(CheckpointError) as caught:
+            saves.wait()
+    finally:
+        files.publish = publish
+    return str(caught.value)
+
+
+def test_an_error_in_one_thread_reaches_every_rank_at_the_next_save(ranks, tmp_path):
+    for told, found, last in ranks(2).run(fail_on_one_rank, tmp_path / "disk"):
+        assert told == f"cannot save step 2 in {str(tmp_path / 'disk')!r}: rank 1: [Errno 28] No space left on device"
         assert found == (1, ["step-0000000001"]), "the one before is still there, and nothing of the failed one"
         assert last == 4
-
-
-def test_an_error_in_publishing_reaches_every_rank(ranks, tmp_path):
-    def fail():
-        def refuse(*_):
-            raise TypeError("no manifest")
-
-        publish, files.publish = files.publish, refuse
-        try:
-            saves = AsyncSaves(tmp_path)
-            saves.save(1, parts={"model": model_of(1)})
-            with pytest.raises(CheckpointError, match="rank 0: TypeError: no manifest") as caught:
-                saves.wait()
-        finally:
-            files.publish = publish
-        return str(caught.value)
-
-    one, other = ranks(2).run(fail)
+    one, other = ranks(2).run(fail_to_publish, tmp_path / "name")
     assert one == other
-    assert os.listdir(tmp_path) == []
+    assert one.endswith("rank 0: TypeError: no manifest")
+    assert os.listdir(tmp_path / "name") == []
 
 
 def test_who_changes_weights_by_hand_is_told_and_nothing_torn_is_published(tmp_path, monkeypatch):
@@ -277,8 +279,10 @@ def test_ranks_that_differ_are_refused_and_go_on(ranks, tmp_path):
             ValueError, match=r"ranks save different steps or data positions .rank 0: 1 and 0, rank 1: 2 and 0"
         ):
             saves.save(1 + dist.get_rank(), parts={"model": model_of(1)})
-        with pytest.raises(ValueError, match="model is a set"):
-            saves.save(1, parts={"model": Odd()})
+        odd = Live()
+        odd.best = {1, 2}
+        with pytest.raises(ValueError, match=r"odd\['best'\] is a set"):
+            saves.save(1, parts={"odd": odd})
         saves.save(1, parts={"model": model_of(1)})
         saves.close()
 
@@ -286,27 +290,27 @@ def test_ranks_that_differ_are_refused_and_go_on(ranks, tmp_path):
     assert newest(tmp_path).step == 1
 
 
-class Odd:
-    def state_dict(self):
-        return {1, 2}
+class InPlace:
+    """Stands for a thread: what it runs is seen at each call, as of the thread that looks."""
 
-    def load_state_dict(self, state):
-        raise AssertionError(state)
+    def __init__(self, target, **_):
+        self.start = target
+
+    def join(self):
+        pass
 
 
 @pytest.mark.parametrize("power_fails", [False, True])
 def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, monkeypatch, power_fails, record_property):
     def act(directory):
-        saves = AsyncSaves(directory, keep=2)
-        saves.save(3, parts={"model": model_of(3)})
-        return not saves._writing.published.exception()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading, "Thread", InPlace)
+            AsyncSaves(directory, keep=2).save(3, parts={"model": model_of(3)})
 
-    outcomes = []
-    for _, found, finished in cut_off_everywhere(tmp_path, monkeypatch, (1, 2), act, power_fails=power_fails):
-        assert found in ((3,) if finished else (2, 3))
-        outcomes.append(found)
+    outcomes = [found for _, found in cut_off_everywhere(tmp_path, (1, 2), act, power_fails=power_fails)]
     record_property("tried", len(outcomes))
     assert len(outcomes) > 15
+    assert outcomes == sorted(outcomes)
     assert {*outcomes} == {2, 3}
 
 
@@ -330,7 +334,7 @@ def save_for_ever(directory, victim, delay_s):
         saves.save(step, parts={"model": model})
 
 
-@pytest.mark.parametrize(("world_size", "kills"), [(1, 6), (2, 6), pytest.param(4, 60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("world_size", "kills"), [(2, 6), pytest.param(4, 60, marks=pytest.mark.soak)])
 def test_killed_at_random_moments_nothing_known_to_be_saved_is_lost(
     ranks, tmp_path, world_size, kills, record_property
 ):
