@@ -68,7 +68,7 @@ def test_what_is_not_ours_other_models_and_what_is_there_already_are_refused(tmp
     write_dcp(tmp_path / "run", model)
     before = {key: value.clone() for key, value in wide["model"].state_dict().items()}
     shapes = r"model: first.weight is torch.float32 \[4, 3\] in the checkpoint and torch.float32 \[5, 3\] in"
-    for action, given, kind, words in (
+    for action, its, kind, words in (
         (write_dcp, parts, ValueError, "optimizer is a AdamW; pass models, .* torch's own dcp.save"),
         (load_dcp, parts, ValueError, "optimizer is a AdamW; pass models"),
         (write_dcp, model, CheckpointError, "exists; nothing is overwritten"),
@@ -76,7 +76,7 @@ def test_what_is_not_ours_other_models_and_what_is_there_already_are_refused(tmp
         (load_dcp, {"net": parts["model"]}, ValueError, "net: .* is nothing in the checkpoint"),
     ):
         with pytest.raises(kind, match=words):
-            action(tmp_path / "run", given)
+            action(tmp_path / "run", its)
     assert same_bits(wide["model"].state_dict(), before)
     assert os.listdir(tmp_path) == ["run"]
 

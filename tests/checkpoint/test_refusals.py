@@ -42,7 +42,9 @@ def test_an_optimizer_of_a_different_kind_or_of_other_parameters_is_refused_and_
     ):
         other = torch.nn.Linear(3, 2)
         before = other.weight.detach().clone()
-        words = rf"optimizer is Adam with groups of \[2\] parameters in the checkpoint and {here} parameters here; build"
+        words = (
+            rf"optimizer is Adam with groups of \[2\] parameters in the checkpoint and {here} parameters here; build"
+        )
         with pytest.raises(ValueError, match=words):
             load(tmp_path, parts={"model": other, "optimizer": make(other)})
         assert torch.equal(other.weight, before)
@@ -68,7 +70,10 @@ class Part:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"parts": {"meter": Part({"history": [1.0, {"a": object()}]})}}, r"meter\['history'\]\[1\]\['a'\] is a object"),
+        (
+            {"parts": {"meter": Part({"history": [1.0, {"a": object()}]})}},
+            r"meter\['history'\]\[1\]\['a'\] is a object",
+        ),
         ({"parts": {"meter": Part({(1, object()): 1})}}, r"a key of meter\[1\] is a object"),
         ({"parts": {}, "data_position": np.int64(3)}, "data_position is a int64"),
         ({"parts": {}, "keep": 0}, "keep is 0"),
@@ -129,7 +134,9 @@ def test_shards_as_plain_parts_and_other_parts_than_were_saved_are_refused_and_n
         torch.manual_seed(0)
         model = FullyShard(torch.nn.Linear(3, 2))
         for part in (model, torch.optim.SGD(model.parameters(), 0.1)):
-            refused(partial(save, tmp_path / "plain", 1, parts={"part": part}), "part holds shards", "ShardedState(model, ")
+            refused(
+                partial(save, tmp_path / "plain", 1, parts={"part": part}), "part holds shards", "ShardedState(model, "
+            )
         save(tmp_path / "sharded", 1, parts={"model": ShardedState(model)})
         save(tmp_path / "whole", 1, parts={"model": torch.nn.Linear(3, 2)})
         other, double = FullyShard(torch.nn.Linear(4, 2)), FullyShard(torch.nn.Linear(3, 2).double())

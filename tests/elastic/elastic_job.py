@@ -40,7 +40,6 @@ USUAL = {
     "faults": [],
     "leave_within_s": 20.0,
     "hang_at": None,
-    "flip_moment_at": None,
 }
 SCHEDULE = LearningRateSchedule(0.05, 40, 5, "cosine")
 OPTIMIZERS = {
@@ -89,21 +88,10 @@ def train(folder, **changes):
             replicas.synchronize()
             optimizer.step()
             optimizer.zero_grad()
-            if step.number == options["flip_moment_at"]:
-                flip_moment_once(optimizer, folder)
             rates.append((step.position, step.batch, optimizer.param_groups[0]["lr"]))
             time.sleep(options["pause_s"])
             note(folder, token, step.number, step.samples.tolist())
     return model.state_dict(), optimizer.state_dict()["state"], rates
-
-
-def flip_moment_once(optimizer, folder):
-    """Flip a bit of a moment on rank 2, at the first start alone."""
-    mark = folder / "flipped"
-    if dist.get_rank() == 2 and not mark.exists():
-        mark.touch()
-        first = next(iter(optimizer.state.values()))
-        first["exp_avg"].view(torch.int32).view(-1)[0] ^= 1 << 20
 
 
 def token_of_start():

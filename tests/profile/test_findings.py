@@ -59,12 +59,6 @@ def test_seeded_faults_are_found_and_nothing_else(tmp_path):
     assert judge([*engine_runs(range(7)), *gpu_runs(range(3), tmp_path)]) == ([], [])
 
 
-def test_a_fault_on_real_ranks_is_found(ranks):
-    """A straggler and missing overlap; what else a busy machine does to a run is no fault of the finding."""
-    missed, _ = judge([*real_runs(ranks(2), [1, 5])])
-    assert not missed
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_of_200_runs_95_percent_of_the_faults_are_found_with_2_percent_false_alarms(ranks, tmp_path):
