@@ -94,7 +94,8 @@ class Profiler:
         """
         if name not in KIND_OF:
             raise ValueError(f"rank {self._rank}: no section is called {name!r}; choose from {', '.join(KIND_OF)}")
-        with record_function(name) if _is_profiler_enabled() else nullcontext(), self.spans.span(name, KIND_OF[name]):
+        is_traced = torch.autograd.profiler._is_profiler_enabled  # then torch.profiler's trace shows the sections too
+        with record_function(name) if is_traced else nullcontext(), self.spans.span(name, KIND_OF[name]):
             yield
             self._look()
 
@@ -127,13 +128,14 @@ class Profiler:
     def save(self, folder: str | Path, group: ProcessGroup | None = None) -> None:
         """Save the steps of all ranks in a folder, for `distlab profile FOLDER`; every rank calls this."""
         offsets = clock_offsets_ns(group)
-        together(lambda: self._save(Path(folder)), group, what="save the profile")
+
+        def write() -> None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save_trace(self.trace(), rank_file(folder, self._rank))
+
+        together(write, group, what="save the profile")
         if dist.get_rank(group) == 0:
             save_clocks(offsets, folder)
-
-    def _save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_trace(self.trace(), rank_file(folder, self._rank))
 
     def _start(self) -> None:
         """Note what comes from now on."""
@@ -154,11 +156,6 @@ class Profiler:
             self._recorder.close()
             self._folder.cleanup()
             self._recorder = None
-
-
-def _is_profiler_enabled() -> bool:
-    """Whether torch.profiler runs: then its trace shows the sections too."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
 
 
 def _lane(call: Call) -> str:
