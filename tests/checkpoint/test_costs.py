@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from dcp_models import OURS, gpt
+from test_dcp import MAKE, OURS, gpt, train
 from test_files import model_of
 
 from distlab.checkpoint import AsyncSaves, load_dcp, read_dcp, write_dcp
@@ -43,9 +43,9 @@ def test_a_save_beside_training_exchanges_outcomes_and_threads_send_nothing(rank
 def test_torchs_layout_is_written_by_all_ranks_once_and_only_names_travel(ranks, tmp_path):
     def measure():
         found = {}
-        for name, kind in OURS.items():
-            ours = kind()
-            ours.train(range(1))
+        for name in OURS:
+            ours = MAKE[name]()
+            train(ours, range(1))
             writing = calls_of(lambda name=name, ours=ours: write_dcp(tmp_path / name, ours.parts))
             reading = calls_of(lambda name=name, ours=ours: load_dcp(tmp_path / name, ours.parts))
             ours.close()

@@ -21,7 +21,7 @@ FEW = (*REPLICAS, "as it is", "ZeRO-2")
 
 
 @pytest.mark.equality("checkpoint")
-@pytest.mark.soak_where(world_size=(1, 4))
+@pytest.mark.soak_where(world_size=(1, 3, 4))
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [(1, FEW), (2, REPLICAS), (2, METHODS), (2, SHARDED), (2, SCHEDULES), (3, FEW), (4, FEW)],
