@@ -15,7 +15,7 @@ import torch.distributed as dist
 from killing import refused
 from test_files import model_of
 
-from distlab.checkpoint import CheckpointError, load, newest, save
+from distlab.checkpoint import CheckpointError, load, save
 from distlab.pipeline import StageState
 
 
@@ -124,19 +124,6 @@ def test_what_would_lose_work_is_refused_in_one_line_on_every_rank(ranks, tmp_pa
         assert words in text
         assert "\n" not in text
         assert weight == 0.0, "nothing was loaded"
-
-
-def test_a_link_to_a_checkpoint_is_read_and_pruning_leaves_its_target(tmp_path):
-    for step in (1, 2):
-        save(tmp_path / "run", step, parts={"model": model_of(step)})
-    shutil.move(tmp_path / "run" / "step-0000000002", tmp_path / "archive")
-    (tmp_path / "run" / "step-0000000002").symlink_to(tmp_path / "archive")
-    assert newest(tmp_path / "run").step == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(tmp_path / "run", 3, parts={"model": model_of(3)}, keep=1)
-    assert os.listdir(tmp_path / "run") == ["step-0000000003"]
-    assert len(os.listdir(tmp_path / "archive")) == 3
 
 
 def test_a_world_size_that_no_rule_covers_is_refused_on_every_rank(ranks, tmp_path):
