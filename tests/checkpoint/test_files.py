@@ -94,9 +94,10 @@ def test_leftovers_cost_room_and_stop_no_save(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="could not be removed: .*Permission denied"):
+    with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
-        save(tmp_path, 5, parts={"model": model_of(5)}, keep=2)
+        with pytest.warns(UserWarning, match="could not be removed: .*Permission denied"):
+            save(tmp_path, 5, parts={"model": model_of(5)}, keep=2)
     assert newest(tmp_path).step == 5
     save(tmp_path, 6, parts={"model": model_of(6)}, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["step-0000000005", "step-0000000006"]
