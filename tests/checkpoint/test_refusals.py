@@ -1,7 +1,10 @@
-"""Parts that are not those that were saved, and states that could not be loaded: refused before anything changes."""
+"""What is refused before anything changes: parts that were not saved, states that no load could take up, and parameters
+that differ between ranks, which would be lost in silence.
+"""
 
 import hashlib
 import os
+import re
 from functools import partial
 
 import numpy as np
@@ -10,9 +13,10 @@ import torch
 import torch.distributed as dist
 from killing import refused
 
-from distlab.checkpoint import CheckpointError, files, load, manifest, newest, save
+from distlab.checkpoint import AsyncSaves, CheckpointError, files, load, manifest, newest, save
 from distlab.pipeline import StageState
 from distlab.sharding import FullyShard, ShardedState
+from distlab.tensor_parallel import parallelize_module
 
 
 @pytest.mark.parametrize(
@@ -171,3 +175,56 @@ def test_stages_of_a_different_schedule_or_model_are_refused(ranks, tmp_path):
 
     ranks(2).run(refuse)
     assert newest(tmp_path / "small").step == 1
+
+
+def by_plan():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    return parallelize_module(model, {"0": "column", "2": "row"}, example=(torch.ones(2, 4),))
+
+
+def drifted():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].bias[3] += 1e-6 * dist.get_rank()
+    return model
+
+
+def stages(width, number):
+    """Make all stages on each rank, as a pipeline's program does, and take one."""
+    return [torch.nn.Sequential(*[torch.nn.Linear(4, width) for _ in range(number)]) for _ in range(2)][dist.get_rank()]
+
+
+UNEQUAL = {
+    "layers that are cut": (by_plan, "model: 0.weight, model: 0.bias, model: 2.weight;"),
+    "drifted": (drifted, r"parameters differ between ranks \(rank 1 differs from rank 0\): model: 1.bias;"),
+    "equal stages": (lambda: stages(4, 1), "model: 0.weight, model: 0.bias;"),
+    "stages of other shapes": (lambda: stages(4 + dist.get_rank(), 1), "model: 0.weight, model: 0.bias;"),
+    "stages of other names": (lambda: stages(4, 1 + dist.get_rank()), "model: 0.bias, model: 1.weight and 1 more;"),
+}
+
+
+def ways_to_save(folder):
+    """Run on each rank: save each model, at once and beside training; return the refusals, and what is left."""
+    found = {}
+    for name, (make, _) in UNEQUAL.items():
+        torch.manual_seed(0)
+        model = make()
+        parts = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1)}
+        with AsyncSaves(folder / name / "beside") as saves:
+            ways = partial(save, folder / name / "at once", 1, parts=parts), partial(saves.save, 1, parts=parts)
+            said = [refused(way) for way in ways]
+        dist.barrier()
+        found[name] = said, [os.listdir(one) for one in (folder / name).iterdir()]
+        dist.barrier()
+    return found
+
+
+def test_what_differs_between_ranks_is_refused_by_name_on_every_rank_and_nothing_is_left(ranks, tmp_path):
+    for found in ranks(2).run(ways_to_save, tmp_path):
+        for name, (_, words) in UNEQUAL.items():
+            said, left = found[name]
+            for text in said:
+                assert re.search(words, text), text
+                assert "pass a Hybrid" in text
+                assert "\n" not in text
+            assert not any(left), name
