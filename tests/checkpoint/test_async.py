@@ -177,14 +177,18 @@ def fail_to_publish(folder):
 
 def fail_to_train(folder):
     """Run on each rank: training raises while rank 1's file never comes; return whether threads and hooks are gone."""
+
+    def train():
+        with AsyncSaves(folder) as saves:
+            saves.save(1, parts={"model": model_of(1)})
+            saves.wait()
+            with patch.object(asynchronous, "write") if dist.get_rank() == 1 else nullcontext():
+                saves.save(2, parts={"model": model_of(2)})
+                raise ZeroDivisionError
+
     before = threading.active_count(), len(_global_optimizer_pre_hooks)
-    write = patch.object(asynchronous, "write") if dist.get_rank() == 1 else nullcontext()
-    with pytest.raises(ZeroDivisionError), AsyncSaves(folder) as saves:
-        saves.save(1, parts={"model": model_of(1)})
-        saves.wait()
-        with write:
-            saves.save(2, parts={"model": model_of(2)})
-            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        train()
     return before == (threading.active_count(), len(_global_optimizer_pre_hooks))
 
 

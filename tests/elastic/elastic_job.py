@@ -130,12 +130,12 @@ def used(folder):
 
 
 @contextmanager
-def torchrun(folder, num_ranks=4, *, max_restarts=1000, before=(), standby=False, **changes):
+def torchrun(folder, num_ranks=4, *, standby=False, **changes):
     """Start this script under torchrun, as a user would; end all of it afterwards."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [*before, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command += ["--max-restarts", str(max_restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command += ["--max-restarts", "1000", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["--local-addr", "127.0.0.1", *(["-m", "distlab.comm.standby"] if standby else [])]
     command += [__file__, str(folder), json.dumps(changes)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
@@ -162,44 +162,31 @@ def wait_for(condition, job, limit_s=60.0):
     raise AssertionError(f"it did not come to that; the job's status is {job.poll()}")
 
 
-def ranks_of(job, folder=None):
-    """Return the numbers of the processes that torchrun started, and with a folder of those that train."""
-    children = psutil.Process(job.pid).children()
-    started = [process.pid for process in children if process.status() != psutil.STATUS_ZOMBIE]
-    found = notes(folder) if folder else []
-    training = {pid for _, token, _, _, pid in found if token == found[-1][1] and psutil.pid_exists(pid)}
-    return sorted({*started, *training})
-
-
-def kill_and_time(folder, job, chance):
-    """Kill a random rank, and return the seconds until new ranks have made a step that was not made before."""
-    before = max(number for _, _, number, *_ in notes(folder))
-    tokens = {token for _, token, *_ in notes(folder)}
-    victim = chance.choice(ranks_of(job, folder))
-    killed_s = time.time()
-    os.kill(victim, signal.SIGKILL)
-
-    def first_new():
-        return [when for when, token, number, *_ in notes(folder) if number > before and token not in tokens]
-
-    return min(wait_for(first_new, job)) - killed_s
-
-
 def random_kills(folder, job, count, seed=0):
-    """Kill random ranks at random moments; return the seconds that each recovery took."""
+    """Kill random ranks, also those that stand by, at random moments; return the seconds of each recovery.
+
+    It lasts from the kill until new ranks have made a step that was not made before.
+    """
     chance, times = random.Random(seed), []
     for _ in range(count):
         wait_for(lambda: notes(folder), job)
         time.sleep(chance.uniform(0, 0.5))
-        times.append(kill_and_time(folder, job, chance))
+        seen = notes(folder)
+        last, tokens = max(number for _, _, number, *_ in seen), {token for _, token, *_ in seen}
+        alive = {one.pid for one in psutil.Process(job.pid).children() if one.status() != psutil.STATUS_ZOMBIE}
+        alive |= {pid for _, token, _, _, pid in seen if token == seen[-1][1] and psutil.pid_exists(pid)}
+        killed_s = time.time()
+        os.kill(chance.choice(sorted(alive)), signal.SIGKILL)
+        new = lambda: [at for at, token, n, *_ in notes(folder) if n > last and token not in tokens]  # noqa: B023, E731
+        times.append(min(wait_for(new, job)) - killed_s)
     return times
 
 
 @entry
 def main():
     folder, changes = Path(sys.argv[1]), json.loads(sys.argv[2])
-    with process_group(timeout_s=changes.pop("timeout_s", 60)) as member:
-        final = plainly(folder, **changes) if changes.pop("plain", False) else train(folder, **changes)[:2]
+    with process_group(timeout_s=60) as member:
+        final = train(folder, **changes)[:2]
         if member.rank == 0:
             torch.save(final, folder / "final.pt")
 
