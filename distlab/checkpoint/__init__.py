@@ -20,7 +20,7 @@ from distlab.faces import lazy
 
 if TYPE_CHECKING:
     from distlab.checkpoint.asynchronous import AsyncSaves as AsyncSaves
-    from distlab.checkpoint.dcp import load_dcp as load_dcp, read_dcp as read_dcp, write_dcp as write_dcp
+    from distlab.checkpoint.dcp import read_dcp as read_dcp, write_dcp as write_dcp
     from distlab.checkpoint.find import Checkpoint as Checkpoint, newest as newest
     from distlab.checkpoint.manifest import (
         CheckpointError as CheckpointError,

@@ -24,8 +24,7 @@ import os
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from itertools import chain
@@ -42,10 +41,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as torchs_save
 
-from distlab.blocks.modules.named_parts import ELSEWHERE, PARAMETER, SavedShard, whole_shard
+from distlab.blocks.modules.named_parts import PARAMETER, SavedShard
 from distlab.checkpoint import files
 from distlab.checkpoint.manifest import CheckpointError
-from distlab.checkpoint.parts import Parts, Sharded, check_module
+from distlab.checkpoint.parts import Parts, Sharded
 from distlab.comm.plain import restricted_load
 from distlab.comm.together import place_in, together
 
@@ -253,7 +252,9 @@ def _publish(prepared: Path, target: Path, sums: Iterable[str]) -> None:
 def read_dcp(directory: str | Path) -> dict[str, Any]:
     """Return a checkpoint of torch.distributed.checkpoint's layout as nested dictionaries of whole tensors.
 
-    Values that would need code to load are left out, with a warning. There must be host memory for all tensors.
+    `load_full_state_dict` of the technique takes up what is under "model", on any number of ranks, and
+    `load_full_optimizer_state` (of a `ShardedOptimizer` its `load_full_state_dict`) what is under "optimizer". Values
+    that would need code to load are left out, with a warning. There must be host memory for all tensors.
 
     Error: exact.
 
@@ -321,75 +322,3 @@ def _load(directory: Path, place: Any) -> Any:
             raise ValueError(f"{name} is too short")
         file.seek(place.offset)
         return torch.load(BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-
-
-def load_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None = None) -> None:
-    """Take up a checkpoint of torch.distributed.checkpoint's layout; every rank of the group calls it.
-
-    Each rank reads everything, and has host memory for it, before it takes its part.
-
-    Args:
-        directory: of `write_dcp`, or of torch's `dcp.save` of what `get_state_dict` returns.
-        parts: as of `write_dcp`.
-        group: the ranks.
-
-    Cost: only the outcomes of reading and of taking up are exchanged.
-    Error: exact.
-
-    Raises:
-        ValueError: on every rank, and nothing has changed: it is damaged, or was saved from a different model.
-        CheckpointError: on every rank: a rank cannot read it.
-    """
-    kept: list[Callable[[], object]] = []
-
-    def look() -> None:
-        for name, part in parts.items():
-            _held_by(part, name)
-        tree = read_dcp(directory)
-        for name, part in parts.items():
-            if isinstance(part, Sharded):
-                shards = [_as_shard(part, name, tree)]
-                part.check_shards(shards)
-                kept.append(partial(part.load_shards, shards))
-            elif isinstance(part, nn.Module):
-                check_module(part, name, tree.get(name, {}))
-                kept.append(partial(part.load_state_dict, tree[name]))
-
-    everywhere = partial(together, group=group, what=f"load {str(directory)!r}", failure=CheckpointError)
-    everywhere(look)
-    everywhere(lambda: [take() for take in kept] and None)
-
-
-def _as_shard(part: Sharded, name: str, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved as the shard of one rank that held everything, for a sharded part to cut anew.
-
-    Raises:
-        ValueError: the part needs what is not there, or the checkpoint has more.
-    """
-    state = part.shard_state()
-    own = _shards_in(state, name)
-    shapes = {key: one.shape for shard in own for key, one in shard.parts.items()}
-    buffers = {key for shard in own for key in shard.buffers or {}}
-    has_model = any(PARAMETER in one.values for shard in own for one in shard.parts.values())
-    has_optimizer = any(shard.groups is not None for shard in own)
-    names = {other: name for shard in own for other, name in (shard.aliases or {}).items()}
-    optimizer = tree.get("optimizer", {})
-    model, moments = (
-        {names.get(key, key): value for key, value in one.items()}
-        for one in (tree.get("model", {}) if has_model else {}, optimizer.get("state", {}))
-    )
-    for key in shapes if has_model else ():
-        if key not in model:
-            raise ValueError(f"{key} is here and not in the checkpoint: {ELSEWHERE}")
-    extra = [key for key in model if key not in {*shapes, *buffers}]
-    if extra and "shards" not in state:  # a mesh, where each rank has some of the model's tensors
-        raise ValueError(f"{extra[0]} is in the checkpoint and not here: {ELSEWHERE}")
-    whole = {key: moments.get(key, {}) | ({PARAMETER: model[key]} if has_model else {}) for key in shapes}
-    groups = [
-        {key: value for key, value in group.items() if key != "params"} | {"names": list(group["params"])}
-        for group in optimizer.get("param_groups", ())
-        if has_optimizer
-    ]
-    saved = whole_shard(whole, groups or None, shapes)
-    found = replace(saved, buffers={key: model[key] for key in buffers if key in model}).to_dict()
-    return {"shards": [found]} if "shards" in state else found

@@ -190,12 +190,12 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
         if isinstance(part, Sharded):
             part.check_shards([own["shards"][name] for own in owns])
         elif isinstance(part, nn.Module):
-            check_module(part, name, shared["parts"][name])
+            _check_module(part, name, shared["parts"][name])
         elif isinstance(part, torch.optim.Optimizer):
             _check_optimizer(part, name, shared["kinds"][name], shared["parts"][name])
 
 
-def check_module(module: nn.Module, name: str, state: Mapping[str, Any]) -> None:
+def _check_module(module: nn.Module, name: str, state: Mapping[str, Any]) -> None:
     """Refuse a saved state with other names, shapes or types of numbers than the module's."""
     now, then = ({key: _shape(value) for key, value in one.items()} for one in (module.state_dict(), state))
     for key in [*then, *now]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from test_dcp import MAKE, OURS, gpt, train
 from test_files import model_of
 
-from distlab.checkpoint import AsyncSaves, load_dcp, read_dcp, write_dcp
+from distlab.checkpoint import AsyncSaves, read_dcp, write_dcp
 from distlab.checkpoint.dcp import METADATA, RECORDS
 from distlab.checkpoint.snapshot import Snapshot
 from distlab.comm import recorded
@@ -46,10 +46,8 @@ def test_torchs_layout_is_written_by_all_ranks_once_and_only_names_travel(ranks,
         for name in OURS:
             ours = MAKE[name]()
             train(ours, range(1))
-            writing = calls_of(lambda name=name, ours=ours: write_dcp(tmp_path / name, ours.parts))
-            reading = calls_of(lambda name=name, ours=ours: load_dcp(tmp_path / name, ours.parts))
+            found[name] = calls_of(lambda name=name, ours=ours: write_dcp(tmp_path / name, ours.parts))
             ours.close()
-            found[name] = writing, reading
         return found
 
     results = ranks(3).run(measure)
@@ -58,11 +56,7 @@ def test_torchs_layout_is_written_by_all_ranks_once_and_only_names_travel(ranks,
         with open(tmp_path / name / METADATA, "rb") as file:
             num_boxes = len(restricted_load(file, RECORDS, "metadata").storage_data)
         for found in results:
-            writing, reading = found[name]
-            assert {op for op, _ in reading} == {"all_gather"}
-            assert max(num_bytes for _, num_bytes in writing) < 300 * num_boxes, "names and places, of all boxes"
-            assert [op for op, _ in reading] == 2 * EXCHANGE
-            assert max(num_bytes for _, num_bytes in reading) < 1_000
+            assert max(num_bytes for _, num_bytes in found[name]) < 300 * num_boxes, "names and places, of all boxes"
         tree = read_dcp(tmp_path / name)
         moments = [value for kept in tree["optimizer"]["state"].values() for value in kept.values() if value.dim()]
         tied = tree["model"]["output.weight"].nbytes

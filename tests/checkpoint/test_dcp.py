@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.checkpoint import load_dcp, read_dcp, write_dcp
+from distlab.checkpoint import read_dcp, write_dcp
 from distlab.rng import generator
+from distlab.sharding import FullyShard, load_full_optimizer_state, load_full_state_dict
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)
 
@@ -67,7 +68,13 @@ class Ours:
         write_dcp(directory, self.parts)
 
     def load(self, directory):
-        load_dcp(directory, self.parts)
+        tree = read_dcp(directory)
+        if isinstance(self.model, FullyShard):
+            load_full_state_dict(self.model, tree["model"])
+            load_full_optimizer_state(self.model, self.optimizer, tree["optimizer"])
+        else:
+            self.model.load_state_dict(tree["model"])
+            self.optimizer.load_full_state_dict(tree["optimizer"])
 
     def whole(self):
         model, optimizer = self.one.full()
