@@ -9,9 +9,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from elastic_job import SCHEDULE, notes, plainly, train, used
+from elastic_job import MORE, SCHEDULE, notes, plainly, train, used
 from killing import same_bits
-from more_faults import MORE
 
 from distlab.checkpoint import newest, save
 from distlab.comm import RankError, recorded

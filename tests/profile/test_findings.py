@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gpu_traces import seeded_gpu
-from real_runs import profile_fault
 from seeded import FAULTS, KIND, draw, seeded, simulate_job
+from test_live import profile_fault
 
 from distlab.profile import Finding, Profile, find, read_files
 from distlab.profile.read import align
