@@ -152,7 +152,7 @@ def test_flipped_bits_are_seen_before_they_are_saved_and_the_run_goes_back(whole
 
 
 def test_asked_to_end_one_rank_takes_all_along_and_new_ranks_go_on_where_they_were(whole, tmp_path):
-    final, words = restarted(tmp_path, save_every=1000, pause_s=0.01, faults=[("leave", 7, 1, 0.0)])
+    final, words = restarted(tmp_path, beside=True, save_every=1000, pause_s=0.01, faults=[("leave", 7, 1, 0.0)])
     assert same_bits(final[:2], whole(2))
     assert len(words) == 1
     made = [number for _, _, number, *_ in notes(tmp_path)]
@@ -263,7 +263,8 @@ def test_what_no_rule_covers_is_refused_on_every_rank_in_one_line(ranks, tmp_pat
         (2, work(lr=[0.1, 0.2]), "ranks disagree on the work of an elastic run"),
     ):
         refused(ranks, num_ranks, run, words, its_work)
-    ranks(2).run(begin, run, work())
+    assert [*map(len, ranks(2).run(begin, run, work()))] == [6, 6]
+    assert ranks(2).run(begin, run, work()) == [[], []], "it is over"
     refused(ranks, 2, run, "is at sample 24 of a run of 12; pass more num_epochs", work(epochs=1))
     for name, parts, words in (
         (
