@@ -4,21 +4,29 @@ Read in this order:
 
 1. `files`: a checkpoint is on the disk whole, or not at all.
 2. `manifest` and `find`: how damage is seen.
-3. `parts`: what a run must remember, and which ranks write it; `PerRank`: what each rank has for itself.
+3. `parts`: what a run must remember, and which ranks write it.
 4. `resume`: `save` and `load`.
 5. `asynchronous` and `snapshot`: the same while training goes on; it hardly waits.
-6. `formats`: what other programs read and write.
+6. `dcp`: torch.distributed.checkpoint's layout, in both directions. It loads on first use: torch's part takes a second.
 
 `crashes` makes every state of a folder that a kill would leave, to try whether a save survives it.
 """
 
-from distlab.checkpoint.asynchronous import AsyncSaves as AsyncSaves
-from distlab.checkpoint.find import Checkpoint as Checkpoint, newest as newest
-from distlab.checkpoint.formats.dcp import load_dcp as load_dcp, read_dcp as read_dcp, write_dcp as write_dcp
-from distlab.checkpoint.formats.safetensors import (
-    read_safetensors as read_safetensors,
-    write_safetensors as write_safetensors,
-)
-from distlab.checkpoint.manifest import CheckpointError as CheckpointError, UnknownVersionError as UnknownVersionError
-from distlab.checkpoint.parts import PerRank as PerRank
-from distlab.checkpoint.resume import Resumed as Resumed, load as load, save as save
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distlab.faces import lazy
+
+if TYPE_CHECKING:
+    from distlab.checkpoint.asynchronous import AsyncSaves as AsyncSaves
+    from distlab.checkpoint.dcp import read_dcp as read_dcp, write_dcp as write_dcp
+    from distlab.checkpoint.find import Checkpoint as Checkpoint, newest as newest
+    from distlab.checkpoint.manifest import (
+        CheckpointError as CheckpointError,
+        UnknownVersionError as UnknownVersionError,
+    )
+    from distlab.checkpoint.resume import Resumed as Resumed, load as load, save as save
+
+
+__getattr__ = lazy(__name__)

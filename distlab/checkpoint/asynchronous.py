@@ -25,10 +25,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -45,7 +45,7 @@ from distlab.comm.together import place_in, together
 _LOOK_EVERY_S = 0.005
 
 
-class AsyncSaves:
+class AsyncSaves(AbstractContextManager["AsyncSaves"]):
     """Saves of one run, each written by a thread while training goes on. Every rank calls the same methods.
 
     Args:
@@ -124,12 +124,7 @@ class AsyncSaves:
         """Wait for the last save; every rank calls this."""
         self.wait()
 
-    def __enter__(self) -> AsyncSaves:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Wait for the last save; where training failed, leave what is not complete: other ranks may have ended."""
         if kind is None:
             self.close()

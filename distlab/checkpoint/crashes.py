@@ -78,7 +78,7 @@ class _Seen:
 
     def __init__(self, folder: Path, alone: bool, pause_s: float) -> None:
         self._folder, self._alone, self._pause_s = folder, alone, pause_s
-        self._files = _files(folder)
+        self._number, self._files = os.stat(folder).st_ino, _files(folder)
         self._unflushed: set[int] = set()  # numbers of files
         self.crashes = [Crash("nothing", {name: data for name, (_, data) in self._files.items()}, frozenset())]
 
@@ -110,9 +110,7 @@ class _Seen:
         old, new = self._files, _files(self._folder)
         if new == old:
             return
-        for name in sorted(old.keys() ^ new.keys()):
-            parent = os.path.dirname(name)
-            self._unflushed.add(new[parent][0] if parent in new else os.stat(self._folder).st_ino)
+        self._unflushed |= {number for number, _ in self._names(old) ^ self._names(new)}
         known = dict(old.values())
         for name, (number, data) in new.items():
             had = known.get(number, old[name][1] if name in old else b"")  # a file may take the name of a different one
@@ -126,8 +124,13 @@ class _Seen:
         self._add(after, new)
         time.sleep(self._pause_s)
 
+    def _names(self, files: Files) -> set[tuple[int, str]]:
+        """Return the names in each folder, by its number: those in a folder that gets a new name stay."""
+        pairs = (os.path.split(name) for name in files)
+        return {(files[folder][0] if folder else self._number, name) for folder, name in pairs}
+
     def _add(self, after: str, files: Files) -> None:
-        numbers = {".": os.stat(self._folder).st_ino} | {name: number for name, (number, _) in files.items()}
+        numbers = {".": self._number} | {name: number for name, (number, _) in files.items()}
         unflushed = frozenset(name for name, number in numbers.items() if number in self._unflushed)
         self.crashes.append(Crash(after, {name: data for name, (_, data) in files.items()}, unflushed))
 

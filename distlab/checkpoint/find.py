@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 from distlab.checkpoint.files import saved
 from distlab.checkpoint.manifest import MANIFEST, CheckpointError, FileRecord, Manifest, UnknownVersionError
-from distlab.comm.checks import open_file
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def verified(path: Path) -> Manifest:
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest; ValueError names what is wrong with it."""
     try:
-        with open_file(path / MANIFEST) as file:
+        with open(path / MANIFEST, "rb") as file:
             data = file.read()
     except OSError as error:
         raise ValueError(f"{path.name}/{MANIFEST} cannot be read ({error.strerror})") from None
@@ -86,7 +85,7 @@ def checked(path: Path, record: FileRecord) -> Iterator[BinaryIO]:
     name = f"{path.name}/{record.name}"
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(open_file(path / record.name))
+            file = stack.enter_context(open(path / record.name, "rb"))
             num_bytes = os.fstat(file.fileno()).st_size
             digest = hashlib.file_digest(file, "sha256") if num_bytes == record.num_bytes else None
             file.seek(0)

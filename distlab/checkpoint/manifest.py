@@ -72,19 +72,18 @@ class Manifest:
                 "that saved it"
             )
         try:
-            files = tuple(FileRecord(str(r["name"]), int(r["num_bytes"]), str(r["sha256"])) for r in facts["files"])
-            step, world_size = int(facts["step"]), int(facts["world_size"])
-        except (KeyError, TypeError, ValueError) as error:
+            files = tuple(FileRecord(**record) for record in facts["files"])
+            manifest = cls(facts["step"], facts["world_size"], files)
+        except (KeyError, TypeError) as error:
             raise ValueError(f"lacks a field of version {VERSION} ({error!r}); use a different checkpoint") from None
         # Only names that we write: a manifest must not make a reader open files outside its directory.
-        expected = [SHARED, *(rank_file(rank) for rank in range(min(world_size, len(files))))]
-        if [file.name for file in files] != expected or len(files) != world_size + 1:
-            got = ", ".join(file.name for file in files)
+        names = [file.name for file in files]
+        if names != [SHARED, *map(rank_file, range(len(files) - 1))] or len(files) != manifest.world_size + 1:
             raise ValueError(
-                f"lists other files than expected: {SHARED} and one for each of {world_size} ranks, got {got}; use a "
-                "different checkpoint"
+                f"lists other files than expected: {SHARED} and one for each of {manifest.world_size} ranks, got "
+                f"{', '.join(names)}; use a different checkpoint"
             )
-        return cls(step, world_size, files)
+        return manifest
 
 
 class UnknownVersionError(ValueError):

@@ -15,12 +15,10 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradient_hook import GradientHook
 from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.replicate import bit_sum
-from distlab.comm.together import place_in
 from distlab.rng import random_state, restore_random_state
 
 _PLAIN = {bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, type(None), nn.Parameter}
@@ -57,12 +55,7 @@ class Sharded(Protocol):
 Parts = Mapping[str, Stateful | torch.Generator | Sharded]
 
 
-def is_own(part: Stateful | torch.Generator | Sharded) -> bool:
-    """Return whether every rank has a state of its own of this part."""
-    return isinstance(part, torch.Generator | Sharded) or is_hook(part)
-
-
-def is_hook(part: object) -> TypeGuard[GradientHook]:
+def _is_hook(part: object) -> TypeGuard[GradientHook]:
     """Return whether a part is a GradientHook, and not a module that happens to have a `start`."""
     return isinstance(part, GradientHook) and not isinstance(part, nn.Module | torch.optim.Optimizer)
 
@@ -72,7 +65,7 @@ def shared_state(parts: Parts) -> dict[str, Any]:
     return {
         name: part.state_dict()
         for name, part in parts.items()
-        if not isinstance(part, torch.Generator | Sharded) and not is_hook(part)
+        if not isinstance(part, torch.Generator | Sharded) and not _is_hook(part)
     }
 
 
@@ -81,7 +74,7 @@ def own_state(parts: Parts) -> dict[str, Any]:
     return {
         "random": random_state(),
         "generators": {name: p.get_state() for name, p in parts.items() if isinstance(p, torch.Generator)},
-        "hooks": {name: p.state_dict() for name, p in parts.items() if is_hook(p)},
+        "hooks": {name: p.state_dict() for name, p in parts.items() if _is_hook(p)},
         "shards": {name: p.shard_state() for name, p in parts.items() if isinstance(p, Sharded)},
         "buffers": {name: _saved_buffers(p) for name, p in parts.items() if isinstance(p, nn.Module)},
     }
@@ -92,23 +85,9 @@ def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: state[name] for name, _ in module.named_buffers() if name in state}
 
 
-def collect(parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what rank 0 writes for all, and what this rank must write for itself.
-
-    Raises:
-        ValueError: something in it could be saved but not loaded: loading takes plain values and tensors, and never
-            runs code.
-    """
-    refuse_shards(parts)
-    shared, own = shared_state(parts), own_state(parts)
-    for name, state in {**shared, **own["hooks"], **own["shards"]}.items():
-        require_plain(state, name)
-    return shared, own
-
-
 def sums_of(parts: Parts) -> dict[str, tuple[str, int]]:
     """Return shape and sum of bits of each parameter of which rank 0 writes its own for all, by part and name."""
-    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module) and not is_own(part)}
+    modules = {name: one for name, one in parts.items() if isinstance(one, nn.Module) and not isinstance(one, Sharded)}
     named = {f"{name}: {key}": one for name, part in modules.items() for key, one in every_parameter(part)}
     sums = [bit_sum(one) for one in named.values()]
     places = {one.device for one in sums}  # one wait for each device
@@ -149,9 +128,9 @@ def require_equal(everyone: Sequence[Mapping[str, tuple[str, int]]]) -> None:
     who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {ranks} differ"
     raise ValueError(
         f"parameters differ between ranks ({who} from rank 0): {', '.join(wrong[:3])}{more}; a checkpoint would give "
-        "rank 0's to all. If layers are cut over ranks (tensor, expert, pipeline parallel): pass "
-        '{"training": PerRank({"model": model, "optimizer": optimizer})}, or a Hybrid. If ranks are replicas: they '
-        "drifted apart or began unequal; give all one rank's values (DataParallel does), or go back to a checkpoint"
+        "rank 0's to all. If layers are cut over ranks (tensor, expert, pipeline parallel): pass a Hybrid, or of a "
+        "pipeline a StageState. If ranks are replicas: they drifted apart or began unequal; give all one rank's values "
+        "(DataParallel does), or go back to a checkpoint"
     )
 
 
@@ -162,10 +141,8 @@ def refuse_shards(parts: Parts) -> None:
         ValueError: on each rank that finds some.
     """
     for name, part in parts.items():
-        held: list[Any] = []
-        if isinstance(part, nn.Module) and not is_own(part):
-            held = [*part.parameters()]
-        elif isinstance(part, torch.optim.Optimizer):
+        held = [*part.parameters()] if isinstance(part, nn.Module) and not isinstance(part, Sharded) else []
+        if isinstance(part, torch.optim.Optimizer):
             held = [parameter for group in part.param_groups for parameter in group["params"]]
         if any(getattr(parameter, "is_shard", False) for parameter in held):
             raise ValueError(
@@ -174,18 +151,15 @@ def refuse_shards(parts: Parts) -> None:
             )
 
 
-def require_plain(value: Any, where: str) -> None:
-    """Refuse what only code could rebuild."""
+def require_plain(value: Any, where: str = "") -> None:
+    """Refuse what could be saved but not loaded: loading takes plain values and tensors, and never runs code."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
-            if type(key) not in _PLAIN:
-                require_plain(key, f"a key of {where}")
-            if type(item) not in _PLAIN:
-                require_plain(item, f"{where}[{key!r}]")
+            require_plain(key, f"a key of {where}")
+            require_plain(item, f"{where}[{key!r}]" if where else str(key))
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            if type(item) not in _PLAIN:
-                require_plain(item, f"{where}[{index}]")
+            require_plain(item, f"{where}[{index}]")
     elif type(value) not in _PLAIN:
         raise ValueError(
             f"{where} is a {type(value).__name__}; a checkpoint holds numbers, strings, tensors, and lists and "
@@ -201,29 +175,27 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
         shared: what rank 0 wrote for all.
         owns: what ranks wrote for themselves: this rank alone, all that saved, or none where no part needs it.
     """
-    saved = set(shared["parts"])
-    for kind in ("generators", "hooks", "shards"):
-        saved |= {*owns[0].get(kind, {})} if owns else set()
+    own = {name for kind in ("generators", "hooks", "shards") for name in (owns[0] if owns else {}).get(kind, ())}
     if not owns:
-        saved |= {name for name, part in parts.items() if is_own(part)}
-    if saved != set(parts):
+        own = {name for name, part in parts.items() if isinstance(part, torch.Generator) or _is_hook(part)}
+    if (saved := {*shared["parts"], *own}) != {*parts}:
         raise ValueError(
             f"the checkpoint has parts {sorted(saved)}; got {sorted(parts)}; pass the parts that were saved"
         )
     for name, part in parts.items():
-        kept = owns[0].get("shards", {}).get(name) if owns else None
-        here, there = (_saver(one) for one in (part.shard_state() if isinstance(part, Sharded) else None, kept))
-        if owns and here != there:
+        here = _saver(part.shard_state() if isinstance(part, Sharded) else None)
+        there = _saver(owns[0]["shards"].get(name) if owns else None)
+        if here != there:
             raise ValueError(f"{name} is {here} here, but the checkpoint saved it as {there}; pass {there}")
         if isinstance(part, Sharded):
             part.check_shards([own["shards"][name] for own in owns])
         elif isinstance(part, nn.Module):
-            check_module(part, name, shared["parts"][name])
+            _check_module(part, name, shared["parts"][name])
         elif isinstance(part, torch.optim.Optimizer):
             _check_optimizer(part, name, shared["kinds"][name], shared["parts"][name])
 
 
-def check_module(module: nn.Module, name: str, state: Mapping[str, Any]) -> None:
+def _check_module(module: nn.Module, name: str, state: Mapping[str, Any]) -> None:
     """Refuse a saved state with other names, shapes or types of numbers than the module's."""
     now, then = ({key: _shape(value) for key, value in one.items()} for one in (module.state_dict(), state))
     for key in [*then, *now]:
@@ -236,15 +208,14 @@ def check_module(module: nn.Module, name: str, state: Mapping[str, Any]) -> None
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, name: str, kind: str, state: Mapping[str, Any]) -> None:
     """Refuse the state of a different kind of optimizer, or of one for other parameters."""
-    if kind != type(optimizer).__name__:
-        raise ValueError(
-            f"{name} is {kind} in the checkpoint and {type(optimizer).__name__} here; build the same optimizer: one "
-            "kind of moments means nothing to a different one"
-        )
-    now, then = ([len(one["params"]) for one in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+    now, then = (
+        f"{its} with groups of {[len(one['params']) for one in groups]} parameters"
+        for its, groups in ((type(optimizer).__name__, optimizer.param_groups), (kind, state["param_groups"]))
+    )
     if now != then:
         raise ValueError(
-            f"{name}: groups of {then} parameters in the checkpoint, of {now} here; build the same optimizer"
+            f"{name} is {then} in the checkpoint and {now} here; build the same optimizer: one kind of moments means "
+            "nothing to a different one"
         )
 
 
@@ -252,7 +223,7 @@ def _saver(state: Mapping[str, Any] | None) -> str:
     """Say what saves such a shard."""
     if state is None:
         return "a whole part"
-    kinds = {"place": "a Hybrid", "stages": "a StageState", "kinds": "a PerRank"}
+    kinds = {"place": "a Hybrid", "stages": "a StageState"}
     return next((kind for key, kind in kinds.items() if key in state), "a ShardedState or ShardedOptimizer")
 
 
@@ -271,7 +242,7 @@ def take_up(
         elif isinstance(part, torch.Generator):
             if own is not None:
                 part.set_state(own["generators"][name])
-        elif is_hook(part):
+        elif _is_hook(part):
             if own is not None:
                 part.load_state_dict(own["hooks"][name])
         else:
@@ -281,55 +252,3 @@ def take_up(
                     buffer.copy_(own["buffers"][name][key])
     if own is not None:
         restore_random_state(own["random"])
-
-
-class PerRank:
-    """Parts that each rank saves for itself: layers that are cut over ranks, experts, stages of a pipeline.
-
-    What `save` writes for all is rank 0's. Wrapped in a `PerRank`, each rank's state goes into its own file and comes
-    back to that rank. Only as many ranks as saved can load it: nothing here knows how the parts were cut. A `Hybrid`
-    does know, and can be loaded on other numbers of ranks.
-
-        save(directory, step, parts={"training": PerRank({"model": model, "optimizer": optimizer})})
-
-    Args:
-        parts: by name: modules, optimizers and the like, as of `save`.
-        group: the ranks that save together.
-
-    Raises:
-        ValueError: a part is each rank's own as it is, such as a generator.
-    """
-
-    def __init__(self, parts: Mapping[str, Stateful], group: ProcessGroup | None = None) -> None:
-        for name, part in parts.items():
-            if is_own(part):
-                raise ValueError(f"{name} is saved per rank already; pass it to save() itself, not in a PerRank")
-        self._parts = dict(parts)
-        self._rank, self._world_size = place_in(group)
-
-    def shard_state(self) -> dict[str, Any]:
-        """Return this rank's states, and whose they are."""
-        states = {name: part.state_dict() for name, part in self._parts.items()}
-        place = {"rank": self._rank, "world_size": self._world_size}
-        return {**place, "kinds": kinds_of(self._parts), "parts": states}
-
-    def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError where these are not this rank's, or do not fit."""
-        check_fit(self._parts, dict(self._own(states)), [])
-
-    @torch.no_grad()
-    def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take up this rank's states."""
-        own = self._own(states)["parts"]
-        for name, part in self._parts.items():
-            part.load_state_dict(own[name])
-
-    def _own(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        mine = [one for one in states if (one["rank"], one["world_size"]) == (self._rank, self._world_size)]
-        if len(mine) != 1:
-            there = sorted({one["world_size"] for one in states})
-            raise ValueError(
-                f"a PerRank was saved by {', '.join(map(str, there))} ranks and this job has {self._world_size}; it "
-                "cannot be divided among a different number of ranks: start as many as saved it, or save a Hybrid"
-            )
-        return mine[0]

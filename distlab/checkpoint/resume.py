@@ -24,10 +24,12 @@ from distlab.checkpoint.parts import (
     Parts,
     Sharded,
     check_fit,
-    collect,
     kinds_of,
+    own_state,
+    refuse_shards,
     require_equal,
     require_plain,
+    shared_state,
     sums_of,
     take_up,
 )
@@ -72,8 +74,8 @@ def save(
         step: updates made so far.
         parts: what to save, by name: `{"model": model, "optimizer": optimizer}`, schedules, generators that the run
             draws from, and the GradientHook of data parallelism. Rank 0 writes what ranks share; each rank writes its
-            own generators, hooks, shards (`distlab.sharding.ShardedState`), `PerRank` parts and module buffers, and
-            always Python's, numpy's and torch's own generators.
+            own generators, hooks, shards (`distlab.sharding.ShardedState`) and module buffers, and always Python's,
+            numpy's and torch's own generators.
         data_position: where to go on in the data: plain values, equal on all ranks.
         group: the ranks that save together; None is all, or this process alone where there are none.
         keep: newest checkpoints to leave in the directory.
@@ -184,8 +186,9 @@ def agreed_contents(
             raise ValueError(f"step is {step!r}; pass the number of updates made so far")
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep is {keep!r}; pass at least 1, or every checkpoint would be deleted")
-        require_plain(data_position, "data_position")
-        shared, own = collect(parts)
+        refuse_shards(parts)
+        shared, own = shared_state(parts), own_state(parts)
+        require_plain({"data_position": data_position, **shared, **own["hooks"], **own["shards"]})
         facts = {"step": step, "data_position": data_position, "kinds": kinds_of(parts)}
         kept.append({SHARED: {**facts, "parts": shared}, OWN: own})
         sums = sums_of(parts)

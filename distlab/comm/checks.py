@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import operator
 import os
 import resource
-import stat
-from io import BufferedReader
-from pathlib import Path
 from typing import SupportsIndex
 
 from distlab.comm.shared_memory.futex import why_not_here
@@ -90,16 +86,3 @@ def check_backend(backend: object, world_size: int, num_nodes: int = 1) -> str |
                 f"backend nccl needs a GPU for each of {world_size} ranks, and there are {count}; pass 'gloo'"
             )
     return backend
-
-
-def open_file(path: str | Path) -> BufferedReader:
-    """Open a regular file for reading; a pipe in its place would let its reader wait without end.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (returned)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "is not a regular file, but a pipe or a device", str(path))
-    return file

@@ -3,21 +3,13 @@
 Begin with `plain`, the whole idea on one screen. What a cluster asks for stands beside it:
 
 1. `work`: which samples a step takes on any number of ranks, and at which learning rate.
-2. `run`: `ElasticRun`, the loop itself.
-3. `leave`: SIGTERM.
-4. `restart`: new ranks for those that failed, where no torchrun does it.
-5. `votes`: replicas find flipped bits by comparing.
-6. `faults`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
+2. `run`: `ElasticRun`, the loop itself, with SIGTERM; new ranks for those that failed, where no torchrun does it.
+3. `votes`: replicas find flipped bits by comparing.
+4. `faults`: make things go wrong, to try all this; `agents`: several machines' torchruns on this one.
 """
 
 from distlab.elastic.agents import Agent as Agent, Agents as Agents
-from distlab.elastic.faults import (
-    Fault as Fault,
-    Faults as Faults,
-    plan_faults as plan_faults,
-)
-from distlab.elastic.leave import Left as Left
+from distlab.elastic.faults import Fault as Fault, Faults as Faults, plan_faults as plan_faults
 from distlab.elastic.plain import plain_train as plain_train
-from distlab.elastic.restart import run_elastic as run_elastic
-from distlab.elastic.run import ElasticRun as ElasticRun, Saves as Saves
+from distlab.elastic.run import ElasticRun as ElasticRun, Left as Left, Saves as Saves, run_elastic as run_elastic
 from distlab.elastic.work import BatchRule as BatchRule, Step as Step, Work as Work

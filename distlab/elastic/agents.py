@@ -29,8 +29,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -75,12 +73,19 @@ class Agent:
             ) from None
 
     def kill(self) -> None:
-        """Kill it and its ranks at once, as if its machine lost its power."""
+        """Kill it and its ranks at once, with all that these have started, as if its machine lost its power.
+
+        The agent is stopped first: it cannot collect a rank that ends now, so no process number is given away.
+        """
         if self.process.poll() is None:
-            kill_agent(self.process)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGSTOP)
+                _kill_children(self.process.pid)
+            kill_group(self.process.pid)
+            self.process.wait()
 
 
-class Agents:
+class Agents(contextlib.AbstractContextManager["Agents"]):
     """Agents by name, and the store in which they meet.
 
     Attributes:
@@ -139,31 +144,11 @@ class Agents:
     def __getitem__(self, name: str) -> Agent:
         return next(agent for agent in reversed(self._started) if agent.name == name)
 
-    def __enter__(self) -> Agents:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kill what still runs, and remove what they wrote."""
         for agent in self._started:
             agent.kill()
         self._folder.cleanup()
-
-
-def kill_agent(process: subprocess.Popen[Any]) -> None:
-    """Kill an agent and its ranks with all that these have started.
-
-    The agent is stopped first: it cannot collect a rank that ends now, so no process number is given away meanwhile.
-    """
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGSTOP)
-        _kill_children(process.pid)
-    kill_group(process.pid)
-    process.wait()
 
 
 def _kill_children(pid: int | None = None) -> None:

@@ -5,18 +5,26 @@ At each start: take up the newest checkpoint, whatever number of ranks saved it.
 1. Was any rank asked to end? One all-reduce of 4 bytes tells all ranks the same, so that all leave at the same step.
 2. Is a save due? First the replicas vote on the bits of their weights and of the optimizer's state: wrong bits are not
    saved. A full disk costs a warning and the checkpoint, not the run; only the last save must succeed.
+
+SIGTERM is how a cluster says that it wants its machine back, some 30 seconds before SIGKILL. A rank that waits for
+others in C runs no Python, so no handler of Python's either. But the interpreter writes the signal's number into a pipe
+at once (`signal.set_wakeup_fd`), and a thread reads it. So the limit holds whatever the rank is doing. A rank that is
+stopped (SIGSTOP, a debugger) hears nothing at all: its peers fail when their wait times out, torchrun kills it 30 s
+later, and starts all ranks anew. `run_elastic` does so for functions that `run` starts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,18 +34,18 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.data import SampleOrder, rank_slice
 from distlab.checkpoint import AsyncSaves, CheckpointError, Resumed, load, save
 from distlab.checkpoint.parts import Parts, moments_of, refuse_shards, require_equal, sums_of
-from distlab.comm import agree
+from distlab.comm import Nodes, RankError, agree, run
 from distlab.comm.agree import group_device
 from distlab.comm.checks import check_timeout
+from distlab.comm.launch.ranks import Watching
 from distlab.comm.together import place_in, together
 from distlab.data_parallel import loss_weight
 from distlab.elastic.faults import Faults
-from distlab.elastic.leave import STATUS, Left, Notice
 from distlab.elastic.votes import ReplicaVotes
 from distlab.elastic.work import Step, Work
 from distlab.rng import derive_seed, seed_rank
 
-_NEVER = sys.maxsize
+STATUS = 128 + signal.SIGTERM
 
 
 class Saves(NamedTuple):
@@ -57,7 +65,69 @@ class Saves(NamedTuple):
 _USUAL = Saves()
 
 
-class ElasticRun:
+class Left(SystemExit):
+    """The ranks were asked to end, have saved and leave with status 143: the run is not over, and can be started."""
+
+
+class Notice:
+    """Whether this process was asked to end (SIGTERM).
+
+    Attributes:
+        asked: set by the signal.
+        doing: what the process does, for its last words.
+    """
+
+    def __init__(self, limit_s: float, rank: int) -> None:
+        self.limit_s, self.rank = limit_s, rank
+        self.asked = threading.Event()
+        self.doing = "starting"
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Hear the signal while the block runs; the process ends when it is in the block a limit after the signal.
+
+        Signals reach the main thread alone: in a different one nothing changes.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        handler = signal.signal(signal.SIGTERM, lambda *_: None)  # without one the process would end at once
+        old_mouth = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forget)
+        thread = threading.Thread(target=self._listen, args=(ear,), name="notice", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            signal.set_wakeup_fd(old_mouth)
+            signal.signal(signal.SIGTERM, handler if handler is not None else signal.SIG_DFL)
+            os.write(mouth, b"\0")  # not close: a child may have the same end of the pipe
+            thread.join()
+            os.close(mouth)
+            os.close(ear)
+
+    def _forget(self) -> None:
+        """Let SIGTERM end a child that this process has forked (a DataLoader's worker), not speak for the parent."""
+        if not self._over.is_set():
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _listen(self, ear: int) -> None:
+        while not self._over.is_set():
+            if signal.SIGTERM not in os.read(ear, 64):
+                continue
+            self.asked.set()
+            if not self._over.wait(self.limit_s):
+                text = f"rank {self.rank}: was asked to end (SIGTERM) {self.limit_s:g} s ago and is still {self.doing}"
+                print(f"{text}; ends now. The newest checkpoint stays", file=sys.stderr, flush=True)
+                os._exit(STATUS)
+
+
+class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
     """The steps that are left of a run, on as many ranks as there are now; every rank iterates over them.
 
         parts, work = {"model": model, "optimizer": optimizer}, Work(BatchRule(64), num_samples=len(inputs))
@@ -121,7 +191,7 @@ class ElasticRun:
         self._notice = Notice(check_timeout(leave_within_s, what="leave_within_s"), self._rank)
         self._order = SampleOrder(work.num_samples, work.seed)
         self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
-        self._votes = ReplicaVotes(group, every=_NEVER)
+        self._votes = ReplicaVotes(group)
         self._writer: AsyncSaves | None = None
         self._stack = contextlib.ExitStack()
 
@@ -139,10 +209,8 @@ class ElasticRun:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps that are left; a step is over when the next one is asked for."""
@@ -166,9 +234,8 @@ class ElasticRun:
         self.work.batch_at(0, self._world_size)
         refuse_shards(self._parts)
         try:
-            if self._rank == 0 and not os.path.lexists(self._directory):
-                self._directory.mkdir(parents=True)
-            if self._rank == 0 and self._directory.is_dir():
+            if self._rank == 0:
+                self._directory.mkdir(parents=True, exist_ok=True)
                 trial = self._directory / ".saving-trial"  # a name that saves remove, should this process die here
                 trial.touch()
                 trial.unlink()
@@ -246,10 +313,58 @@ class ElasticRun:
 
     def _write(self, *, at_once: bool) -> None:
         place = {"position": self.position, "world_size": self._world_size, **self.work.facts()}
+        what: dict[str, Any] = {"parts": self._parts, "data_position": place}
         if self._writer is None:
-            keep = self._saves.keep
-            save(self._directory, self.number, parts=self._parts, data_position=place, group=self._group, keep=keep)
-            return
-        self._writer.save(self.number, parts=self._parts, data_position=place)
-        if at_once:
-            self._writer.wait()
+            save(self._directory, self.number, group=self._group, keep=self._saves.keep, **what)
+        else:
+            self._writer.save(self.number, **what)
+            if at_once:
+                self._writer.wait()
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    world_size: int | Callable[[int], int],
+    *,
+    args: Sequence[Any] = (),
+    max_restarts: int = 3,
+    timeout_s: float = 600.0,
+    nodes: Nodes | int = 1,
+    **watching: Unpack[Watching],
+) -> list[Any]:
+    """Call fn(*args) on ranks as `distlab.comm.run` does, and again on new ranks when it fails.
+
+        run_elastic(train, 4)                                   # 4 ranks again after each failure
+        run_elastic(train, lambda start: max(1, 4 - start))     # one fewer each time, as when machines are lost
+
+    A function that raises ValueError is not started again: it would refuse the same arguments.
+
+    Args:
+        fn: trains; begins where the last checkpoint is, as with `ElasticRun` or `plain_train`.
+        world_size: number of ranks, or a function that returns it for each start (0, 1, ...).
+        args: of fn.
+        max_restarts: starts after the first one.
+        timeout_s: how long one start may take; ranks that hang are ended then.
+        nodes: as of `run`.
+        watching: as of `run`.
+
+    Returns:
+        What each rank of the last start returned.
+
+    Raises:
+        ValueError: as `run`.
+        RankError: the last start failed too; the text begins with the root cause.
+    """
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ValueError(f"max_restarts is {max_restarts!r}; pass a whole number, at least 0")
+    for start in itertools.count():
+        num_ranks = world_size(start) if callable(world_size) else world_size
+        try:
+            return run(fn, num_ranks, args=args, timeout_s=timeout_s, nodes=nodes, **watching)
+        except RankError as error:
+            refused = bool(error.failures) and error.failures[0].summary.startswith("raised ValueError")
+            if refused or start >= max_restarts:
+                raise
+            first = str(error).partition("\n")[0]
+            warnings.warn(f"{first}; starting anew (restart {start + 1} of {max_restarts})", stacklevel=2)
+    raise AssertionError("itertools.count never ends")

@@ -50,9 +50,7 @@ class BatchRule:
     lr: str = "same"
 
     def __post_init__(self) -> None:
-        for name, value in (("batch", self.batch), ("world_size", self.world_size)):
-            if value is not None and not _is_count(value):
-                raise ValueError(f"BatchRule: {name} is {value!r}; pass a whole number, at least 1")
+        _require_counts(self, "batch", *(["world_size"] if self.world_size is not None else []))
         if self.lr not in _SCALED or (self.lr == "same") != (self.world_size is None):
             raise ValueError(
                 f"BatchRule: world_size is {self.world_size} and lr {self.lr!r}; pass both, with lr='linear' or "
@@ -103,9 +101,7 @@ class Work:
     lr: float | LearningRateSchedule | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "num_epochs"):
-            if not _is_count(getattr(self, name)):
-                raise ValueError(f"Work: {name} is {getattr(self, name)!r}; pass a whole number, at least 1")
+        _require_counts(self, "num_samples", "num_epochs")
         if isinstance(self.lr, float | int) and not (math.isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"Work: lr is {self.lr!r}; pass a number, at least 0, a LearningRateSchedule, or None")
         if self.lr is None and self.rule.lr != "same":
@@ -168,5 +164,8 @@ class Step:
     lr: float | None
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _require_counts(record: object, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{type(record).__name__}: {name} is {value!r}; pass a whole number, at least 1")

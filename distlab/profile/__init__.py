@@ -1,9 +1,9 @@
 """Where the time of a training step goes, rank by rank, and what makes it slow.
 
 Start at `plain`: where the time goes, on one screen. Then `sections`: where a step begins, and how it is taken apart;
-`calls` (what ranks do together), `profile` (all of it) and `findings` (what makes steps slow); `words` says it. Traces
+`profile` (all of it, with what ranks do together) and `findings` (what makes steps slow); `words` says it. Traces
 come from a `live` program or are `read` from files, whose clocks it brings together; `kineto` knows torch.profiler's.
-`anomalies` stands apart: where NaN or a spike began. Names load on first use: files are read without torch.
+`anomalies` stands apart: where NaN began. Names load on first use: files are read without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find where NaN, infinity or a spike of the loss began: the step, the rank, the layer, and which pass.
+"""Find where NaN or infinity began: the step, the rank, the layer, and which pass.
 
 One bad value is everywhere a moment later: backward carries it to all layers, the average of gradients to all ranks,
 the optimizer to all weights. So each rank notes the largest magnitude of what every layer makes, in order. The values
@@ -20,12 +20,9 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
-import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,23 +36,12 @@ WEIGHTS, INPUT, FORWARD, LOSS, BACKWARD, GRADIENT, AVERAGED = range(7)
 # Which of two ranks began it, where both saw it first in one step: a layer that made it, before a rank that got it.
 _FIRST = {WEIGHTS: 0, FORWARD: 1, INPUT: 2, LOSS: 3, BACKWARD: 4, GRADIENT: 4, AVERAGED: 5}
 _WHOLE = "the model"
-HISTORY, LEAST_HISTORY = 64, 16
-SPIKE = 10.0  # standard deviations above the median of the last HISTORY losses
-SCALE_OF_MAD = 1.4826  # makes the median absolute deviation of a normal distribution its standard deviation
-Origin = tuple[int, int, int, str]
-"""Where a rank saw it first: step, order and place, of which the lower was earlier, and words."""
+Label = tuple[int, str]
+"""In which pass something was made, and whose it is."""
 
 
 class AnomalyError(RuntimeError):
     """A value was NaN or infinite; the text says where it was so first."""
-
-
-class Event(NamedTuple):
-    """In which pass something was made, whose it is, and its largest magnitude."""
-
-    phase: int
-    name: str
-    value: float
 
 
 class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
@@ -67,9 +53,6 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
         every: steps between two comparisons. An anomaly is reported up to this many steps late; no step waits for it.
         gradients: whether gradients count. With a loss scaler they overflow now and then: pass False.
 
-    Attributes:
-        spikes: what was told of spikes: a rank's loss SPIKE standard deviations above the median of the last 64.
-
     Cost: every output, gradient and weight is read once per step; no step waits for the device; a comparison reads the
         magnitudes of k steps, and is one all-gather of 8 bytes per rank.
     """
@@ -80,12 +63,10 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every is {every!r}; pass the number of steps between two comparisons, such as 10")
         self._model, self._group, self._every, self._gradients = model, group, every, gradients
-        self.spikes: list[str] = []
         self._next_step = 0
-        # what was made since the last look: phase, name, smallest and largest (twenty times as fast as their norm)
-        self._made: list[tuple[int, str, Any]] = []
-        self._steps: list[tuple[int, list[tuple[int, str]], Tensor]] = []
-        self._history: dict[tuple[int, str], deque[float]] = {}
+        # what was made since the last look: label, smallest and largest (twenty times as fast as their norm)
+        self._made: list[tuple[Label, Any]] = []
+        self._steps: list[tuple[int, list[Label], Tensor]] = []
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._inputs, with_kwargs=True)]
         for name, module in model.named_modules():
             if module is model or not [*module.children()] or [*module.parameters(recurse=False)]:
@@ -110,7 +91,7 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
             AnomalyError: as `check`.
         """
         if loss is not None:
-            last = max((index for index, made in enumerate(self._made) if made[0] <= FORWARD), default=-1)
+            last = max((index for index, ((phase, _), _) in enumerate(self._made) if phase <= FORWARD), default=-1)
             self._note(LOSS, "the loss", loss, at=last + 1)
         for name, parameter in self._model.named_parameters() if self._gradients else ():
             if parameter.grad is not None:
@@ -136,28 +117,25 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
         local = local.coalesce().values() if local.layout is torch.sparse_coo else local
         if local.numel() and (local.is_floating_point() or local.is_complex()):
             real = local if local.is_floating_point() else torch.view_as_real(local)
-            self._made.insert(len(self._made) if at is None else at, (phase, name, real.aminmax()))
+            self._made.insert(len(self._made) if at is None else at, ((phase, name), real.aminmax()))
 
     def _weights(self) -> None:
         for name, parameter in self._model.named_parameters():
             self._note(WEIGHTS, name, parameter)
 
     def _inputs(self, model: nn.Module, args: Any, named: Any) -> None:
-        if not model.training:
-            return
-        if not self._made:
-            self._weights()
-        for index, tensor in enumerate(find((args, named))[0]):
-            self._note(INPUT, f"input {index}", tensor)
+        if model.training:
+            if not self._made:
+                self._weights()
+            for index, tensor in enumerate(find((args, named))[0]):
+                self._note(INPUT, f"input {index}", tensor)
 
     def _outputs(self, name: str) -> Callable[..., None]:
         seen = self._seen(BACKWARD, name)
         counts = self._gradients and (name != _WHOLE or not [*self._model.children()])  # else its last layer's count
 
         def hook(module: nn.Module, _: Any, output: Any) -> None:
-            if not module.training:
-                return
-            for tensor in find(output)[0]:
+            for tensor in find(output)[0] if module.training else ():
                 self._note(FORWARD, name, tensor)
                 if counts and tensor.requires_grad:
                     tensor.register_hook(seen)
@@ -165,46 +143,27 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
         return hook
 
     def _seen(self, phase: int, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self._note(phase, name, gradient)
-
-        return hook
+        return lambda gradient: self._note(phase, name, gradient)
 
     def _end(self, step: int) -> None:
         if self._made:
-            device = self._made[0][2].min.device
+            device = self._made[0][1].min.device
             low, high = (
-                torch.stack([getattr(made[2], which).to(device, torch.float64) for made in self._made])
+                torch.stack([getattr(ends, which).to(device, torch.float64) for _, ends in self._made])
                 for which in ("min", "max")
             )
-            self._steps.append((step, [made[:2] for made in self._made], torch.maximum(high, -low)))
+            self._steps.append((step, [label for label, _ in self._made], torch.maximum(high, -low)))
         self._made, self._next_step = [], step + 1
 
     def _compare(self) -> None:
         steps, self._steps = self._steps, []
-        bad: Origin | None = None
-        spike: Origin | None = None
-        for step, labels, values in steps:
-            events = [Event(*label, value) for label, value in zip(labels, values.tolist(), strict=True)]
-            bad = self._first_bad(step, events)
-            if bad is not None:
-                break
-            spike = spike or self._spike_of(step, events)
-        mine = None if bad is None and spike is None else [bad is None, *(bad or spike or ())]
-        found = self._everyone(mine)
-        if not found:
-            return
-        *first, words = min(found)[0]  # what is bad comes before a spike
-        ranks = [rank for told, rank in found if told[:-1] == first]
-        is_bad, first = not first[0], first[1:]
-        text = f"step {first[0]}: {ranks_in_words(ranks)}: {words}"
-        if is_bad:
-            raise AnomalyError(text)
-        self.spikes.append(text)
-        self._history.clear()  # what is usual may change its level
-        warnings.warn(text, stacklevel=3)
+        mine = next(filter(None, (_first_bad(step, labels, values.tolist()) for step, labels, values in steps)), None)
+        if found := self._everyone(mine):
+            *first, words = min(found)[0]
+            ranks = [rank for (*place, _), rank in found if place == first]
+            raise AnomalyError(f"step {first[0]}: {ranks_in_words(ranks)}: {words}")
 
-    def _everyone(self, mine: list[Any] | None) -> list[tuple[Any, int]]:
+    def _everyone(self, mine: list[Any] | None) -> list[tuple[list[Any], int]]:
         """Return what ranks report, with the rank. If none does, the cost is one all-gather of 8 bytes per rank."""
         if not dist.is_available() or not dist.is_initialized():
             return [] if mine is None else [(mine, 0)]
@@ -216,58 +175,29 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         return [(json.loads(text), rank) for rank, text in zip(ranks, texts, strict=True) if text.strip()]
 
-    def _first_bad(self, step: int, events: Sequence[Event]) -> Origin | None:
-        """Return the step's first event that is NaN or infinite."""
-        for index, event in enumerate(events):
-            if not math.isfinite(event.value):
-                kind = "NaN" if math.isnan(event.value) else "infinity"
-                return (step, _FIRST[event.phase], index, f"{kind} {_place(events, index)}")
-        return None
 
-    def _spike_of(self, step: int, events: Sequence[Event]) -> Origin | None:
-        """Return what stands out first where the loss does; a step without a spike joins the history."""
-        loss = next((event for event in events if event.phase == LOSS), None)
-        if loss is None or not self._stands_out(loss):
-            for event in events:
-                if event.phase <= LOSS:
-                    self._history.setdefault(event[:2], deque(maxlen=HISTORY)).append(event.value)
-            return None
-        past = self._history[loss[:2]]
-        words = f"the loss is {loss.value:.4g}, and was {statistics.median(past):.4g} (median of {len(past)} steps)"
-        for index, event in enumerate(events):
-            if event.phase < LOSS and self._stands_out(event):
-                median, _ = self._typical(event) or (0.0, 0.0)
-                words += f"; first {_place(events, index)}: {event.value:.4g}, where {median:.4g} is usual"
-                return (step, _FIRST[event.phase], index, words)
-        return (step, _FIRST[LOSS], len(events), f"{words}; no layer stands out: look at this batch's targets")
-
-    def _typical(self, event: Event) -> tuple[float, float] | None:
-        """Return median and deviation of an event's magnitude in good steps; None while there are too few."""
-        past = self._history.get(event[:2], ())
-        if len(past) < LEAST_HISTORY:
-            return None
-        median = statistics.median(past)
-        return median, SCALE_OF_MAD * statistics.median(abs(value - median) for value in past)
-
-    def _stands_out(self, event: Event) -> bool:
-        median, deviation = self._typical(event) or (math.inf, 0.0)
-        return event.value > median + SPIKE * max(deviation, 0.01 * abs(median))
+def _first_bad(step: int, labels: Sequence[Label], values: Sequence[float]) -> list[Any] | None:
+    """Return where a step saw NaN or infinity first: step, order, place (the lower was earlier), and words."""
+    for index, (label, value) in enumerate(zip(labels, values, strict=True)):
+        if not math.isfinite(value):
+            kind = "NaN" if math.isnan(value) else "infinity"
+            return [step, _FIRST[label[0]], index, f"{kind} {_place(labels, index)}"]
+    return None
 
 
-def _place(events: Sequence[Event], index: int) -> str:
-    """Say in words where an event lies, and what was right before it."""
-    phase, name, _ = events[index]
-    if phase == WEIGHTS:
-        return f"in the weight {name} as the step began: the optimizer made it in the step before, or a bit flipped"
-    if phase == INPUT:
-        return f"in the model's {name}: in this rank's data, or in what a different stage sent"
-    if phase == LOSS:
-        return "in the loss, after all layers' forward"
-    if phase == AVERAGED:
-        return f"in the gradient of {name} after backward: in the exchange of gradients, or in what changed them since"
+def _place(labels: Sequence[Label], index: int) -> str:
+    """Say in words where something was made, and what was right before it."""
+    phase, name = labels[index]
     same = FORWARD if phase == FORWARD else BACKWARD
-    before = next((event.name for event in reversed(events[:index]) if event.phase == same), "")
-    if phase == FORWARD:
-        return f"in forward, at the output of {name} (right until {before or 'the model got its input'})"
+    before = next((other for its, other in reversed(labels[:index]) if its == same), "")
     whose = f"the gradient of {name}" if phase == GRADIENT else f"the gradient of the output of {name}"
-    return f"in backward, in {whose} (right until {before or 'the loss began its backward'})"
+    backward = f"in backward, in {whose} (right until {before or 'the loss began its backward'})"
+    return {
+        WEIGHTS: f"in the weight {name} as the step began: the optimizer made it in the step before, or a bit flipped",
+        INPUT: f"in the model's {name}: in this rank's data, or in what a different stage sent",
+        FORWARD: f"in forward, at the output of {name} (right until {before or 'the model got its input'})",
+        LOSS: "in the loss, after all layers' forward",
+        BACKWARD: backward,
+        GRADIENT: backward,
+        AVERAGED: f"in the gradient of {name} after backward: in the exchange, or in what changed it since",
+    }[phase]

@@ -26,23 +26,12 @@ from distlab.trace import Span, Trace
 
 CATEGORIES = ("cpu_op", "user_annotation", "kernel", "cuda_runtime", "gpu_memcpy", "gpu_user_annotation")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-SIZES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "short": 2}
-KINDS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-    "scatter": "scatter",
-    "gather": "gather",
-    "reduce": "reduce",
-}
-"""Words in the names of calls, the longer ones before those that they contain."""
-
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
+SIZES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "short": 2}
+KINDS = (  # of calls; their names contain these words, and a longer one may contain a shorter one
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"),
+    *("send", "recv", "scatter", "gather", "reduce"),
+)
 LEAST_WAIT_NS = 100_000  # shorter gaps between operators are Python's
 Ints = NDArray[np.int64]
 _SECTION = re.compile(r"\W*(data|forward|backward|sync|optimizer)\W*", re.IGNORECASE)
@@ -60,13 +49,18 @@ class KinetoEvent(NamedTuple):
     thread: str
     args: dict[str, Any]
 
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of nccl or gloo that is under way."""
+        return self.category != "cpu_op" and self.name.startswith(("nccl", "gloo:"))
+
 
 class Range(NamedTuple):
-    """A section on the host."""
+    """A section, or a step, on the host."""
 
     start_ns: int
     end_ns: int
-    section: str
+    name: str
 
 
 def is_kineto(document: Any, events: Sequence[Any]) -> bool:
@@ -101,127 +95,6 @@ def events_of(document: Any, events: Sequence[Any]) -> list[KinetoEvent]:
     return found
 
 
-def is_call(name: str) -> bool:
-    """Whether an event is a call of nccl or gloo that is under way."""
-    return name.startswith(("nccl", "gloo:"))
-
-
-def call_kind(name: str, args: dict[str, Any]) -> str:
-    """Return the kind of a call, such as "all_reduce" for "nccl:all_reduce" or "ncclDevKernel_AllReduce_Sum_f32"."""
-    told = f"{args.get('Collective name', '')} {name}".lower().replace("_", "")
-    return next((kind for word, kind in KINDS.items() if word in told), "call")
-
-
-def num_bytes(call: KinetoEvent) -> int:
-    """Return the bytes that a rank gives to a call, as far as the trace says."""
-    told = call.args
-    try:
-        if elements := told.get("In msg nelems"):
-            return int(elements * SIZES.get(str(told.get("dtype", "")).lower(), 1))
-        pairs = zip(told["Input Dims"], told["Input type"], strict=False)  # of gloo, with record_shapes=True
-        return sum(math.prod(shape) * SIZES.get(str(kind).lower(), 1) for shape, kind in pairs if shape)
-    except (KeyError, TypeError):
-        return 0
-
-
-def lane_of(call: KinetoEvent, world_size: int) -> str:
-    """Return the lane of a call: one for each group of ranks."""
-    size, ranks = call.args.get("Group size"), call.args.get("Process Group Ranks")
-    return "communication" if ranks is None or size == world_size else f"communication of ranks {ranks}"
-
-
-def section_of(name: str) -> str:
-    """Return the section that an annotation names, or ""."""
-    if match := _SECTION.fullmatch(name):
-        return match[1].lower()
-    if name.startswith("Optimizer."):
-        return "optimizer"
-    return "data" if name.startswith("enumerate(DataLoader") else ""
-
-
-def sections_on_host(host: Sequence[KinetoEvent]) -> list[Range]:
-    """Return the sections, in order of their start; `host` is in that order too."""
-    others = [event for event in host if not event.category.startswith(("cpu_op", "cuda", "hip"))]
-    marked = [(event, section_of(event.name)) for event in others]
-    found = [Range(event.start_ns, event.end_ns, section) for event, section in marked if section]
-    operators = [event for event in host if event.category == "cpu_op"]
-    names = {section for *_, section in found}
-    if "backward" not in names:
-        found += _backward(operators)
-    if "forward" not in names:
-        found += _forward(operators, sorted(found))
-    return sorted(found)
-
-
-def main_thread(host: Sequence[KinetoEvent]) -> str:
-    """Return the thread that runs the program: most of the operators that are not autograd's."""
-    count = Counter(
-        event.thread for event in host if event.category == "cpu_op" and not event.name.startswith("autograd")
-    )
-    return count.most_common(1)[0][0] if count else ""
-
-
-def steps_on_host(host: Sequence[KinetoEvent], sections: Sequence[Range]) -> list[tuple[str, int, int]]:
-    """Return name, start and end of each step: as the profiler marked them, or else from update to update."""
-    marked = [(f"step {match[1]}", event) for event in host if (match := _STEP.fullmatch(event.name))]
-    if marked:
-        return [(name, event.start_ns, event.end_ns) for name, event in marked]
-    ends = [event.end_ns for event in host if event.name.startswith("Optimizer.step")]
-    ends = ends or [one.end_ns for one in sections if one.section == "optimizer"]
-    starts = [min(event.start_ns for event in host), *ends] if ends else []
-    return [(f"update {number}", *pair) for number, pair in enumerate(zip(starts, ends, strict=False))]
-
-
-def paint(ranges: Sequence[Range]) -> tuple[Ints, list[str]]:
-    """Cut time where a section begins or ends, and name the innermost section of each piece ("" for none)."""
-    cuts = np.unique(np.array([time for one in ranges for time in one[:2]], np.int64))
-    names = np.full(len(cuts), "", dtype="<U9")
-    for one in ranges:  # in order of their start: what begins later lies inside
-        first, last = np.searchsorted(cuts, one[:2])
-        names[first:last] = one.section
-    return cuts, names.tolist()
-
-
-def section_at(cuts: Ints, names: Sequence[str], time_ns: int) -> str:
-    """Return the section in which a moment lies, of what `paint` returned."""
-    place = int(np.searchsorted(cuts, time_ns, side="right")) - 1
-    return names[place] if place >= 0 else ""
-
-
-def _backward(operators: Sequence[KinetoEvent]) -> list[Range]:
-    """Join autograd's functions to passes; an operator of the program between two of them ends a pass."""
-    autograd = [event for event in operators if event.name.startswith(_AUTOGRAD)]
-    if not autograd:
-        return []
-    main = main_thread(operators)
-    own = np.array([event.start_ns for event in operators if event.thread == main], np.int64)
-    found = [Range(autograd[0].start_ns, autograd[0].end_ns, "backward")]
-    for event in autograd[1:]:
-        reached = found[-1].end_ns
-        if event.start_ns > reached and np.searchsorted(own, event.start_ns) > np.searchsorted(own, reached):
-            found.append(Range(event.start_ns, event.end_ns, "backward"))
-        else:
-            found[-1] = found[-1]._replace(end_ns=max(reached, event.end_ns))
-    return found
-
-
-def _forward(operators: Sequence[KinetoEvent], sections: Sequence[Range]) -> list[Range]:
-    """Take the operators of the main thread between two sections, of which the second is a backward, as its forward."""
-    main = main_thread(operators)
-    starts = np.array([one.start_ns for one in sections], np.int64)
-    ends = np.maximum.accumulate([one.end_ns for one in sections]) if sections else starts
-    found: dict[int, Range] = {}
-    for event in operators:
-        middle = (event.start_ns + event.end_ns) // 2  # the beginning may touch a section's end, after rounding
-        place = int(np.searchsorted(starts, middle, side="right"))
-        if event.thread != main or (place and middle < ends[place - 1]):
-            continue
-        if place < len(sections) and sections[place].section == "backward":
-            before = found.get(place, Range(event.start_ns, event.end_ns, "forward"))
-            found[place] = before._replace(end_ns=max(before.end_ns, event.end_ns))
-    return list(found.values())
-
-
 def read_rank(events: Sequence[KinetoEvent], rank: int, world_size: int) -> Trace:
     """Return what a rank did.
 
@@ -231,32 +104,127 @@ def read_rank(events: Sequence[KinetoEvent], rank: int, world_size: int) -> Trac
     events = sorted(events, key=lambda event: event.start_ns)
     host = [event for event in events if event.category not in ON_GPU and not event.category.startswith("gpu_")]
     kernels = [event for event in events if event.category in ON_GPU]
-    sections = sections_on_host(host)
-    steps = steps_on_host(host, sections)
-    calls = [event for event in kernels or host if event.category != "cpu_op" and is_call(event.name)]
-    own = _on_gpu(kernels, host, sections, steps) if kernels else _on_cpu(host, sections, steps, calls)
-    for call in calls:
-        lane, kind = lane_of(call, world_size), call_kind(call.name, call.args)
-        own.append(Span(0, lane, call.name, kind, call.start_ns, call.end_ns, num_bytes(call)))
-    if not own:
+    operators = [event for event in host if event.category == "cpu_op"]
+    threads = Counter(event.thread for event in operators if not event.name.startswith("autograd"))
+    program = [event for event in operators if threads and event.thread == threads.most_common(1)[0][0]]
+    sections = _sections(host, operators, program)
+    steps = _steps(host, sections)
+    calls = [event for event in kernels or host if event.is_call]
+    spans = _on_gpu(kernels, host, sections, steps) if kernels else _on_cpu(program, sections, steps, calls)
+    spans += [_call(event, world_size) for event in calls]
+    if not spans:
         raise ValueError("no section, operator or call is in the trace; profile at least one training step")
-    return Trace.from_spans(span._replace(rank=rank) for span in own)
+    return Trace.from_spans(span._replace(rank=rank) for span in spans)
+
+
+def _call(event: KinetoEvent, world_size: int) -> Span:
+    """Return a call with its kind, on a lane for each group of ranks, and its rank's bytes as far as the trace says."""
+    told = event.args
+    words = f"{told.get('Collective name', '')} {event.name}".lower().replace("_", "")
+    kind = next((kind for kind in KINDS if kind.replace("_", "") in words), "call")
+    size, ranks = told.get("Group size"), told.get("Process Group Ranks")
+    lane = "communication" if ranks is None or size == world_size else f"communication of ranks {ranks}"
+    try:
+        if elements := told.get("In msg nelems"):
+            num_bytes = int(elements * SIZES.get(str(told.get("dtype", "")).lower(), 1))
+        else:
+            pairs = zip(told["Input Dims"], told["Input type"], strict=False)  # of gloo, with record_shapes=True
+            num_bytes = sum(math.prod(shape) * SIZES.get(str(kind).lower(), 1) for shape, kind in pairs if shape)
+    except (KeyError, TypeError):
+        num_bytes = 0
+    return Span(0, lane, event.name, kind, event.start_ns, event.end_ns, num_bytes)
+
+
+def _section_of(name: str) -> str:
+    """Return the section that an annotation names, or ""."""
+    if match := _SECTION.fullmatch(name):
+        return match[1].lower()
+    if name.startswith("Optimizer."):
+        return "optimizer"
+    return "data" if name.startswith("enumerate(DataLoader") else ""
+
+
+def _sections(
+    host: Sequence[KinetoEvent], operators: Sequence[KinetoEvent], program: Sequence[KinetoEvent]
+) -> list[Range]:
+    """Return the sections on the host, in order of their start; `program` are its operators but for autograd's."""
+    found = [
+        Range(event.start_ns, event.end_ns, section)
+        for event in host
+        if not event.category.startswith(("cpu_op", "cuda", "hip")) and (section := _section_of(event.name))
+    ]
+    names = {section for *_, section in found}
+    if "backward" not in names:
+        found += _backward(operators, program)
+    if "forward" not in names:
+        found += _forward(program, sorted(found))
+    return sorted(found)
+
+
+def _backward(operators: Sequence[KinetoEvent], program: Sequence[KinetoEvent]) -> list[Range]:
+    """Join autograd's functions to passes; an operator of the program between two of them ends a pass."""
+    own = np.array([event.start_ns for event in program], np.int64)
+    found: list[Range] = []
+    for event in operators:
+        if not event.name.startswith(_AUTOGRAD):
+            continue
+        reached = found[-1].end_ns if found else event.start_ns
+        if (
+            not found
+            or event.start_ns > reached
+            and np.searchsorted(own, event.start_ns) > np.searchsorted(own, reached)
+        ):
+            found.append(Range(event.start_ns, event.end_ns, "backward"))
+        else:
+            found[-1] = found[-1]._replace(end_ns=max(reached, event.end_ns))
+    return found
+
+
+def _forward(program: Sequence[KinetoEvent], sections: Sequence[Range]) -> list[Range]:
+    """Take the program's operators between two sections, of which the second is a backward, as its forward."""
+    starts = np.array([one.start_ns for one in sections], np.int64)
+    ends = np.maximum.accumulate([one.end_ns for one in sections]) if sections else starts
+    found: dict[int, Range] = {}
+    for event in program:
+        middle = (event.start_ns + event.end_ns) // 2  # the beginning may touch a section's end, after rounding
+        place = int(np.searchsorted(starts, middle, side="right"))
+        is_free = not place or middle >= ends[place - 1]
+        if is_free and place < len(sections) and sections[place].name == "backward":
+            before = found.get(place, Range(event.start_ns, event.end_ns, "forward"))
+            found[place] = before._replace(end_ns=max(before.end_ns, event.end_ns))
+    return list(found.values())
+
+
+def _steps(host: Sequence[KinetoEvent], sections: Sequence[Range]) -> list[Range]:
+    """Return the steps on the host: as the profiler marked them, or else from update to update."""
+    matches = [(event, _STEP.fullmatch(event.name)) for event in host]
+    if marked := [Range(event.start_ns, event.end_ns, f"step {match[1]}") for event, match in matches if match]:
+        return marked
+    ends = [event.end_ns for event in host if event.name.startswith("Optimizer.step")]
+    ends = ends or [one.end_ns for one in sections if one.name == "optimizer"]
+    starts = [host[0].start_ns, *ends] if ends else []
+    return [Range(*pair, f"update {number}") for number, pair in enumerate(zip(starts, ends, strict=False))]
+
+
+def _paint(ranges: Sequence[Range]) -> tuple[Ints, list[str]]:
+    """Cut time where a section begins or ends; name each piece's innermost one, and "" for none, also at the end."""
+    cuts = np.unique(np.array([time for one in ranges for time in one[:2]], np.int64))
+    names = np.full(len(cuts) + 1, "", dtype="<U9")
+    for one in ranges:  # in order of their start: what begins later lies inside
+        first, last = np.searchsorted(cuts, one[:2])
+        names[first:last] = one.name
+    return cuts, names.tolist()
 
 
 def _on_cpu(
-    host: Sequence[KinetoEvent],
-    sections: Sequence[Range],
-    steps: Sequence[tuple[str, int, int]],
-    calls: Sequence[KinetoEvent],
+    program: Sequence[KinetoEvent], sections: Sequence[Range], steps: Sequence[Range], calls: Sequence[KinetoEvent]
 ) -> list[Span]:
-    spans = [Span(0, STEP, name, STEP, start, end) for name, start, end in steps]
-    cuts, names = paint(sections)
+    spans = [Span(0, STEP, step.name, STEP, *step[:2]) for step in steps]
+    cuts, names = _paint(sections)
     for name, start, end in zip(names, cuts.tolist(), cuts[1:].tolist(), strict=False):
         if name:
             spans.append(Span(0, "wait" if name == "sync" else "compute", name, KIND_OF[name], start, end))
-    main = main_thread(host)
-    operators = [event for event in host if event.category == "cpu_op" and event.thread == main]
-    return spans + _waits(_trace(operators), _trace(calls))
+    return spans + _waits(_trace(program), _trace(calls))
 
 
 def _waits(operators: Trace, calls: Trace) -> list[Span]:
@@ -274,27 +242,28 @@ def _on_gpu(
     kernels: Sequence[KinetoEvent],
     host: Sequence[KinetoEvent],
     sections: Sequence[Range],
-    steps: Sequence[tuple[str, int, int]],
+    steps: Sequence[Range],
 ) -> list[Span]:
+    """Return kernels with the sections of their launches, waits for the host, and steps from first kernel to first."""
     launched = {
         repr(event.args["correlation"]): event.start_ns
         for event in host
         if event.category in LAUNCHES and "correlation" in event.args
     }
-    cuts, names = paint(sections)
-    spans = [Span(0, HOST, "data", "data", one.start_ns, one.end_ns) for one in sections if one.section == "data"]
+    cuts, names = _paint(sections)
+    spans = [Span(0, HOST, "data", "data", *one[:2]) for one in sections if one.name == "data"]
     loaded = [span.end_ns for span in spans]
-    starts: dict[int, list[int]] = {}  # of each step, those of its kernels
-    begins = [start for _, start, _ in steps]
-    busy_until = next((kernel.start_ns for kernel in kernels if not is_call(kernel.name)), kernels[0].start_ns)
+    first_ns: dict[int, int] = {}  # of each step: where its first kernel starts
+    begins = [step.start_ns for step in steps]
+    busy_until = next((kernel.start_ns for kernel in kernels if not kernel.is_call), kernels[0].start_ns)
     for kernel in kernels:
         launch = launched.get(repr(kernel.args.get("correlation")), kernel.start_ns)
         number = int(np.searchsorted(begins, launch, side="right")) - 1
-        if number >= 0 and launch < steps[number][2]:
-            starts.setdefault(number, []).append(kernel.start_ns)
-        if is_call(kernel.name):
+        if number >= 0 and launch < steps[number].end_ns:
+            first_ns.setdefault(number, kernel.start_ns)
+        if kernel.is_call:
             continue
-        section = section_at(cuts, names, launch)
+        section = names[int(np.searchsorted(cuts, launch, side="right")) - 1]
         kind = KIND_OF.get(section, "") if section != "sync" else "copy"
         spans.append(Span(0, "compute", kernel.name, kind, kernel.start_ns, kernel.end_ns))
         if kernel.start_ns > busy_until and launch >= busy_until:
@@ -302,18 +271,11 @@ def _on_gpu(
             begin = max(busy_until, loaded[before] if before >= 0 else busy_until)
             spans.append(Span(0, HOST, WAIT_FOR_HOST, "wait", begin, kernel.start_ns))
         busy_until = max(busy_until, kernel.end_ns)
-    return spans + _gpu_steps(steps, starts, max(kernel.end_ns for kernel in kernels))
-
-
-def _gpu_steps(steps: Sequence[tuple[str, int, int]], starts: dict[int, list[int]], last_ns: int) -> list[Span]:
-    """Return the steps as the GPU sees them: from a step's first kernel to the next step's."""
-    numbers = sorted(starts)
-    edges = [min(starts[number]) for number in numbers] + [last_ns]
-    return [
-        Span(0, STEP, steps[number][0], STEP, *pair)
-        for number, *pair in zip(numbers, edges, edges[1:], strict=False)
-        if pair[0] < pair[1]
-    ]
+    edges = [*(first_ns[number] for number in sorted(first_ns)), max(kernel.end_ns for kernel in kernels)]
+    for number, start, end in zip(sorted(first_ns), edges, edges[1:], strict=False):
+        if start < end:
+            spans.append(Span(0, STEP, steps[number].name, STEP, start, end))
+    return spans
 
 
 def _trace(events: Sequence[KinetoEvent]) -> Trace:

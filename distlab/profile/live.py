@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
-from distlab.comm import Recorder, Records, clock_offsets_ns, read_records
+from distlab.comm import Recorder, clock_offsets_ns, read_records
 from distlab.comm.device import is_gpu, span_writer
 from distlab.comm.record.read import Call
 from distlab.comm.together import together
 from distlab.profile.profile import Profile
 from distlab.profile.sections import KIND_OF, STEP
-from distlab.trace import Span, Trace, merge, rank_file, save_clocks, save_trace
+from distlab.trace import Trace, merge, rank_file, save_clocks, save_trace
 
 Batch = TypeVar("Batch")
-LEAST_WAIT_NS = 20_000
 
 
 class Profiler:
@@ -43,9 +40,10 @@ class Profiler:
                 optimizer.step()
         print(report(profiler.profile()))
 
-    On a CPU every call to torch.distributed is recorded, also those of torch's own DDP and FSDP. On a GPU sections have
-    the times of its events, and the calls are those of techniques that get `spans=profiler.spans`; for other programs
-    read torch.profiler's traces, in which these sections appear too.
+    On a CPU every call to torch.distributed is recorded, also those of torch's own DDP and FSDP; what DDP waits inside
+    of backward, in C++, counts as backward. On a GPU sections have the times of its events, and the calls are those of
+    techniques that get `spans=profiler.spans`. For other programs read torch.profiler's traces, in which these sections
+    appear too.
 
     Args:
         device: where this rank computes.
@@ -96,7 +94,8 @@ class Profiler:
         """
         if name not in KIND_OF:
             raise ValueError(f"rank {self._rank}: no section is called {name!r}; choose from {', '.join(KIND_OF)}")
-        with record_function(name) if _is_profiler_enabled() else nullcontext(), self.spans.span(name, KIND_OF[name]):
+        is_traced = torch.autograd.profiler._is_profiler_enabled  # then torch.profiler's trace shows the sections too
+        with record_function(name) if is_traced else nullcontext(), self.spans.span(name, KIND_OF[name]):
             yield
             self._look()
 
@@ -129,13 +128,14 @@ class Profiler:
     def save(self, folder: str | Path, group: ProcessGroup | None = None) -> None:
         """Save the steps of all ranks in a folder, for `distlab profile FOLDER`; every rank calls this."""
         offsets = clock_offsets_ns(group)
-        together(lambda: self._save(Path(folder)), group, what="save the profile")
+
+        def write() -> None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save_trace(self.trace(), rank_file(folder, self._rank))
+
+        together(write, group, what="save the profile")
         if dist.get_rank(group) == 0:
             save_clocks(offsets, folder)
-
-    def _save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_trace(self.trace(), rank_file(folder, self._rank))
 
     def _start(self) -> None:
         """Note what comes from now on."""
@@ -152,34 +152,10 @@ class Profiler:
         self._on = False
         if self._recorder is not None:
             self._recorder.stop()
-            self._calls += _calls_and_waits(read_records(self._folder.name), self.spans.trace())
+            self._calls.append(read_records(self._folder.name).to_trace(_lane))
             self._recorder.close()
             self._folder.cleanup()
             self._recorder = None
-
-
-def _is_profiler_enabled() -> bool:
-    """Whether torch.profiler runs: then its trace shows the sections too."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
-
-
-def _calls_and_waits(records: Records, sections: Trace) -> Iterator[Trace]:
-    """Yield a rank's calls with its waits in Python, and those inside of DDP's reducer.
-
-    torch's DDP makes its calls in C++, under the line that runs backward, and waits for them there when backward ends.
-    The last of them starts when the last gradient is ready; from then on backward waits, as long as that call lasts.
-    """
-    yield records.to_trace(_lane)
-    unwaited = [call for call in records if not call.wait_ns and not call.via and _is_under_backward(call)]
-    starts, waits = np.array([call.start_ns for call in unwaited], np.int64), []
-    for backward in sections.select(sections.is_word("kind", "B")):
-        last = int(np.searchsorted(starts, backward.end_ns)) - 1
-        if last >= 0 and starts[last] >= backward.start_ns:
-            call = unwaited[last]
-            end_ns = min(call.end_ns, backward.end_ns)
-            if end_ns - call.start_ns >= LEAST_WAIT_NS:
-                waits.append(Span(call.rank, "wait", f"{call.op} #{call.number}", "wait", call.start_ns, end_ns))
-    yield Trace.from_spans(waits)
 
 
 def _lane(call: Call) -> str:
@@ -188,10 +164,3 @@ def _lane(call: Call) -> str:
         return f"{call.rank} to {call.peer}" if call.op == "send" else f"{call.peer} to {call.rank}"
     is_all = len(call.group) == dist.get_world_size()
     return "communication" if is_all else f"communication of ranks {call.group}"
-
-
-def _is_under_backward(call: Call) -> bool:
-    """Whether a call was made in C++ under a line that runs backward, not by Python code in a hook or in that line."""
-    file, _, number = call.site.rpartition(":")
-    line = linecache.getline(file, int(number) if number.isdigit() else 0)
-    return call.op not in ("send", "recv") and "backward" in line and call.op not in line

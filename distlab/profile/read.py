@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from distlab.comm.agree import ranks_in_words
-from distlab.profile.calls import TOGETHER, Calls, calls_of
 from distlab.profile.kineto import events_of, is_kineto, read_rank
-from distlab.profile.profile import Profile
+from distlab.profile.profile import TOGETHER, Calls, Profile, calls_of
 from distlab.profile.sections import windows_of
 from distlab.trace import Trace, load_folder, read_chrome
 from distlab.trace.chrome import load_events
@@ -76,7 +75,8 @@ def read_files(paths: Sequence[str | Path]) -> Files:
                 )
             parts[rank] = trace.select(trace.rank == rank), path
     if not parts:
-        raise ValueError(f"{_named(files)} holds no spans of any rank; profile at least one step")
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise ValueError(f"{files[0]}{more} holds no spans of any rank; profile at least one step")
     joined = Trace.concatenate(parts[rank][0] for rank in sorted(parts))
     offsets: dict[int, Offset] = {}
     if len(files) > 1 or not runs[0].is_aligned:
@@ -134,10 +134,6 @@ def _notes(ranks: tuple[int, ...], world_size: int, offsets: dict[int, Offset]) 
             )
 
 
-def _named(files: Sequence[Path]) -> str:
-    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-
-
 class Offset(NamedTuple):
     """What to add to a rank's times, how many calls say so, and how far it can be off; all in nanoseconds."""
 
@@ -167,7 +163,9 @@ def align(trace: Trace, *, one_host: bool = False) -> tuple[Trace, dict[int, Off
 
 
 def _offset(trace: Trace, calls: Calls, first: int, rank: int, *, one_host: bool) -> Offset:
-    mine, theirs = (_by_number(calls, one) for one in (first, rank))
+    both = (calls.take(calls.spans.rank == one) for one in (first, rank))
+    columns = ((one.number.tolist(), one.spans.start_ns, one.spans.end_ns) for one in both)
+    mine, theirs = ({number: times for number, *times in zip(*each, strict=True)} for each in columns)
     common = sorted(mine.keys() & theirs.keys())
     if not common:
         return _without_calls(trace, first, rank)
@@ -177,23 +175,17 @@ def _offset(trace: Trace, calls: Calls, first: int, rank: int, *, one_host: bool
     if low > high:
         # a few calls may have been matched wrongly, or their ends been seen late: the middle half has to agree
         low, high = int(np.percentile(start - its_end, 75)), int(np.percentile(end - its_start, 25))
-        if low > high:
-            raise ValueError(
-                f"the clocks of rank {first} and rank {rank} cannot be aligned: their {len(common)} common collectives "
-                f"contradict each other by {(low - high) / 1e6:.3g} ms; are these traces of the same run, and of the "
-                "same steps?"
-            )
+    if low > high:
+        raise ValueError(
+            f"the clocks of rank {first} and rank {rank} cannot be aligned: their {len(common)} common collectives "
+            f"contradict each other by {(low - high) / 1e6:.3g} ms; are these traces of the same run, and of the same "
+            "steps?"
+        )
     apart, (least, most) = int(np.median(end - its_end)), np.percentile(end - its_end, (10, 90)).tolist()
     if low <= 0 <= high and (one_host or abs(apart) < SAME_NS or least <= 0 <= most):
         return Offset(0, len(common), 0)
     add = min(max(apart, low), high)
     return Offset(add, len(common), max(high - add, add - low))
-
-
-def _by_number(calls: Calls, rank: int) -> dict[int, tuple[int, int]]:
-    rows = np.flatnonzero(calls.spans.rank == rank)
-    times = zip(calls.spans.start_ns[rows].tolist(), calls.spans.end_ns[rows].tolist(), strict=True)
-    return dict(zip(calls.number[rows].tolist(), times, strict=True))
 
 
 def _without_calls(trace: Trace, first: int, rank: int) -> Offset:

@@ -555,8 +555,7 @@ print(guess_3.compare(looks))
 # `distlab.elastic.votes.ReplicaVotes` does it in training: a vote every k steps, less than 1 % of a step. Its limit is
 # worth
 # knowing: what is wrong *before* the average is averaged, and then equal on all ranks. No vote sees that.
-# `distlab.profile.anomalies.AnomalyWatch` looks there: it says in which layer of which rank the first NaN, or the first
-# spike, appeared.
+# `distlab.profile.anomalies.AnomalyWatch` looks there: it says in which layer of which rank the first NaN appeared.
 
 # %% [markdown]
 # ## Production: torch's own profiler

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as some
 from killing import Evil, full, same_bits
 
 from distlab.blocks.modules.named_parts import PARAMETER, SavedPart, Slab
-from distlab.checkpoint import CheckpointError, load_dcp, read_dcp, write_dcp
+from distlab.checkpoint import CheckpointError, read_dcp, write_dcp
 
 
 class Net(torch.nn.Module):
@@ -58,38 +58,21 @@ def test_plain_modules_of_any_tensors_go_both_ways(tmp_path):
     assert same_bits(theirs["model"], dict(parts["model"].state_dict()))
     for name in ("torchs", "ours"):
         again = run_of(4)["model"]
-        load_dcp(tmp_path / name, {"model": again})
+        again.load_state_dict(read_dcp(tmp_path / name)["model"])
         assert same_bits(again.state_dict(), parts["model"].state_dict()), name
 
 
-def test_plain_optimizers_are_left_to_torch(tmp_path):
+def test_what_is_not_ours_and_what_is_there_already_are_refused(tmp_path):
     parts = run_of()
-    with pytest.raises(ValueError, match="optimizer is a AdamW; pass models, .* torch's own dcp.save"):
-        write_dcp(tmp_path / "run", parts)
     write_dcp(tmp_path / "run", {"model": parts["model"]})
-    with pytest.raises(ValueError, match="optimizer is a AdamW; pass models"):
-        load_dcp(tmp_path / "run", parts)
-    assert os.listdir(tmp_path) == ["run"]
-
-
-def test_nothing_is_overwritten_and_other_models_are_refused(tmp_path):
-    parts = {"model": run_of()["model"]}
-    write_dcp(tmp_path / "run", parts)
+    with pytest.raises(ValueError, match="optimizer is a AdamW; pass models, .* torch's own dcp.save"):
+        write_dcp(tmp_path / "other", parts)
     with pytest.raises(CheckpointError, match="exists; nothing is overwritten"):
-        write_dcp(tmp_path / "run", parts)
-    before, after = ({"model": run_of(3, width=5)["model"]} for _ in range(2))
-    with pytest.raises(
-        ValueError,
-        match=r"model: first.weight is torch.float32 \[4, 3\] in the checkpoint and torch.float32 \[5, 3\] in",
-    ):
-        load_dcp(tmp_path / "run", after)
-    assert same_bits(after["model"].state_dict(), before["model"].state_dict())
-    with pytest.raises(ValueError, match="net is not in the checkpoint, which has"):
-        load_dcp(tmp_path / "run", {"net": parts["model"]})
+        write_dcp(tmp_path / "run", {"model": parts["model"]})
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_every_flipped_bit_and_truncation_of_ours_is_named(tmp_path):
+def test_every_flipped_bit_truncation_and_missing_file_of_ours_is_named(tmp_path):
     path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     chance = random.Random(0)
     for name in [".metadata", "__0_0.distcp"]:
@@ -98,56 +81,47 @@ def test_every_flipped_bit_and_truncation_of_ours_is_named(tmp_path):
             changed = bytearray(data)
             changed[bit // 8] ^= 1 << bit % 8
             (path / name).write_bytes(changed)
-            with pytest.raises(ValueError, match="run/"):
+            with pytest.raises(ValueError, match=f"run/{name} was changed after"):
                 read_dcp(path)
         for length in range(0, len(data), len(data) // 60):
             (path / name).write_bytes(data[:length])
-            with pytest.raises(ValueError, match="run/"):
+            with pytest.raises(ValueError, match=f"run/{name} was changed after"):
                 read_dcp(path)
+        (path / name).unlink()
+        for make in (lambda one: None, lambda one: one.mkdir()):
+            make(path / name)
+            with pytest.raises(ValueError, match=f"run/{name} cannot be read"):
+                read_dcp(path)
+        (path / name).rmdir()
         (path / name).write_bytes(data)
+    (path / "SHA256SUMS").unlink()  # as torch's own have none
     read_dcp(path)
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "SHA256SUMS"])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "nothing", "link to nothing"])
-def test_something_else_in_place_of_a_file_is_named(tmp_path, name, kind):
-    path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
-    (path / name).unlink()
-    if kind == "pipe":
-        os.mkfifo(path / name)
-    elif kind == "folder":
-        (path / name).mkdir()
-    elif kind == "link to nothing":
-        (path / name).symlink_to(path / "elsewhere")
-    if name == "SHA256SUMS" and kind in ("nothing", "link to nothing"):
-        read_dcp(path)
-        return
-    with pytest.raises(ValueError, match=f"run/{name} cannot be read"):
-        read_dcp(path)
 
 
 def metadata_of(path):
     return pickle.loads((path / ".metadata").read_bytes())  # the test's own file
 
 
-@pytest.mark.parametrize("where", ["alone", "in planner_data", "as a name", "in a size"])
-def test_a_pickle_bomb_is_inert(tmp_path, monkeypatch, where):
+BOMBS = {
+    "alone": lambda metadata: Evil(),
+    "in planner_data": lambda metadata: setattr(metadata, "planner_data", {"model.scale": Evil()}),
+    "as a name": lambda metadata: metadata.state_dict_metadata.update({Evil(): 1}),
+    "in a size": lambda metadata: setattr(metadata.state_dict_metadata["model.scale"].chunks[0], "sizes", Evil()),
+}
+
+
+def test_a_pickle_bomb_is_inert(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     (path / "SHA256SUMS").unlink()
-    metadata = metadata_of(path)
-    if where == "alone":
-        metadata = Evil()
-    elif where == "in planner_data":
-        metadata.planner_data = {"model.scale": Evil()}
-    elif where == "as a name":
-        metadata.state_dict_metadata[Evil()] = metadata.state_dict_metadata["model.scale"]
-    else:
-        metadata.state_dict_metadata["model.scale"].chunks[0].sizes = Evil()
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"run/.metadata was not loaded: it asks for posix.mkdir"):
-        read_dcp(path)
-    assert not os.path.exists("evil-was-here")
+    data = (path / ".metadata").read_bytes()
+    for change in BOMBS.values():
+        (path / ".metadata").write_bytes(data)
+        metadata = metadata_of(path)
+        (path / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+        with pytest.raises(ValueError, match=r"run/.metadata was not loaded: it asks for posix.mkdir"):
+            read_dcp(path)
+        assert not os.path.exists("evil-was-here")
 
 
 def test_a_value_that_needs_code_is_left_out_with_a_warning(tmp_path, monkeypatch):
@@ -161,48 +135,48 @@ def test_a_value_that_needs_code_is_left_out_with_a_warning(tmp_path, monkeypatc
     assert not os.path.exists("evil-was-here")
 
 
-FORGED = {
-    "a file outside": (lambda m: setattr(first_place(m), "relative_path", "../run/__0_0.distcp"), "is not a file of"),
-    "an absolute file": (lambda m: setattr(first_place(m), "relative_path", "/etc/passwd"), "is not a file of"),
-    "a huge tensor": (lambda m: grow(m), "elements of model.first.weight are in no file"),
-    "more bytes than the file has": (lambda m: setattr(first_place(m), "length", 1 << 50), "__0_0.distcp is too short"),
-    "a box outside": (lambda m: move(m), "run/.metadata is damaged, .* .KeyError"),
-    "a missing box": (
-        lambda m: m.storage_data.pop(next(iter(m.storage_data))),
-        "run/.metadata is damaged, .* .KeyError",
-    ),
-    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "__0_0.distcp is too short"),
-    "a value without a place": (lambda m: m.planner_data.update({"model.first.weight": ()}), "stands at"),
-    "a place that is text": (lambda m: m.planner_data.update({"model.first.weight": "model"}), "stands at 'model'"),
-    "an extension": (
-        lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]),
-        "was changed by an extension",
-    ),
-}
-
-
 def first_place(metadata):
     return next(info for index, info in metadata.storage_data.items() if index.fqn == "model.first.weight")
 
 
-def grow(metadata):
-    metadata.state_dict_metadata["model.first.weight"].size = torch.Size([1 << 40, 3])
+def weight(metadata):
+    return metadata.state_dict_metadata["model.first.weight"]
 
 
-def move(metadata):
-    metadata.state_dict_metadata["model.first.weight"].chunks[0].offsets = torch.Size([3, 0])
+FORGED = {
+    "a file outside": (lambda m: setattr(first_place(m), "relative_path", "../run/__0_0.distcp"), "is not a file of"),
+    "a huge tensor": (
+        lambda m: setattr(weight(m), "size", torch.Size([1 << 40, 3])),
+        "elements of model.first.weight are in no file",
+    ),
+    "more bytes than the file has": (lambda m: setattr(first_place(m), "length", 1 << 50), "__0_0.distcp is too short"),
+    "a negative length": (lambda m: setattr(first_place(m), "length", -1), "__0_0.distcp is too short"),
+    "a box outside": (
+        lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size([3, 0])),
+        "run/.metadata is damaged, .* .KeyError",
+    ),
+    "a value without a place": (
+        lambda m: m.planner_data.update({"model.first.weight": ()}),
+        "run/.metadata is damaged, .* .IndexError",
+    ),
+    "bytes that are no tensor": (
+        lambda m: setattr(first_place(m), "offset", first_place(m).offset + 1),
+        "run/.metadata is damaged, or a file that it names",
+    ),
+}
 
 
-@pytest.mark.parametrize("kind", FORGED)
-def test_forged_records_are_refused(tmp_path, kind):
+def test_forged_records_are_refused(tmp_path):
     path = write_dcp(tmp_path / "run", {"model": run_of()["model"]})
     (path / "SHA256SUMS").unlink()
-    metadata = metadata_of(path)
-    change, words = FORGED[kind]
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=words):
-        read_dcp(path)
+    data = (path / ".metadata").read_bytes()
+    for change, words in FORGED.values():
+        (path / ".metadata").write_bytes(data)
+        metadata = metadata_of(path)
+        change(metadata)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ValueError, match=words):
+            read_dcp(path)
 
 
 def test_a_box_of_a_different_kind_of_numbers_is_refused_not_changed(tmp_path):
@@ -234,9 +208,9 @@ def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(ranks, tmp
     def fail():
         import torch.distributed as dist
 
-        from distlab.checkpoint.formats import torchs
+        from distlab.checkpoint import dcp as ours
 
-        writer = torchs.filesystem.FileSystemWriter
+        writer = ours.filesystem.FileSystemWriter
         real = writer.write_data
         if dist.get_rank() == 1:
             writer.write_data = full
@@ -253,7 +227,7 @@ def test_an_error_while_writing_reaches_every_rank_and_leaves_nothing(ranks, tmp
     assert os.listdir(tmp_path) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(some.lists(some.integers(0, 4), max_size=4), some.data())
 def test_boxes_cover_each_element_of_a_part_once(shape, data):
     numel = math.prod(shape)
@@ -272,7 +246,7 @@ def test_boxes_cover_each_element_of_a_part_once(shape, data):
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(some.integers(1, 3), some.integers(1, 5), some.integers(1, 4), some.integers(1, 3), some.data())
 def test_boxes_of_a_slab_leave_its_padding_out(rows, section, num_sections, num_ranks, data):
     """As tensor-parallel ranks cut it: each section in equal parts, the last one filled up."""

@@ -1,10 +1,9 @@
 """Ways to train that a checkpoint must bring back bit for bit: replicas, hooks with a memory, shards, stages."""
 
 import random
-from collections.abc import Callable
+from collections import namedtuple
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,26 +22,14 @@ from distlab.sharding import FullyShard, ShardedOptimizer, ShardedState
 
 CONFIG = GPTConfig(vocab_size=256, context=16, num_layers=2, num_heads=2, hidden_size=32, dropout=0.2)
 FOUR_LAYERS = replace(CONFIG, num_layers=4, hidden_size=16, tied=True)
-REPLICAS = ("manual", "sgd", "adamw", "hook")
-SHARDED = {
-    "as it is": {},
-    "kept whole, gathered late": {"reshard_after_forward": False, "prefetch": 0},
-    "bfloat16": {"precision": Precision("bfloat16")},
-    "offloaded": {"offload": True},
-    "ZeRO-1": {"stage": 1},
-    "ZeRO-2": {"stage": 2},
-}
-SCHEDULES = {"one_f_one_b": 1, "interleaved": 2, "zb_v": 2}
+REPLICAS = ("manual", "adamw", "hook", "top_k", "powersgd")
+SHARDED = {"as it is": {}, "bfloat16": {"precision": Precision("bfloat16")}, "offloaded": {"offload": True}}
+SHARDED |= {"ZeRO-1": {"stage": 1}, "ZeRO-2": {"stage": 2}}
+SCHEDULES = {"one_f_one_b": 1, "zb_v": 2}
 
 
-class Way(NamedTuple):
-    """An update by the number of its step and a weight; what is saved, an optimizer to schedule, and what ends it."""
-
-    update: Callable[[int, float], Any]
-    parts: dict
-    scheduled: Any
-    parameters: Callable[[], Any]
-    close: Callable[[], None] = lambda: None
+Way = namedtuple("Way", "update parts scheduled parameters close", defaults=[lambda: None])
+"""An update by the number of its step and a weight; what is saved, an optimizer to schedule, and what ends it."""
 
 
 class Coarse:
@@ -80,17 +67,14 @@ def batch(step):
 
 def replicas(name, model):
     """By hand, by DataParallel, or by DataParallel with a hook: a compressor of that name, or `Coarse`."""
-    optimizer = adamw(model.parameters())
-    if name not in ("manual", "adamw"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parts = {"model": model, "optimizer": optimizer}
-    if name == "hook" or name in METHODS:
-        parts["hook"] = make_hook(Compression(name)) if name in METHODS else Coarse()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = adamw(model.parameters()) if name in ("manual", "adamw") else sgd
+    hook = Coarse() if name == "hook" else make_hook(Compression(name)) if name in METHODS else None
+    parts = {"model": model, "optimizer": optimizer} | ({"hook": hook} if hook else {})
     if name == "manual":
         broadcast_parameters(model)
         synchronize = lambda: average_flat(model.parameters())  # noqa: E731
     else:
-        hook = parts.get("hook")
         synchronize = DataParallel(model, bucket_bytes=40_000, first_bucket_bytes=4_000, hook=hook).synchronize
 
     def update(step, weight):

@@ -2,9 +2,16 @@
 
     torchrun ... elastic_job.py FOLDER '{"optimizer": "adam", ...}'
 
-Every rank notes each finished step in FOLDER/steps-*.jsonl; rank 0 leaves the final weights in FOLDER/final.pt.
+Every rank notes each finished step in FOLDER/steps-*.jsonl; rank 0 leaves the final weights in FOLDER/final.pt. Beside
+signals there are faults of these kinds:
+
+- "exception": the rank raises. "slow": it sleeps.
+- "flip", "flip gradient", "flip moment": one bit changes, of its weights, of a gradient just before the optimizer reads
+  it (so after replicas have averaged it), or of the optimizer's state just after an update.
+- "disk": its next save finds no room on the disk.
 """
 
+import errno
 import json
 import os
 import random
@@ -19,11 +26,12 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from more_faults import MoreFaults
 
+from distlab.checkpoint import files
+from distlab.checkpoint.parts import moments_of
 from distlab.comm import entry, process_group
 from distlab.data_parallel import DataParallel
-from distlab.elastic import BatchRule, ElasticRun, Fault, Saves, Work, plain_train
+from distlab.elastic import BatchRule, ElasticRun, Fault, Faults, Saves, Work, plain_train
 from distlab.large_batch import LearningRateSchedule
 from distlab.rng import generator, seed_rank
 
@@ -40,13 +48,84 @@ USUAL = {
     "faults": [],
     "leave_within_s": 20.0,
     "hang_at": None,
-    "flip_moment_at": None,
 }
 SCHEDULE = LearningRateSchedule(0.05, 40, 5, "cosine")
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
 }
+
+
+MORE = ("exception", "slow", "flip", "flip gradient", "flip moment", "disk")
+
+
+class FullDisk:
+    """Stands for `os` where checkpoints are written, until a first write has failed."""
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def write(self, *_):
+        vars(files)["os"] = os
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class MoreFaults(Faults):
+    """A plan with faults of these kinds too; bits flip in a model and its optimizer."""
+
+    def __init__(self, plan, directory, model=None, optimizer=None):
+        super().__init__([fault for fault in plan if fault[0] not in MORE], directory / "signals")
+        self.more, self.model, self.optimizer = [Fault(*fault) for fault in plan if fault[0] in MORE], model, optimizer
+        self.marks = directory / "more"
+
+    def before_step(self, number, rank, world_size):
+        super().before_step(number, rank, world_size)
+        for index, fault in enumerate(self.more):
+            self.marks.mkdir(parents=True, exist_ok=True)
+            mark = self.marks / f"fault-{index}"
+            if fault.step <= number and fault.rank % world_size == rank and not mark.exists():
+                mark.touch()
+                self.happen(fault)
+
+    def happen(self, fault):
+        if fault.kind == "exception":
+            raise RuntimeError(f"{fault} happens here")
+        if fault.kind == "slow":
+            time.sleep(fault.seconds)
+        elif fault.kind == "disk":
+            vars(files)["os"] = FullDisk()
+        elif fault.kind == "flip":
+            flip_bit(dict(self.model.named_parameters()), str(fault))
+        else:
+            self.flip_in_update(fault)
+
+    def flip_in_update(self, fault):
+        waiting = [True]  # no hook can remove itself while torch goes through them
+
+        def hook(optimizer, *_):
+            found = moments_of({"optimizer": optimizer})
+            if fault.kind == "flip gradient":
+                named = self.model.named_parameters()
+                found = {f"the gradient of {name}": one.grad for name, one in named if one.grad is not None}
+            if waiting and found:
+                waiting.clear()
+                flip_bit(found, str(fault))
+
+        is_before = fault.kind == "flip gradient"
+        register = self.optimizer.register_step_pre_hook if is_before else self.optimizer.register_step_post_hook
+        register(hook)
+
+
+@torch.no_grad()
+def flip_bit(found, seed):
+    """Flip one bit of one of these tensors."""
+    chance = random.Random(seed)
+    name = chance.choice([name for name, tensor in found.items() if tensor.numel()])
+    tensor = found[name]
+    place = tuple(chance.randrange(size) for size in tensor.shape)
+    element, byte, bit = tensor[place].reshape(1).clone(), chance.randrange(tensor.element_size()), chance.randrange(8)
+    element.view(torch.uint8)[byte] ^= 1 << bit
+    tensor[place] = element[0]
 
 
 def work_of(options):
@@ -89,21 +168,10 @@ def train(folder, **changes):
             replicas.synchronize()
             optimizer.step()
             optimizer.zero_grad()
-            if step.number == options["flip_moment_at"]:
-                flip_moment_once(optimizer, folder)
             rates.append((step.position, step.batch, optimizer.param_groups[0]["lr"]))
             time.sleep(options["pause_s"])
             note(folder, token, step.number, step.samples.tolist())
     return model.state_dict(), optimizer.state_dict()["state"], rates
-
-
-def flip_moment_once(optimizer, folder):
-    """Flip a bit of a moment on rank 2, at the first start alone."""
-    mark = folder / "flipped"
-    if dist.get_rank() == 2 and not mark.exists():
-        mark.touch()
-        first = next(iter(optimizer.state.values()))
-        first["exp_avg"].view(torch.int32).view(-1)[0] ^= 1 << 20
 
 
 def token_of_start():
@@ -142,12 +210,12 @@ def used(folder):
 
 
 @contextmanager
-def torchrun(folder, num_ranks=4, *, max_restarts=1000, before=(), standby=False, **changes):
+def torchrun(folder, num_ranks=4, *, standby=False, **changes):
     """Start this script under torchrun, as a user would; end all of it afterwards."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [*before, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command += ["--max-restarts", str(max_restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command += ["--max-restarts", "1000", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["--local-addr", "127.0.0.1", *(["-m", "distlab.comm.standby"] if standby else [])]
     command += [__file__, str(folder), json.dumps(changes)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
@@ -174,44 +242,31 @@ def wait_for(condition, job, limit_s=60.0):
     raise AssertionError(f"it did not come to that; the job's status is {job.poll()}")
 
 
-def ranks_of(job, folder=None):
-    """Return the numbers of the processes that torchrun started, and with a folder of those that train."""
-    children = psutil.Process(job.pid).children()
-    started = [process.pid for process in children if process.status() != psutil.STATUS_ZOMBIE]
-    found = notes(folder) if folder else []
-    training = {pid for _, token, _, _, pid in found if token == found[-1][1] and psutil.pid_exists(pid)}
-    return sorted({*started, *training})
-
-
-def kill_and_time(folder, job, chance):
-    """Kill a random rank, and return the seconds until new ranks have made a step that was not made before."""
-    before = max(number for _, _, number, *_ in notes(folder))
-    tokens = {token for _, token, *_ in notes(folder)}
-    victim = chance.choice(ranks_of(job, folder))
-    killed_s = time.time()
-    os.kill(victim, signal.SIGKILL)
-
-    def first_new():
-        return [when for when, token, number, *_ in notes(folder) if number > before and token not in tokens]
-
-    return min(wait_for(first_new, job)) - killed_s
-
-
 def random_kills(folder, job, count, seed=0):
-    """Kill random ranks at random moments; return the seconds that each recovery took."""
+    """Kill random ranks, also those that stand by, at random moments; return the seconds of each recovery.
+
+    It lasts from the kill until new ranks have made a step that was not made before.
+    """
     chance, times = random.Random(seed), []
     for _ in range(count):
         wait_for(lambda: notes(folder), job)
         time.sleep(chance.uniform(0, 0.5))
-        times.append(kill_and_time(folder, job, chance))
+        seen = notes(folder)
+        last, tokens = max(number for _, _, number, *_ in seen), {token for _, token, *_ in seen}
+        alive = {one.pid for one in psutil.Process(job.pid).children() if one.status() != psutil.STATUS_ZOMBIE}
+        alive |= {pid for _, token, _, _, pid in seen if token == seen[-1][1] and psutil.pid_exists(pid)}
+        killed_s = time.time()
+        os.kill(chance.choice(sorted(alive)), signal.SIGKILL)
+        new = lambda: [at for at, token, n, *_ in notes(folder) if n > last and token not in tokens]  # noqa: B023, E731
+        times.append(min(wait_for(new, job)) - killed_s)
     return times
 
 
 @entry
 def main():
     folder, changes = Path(sys.argv[1]), json.loads(sys.argv[2])
-    with process_group(timeout_s=changes.pop("timeout_s", 60)) as member:
-        final = plainly(folder, **changes) if changes.pop("plain", False) else train(folder, **changes)[:2]
+    with process_group(timeout_s=60) as member:
+        final = train(folder, **changes)[:2]
         if member.rank == 0:
             torch.save(final, folder / "final.pt")
 

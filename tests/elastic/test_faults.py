@@ -1,14 +1,11 @@
-"""Faults on a plan: the same for a seed, each once, and lost packets on a wire of their own."""
+"""Faults on a plan: the same for a seed, each once."""
 
 import os
 import signal
-import subprocess
 from contextlib import suppress
 from queue import Empty, Queue
 
 import pytest
-from elastic_job import torchrun
-from packets import lossy_loopback
 
 from distlab.elastic import Fault, Faults, plan_faults
 from distlab.elastic.faults import KINDS
@@ -58,38 +55,3 @@ def test_a_fault_happens_once_to_its_rank_in_its_step_or_the_first_after_it(tmp_
     assert begin(7, 1, 4) is None
     of_two = begin(0, 1, 2, (Fault("kill", 0, 3),), tmp_path / "other")  # of two ranks, rank 3's faults are rank 1's
     assert of_two == (os.getpid(), signal.SIGKILL)
-
-
-def lossy_or_skip(share):
-    try:
-        with lossy_loopback(share):
-            return
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.soak
-def test_packets_are_lost_and_the_job_goes_on(tmp_path):
-    lossy_or_skip(0.02)
-    with lossy_loopback(0.02) as words:
-        with torchrun(tmp_path, 2, before=words, num_epochs=1) as job:
-            assert job.wait(100) == 0, (tmp_path / "output.txt").read_text()
-        shown = subprocess.run([*words, "tc", "-s", "qdisc", "show", "dev", "lo"], capture_output=True, text=True)
-    dropped = int(shown.stdout.split("dropped ")[1].split(",")[0])
-    assert "loss 2%" in shown.stdout
-    assert dropped > 0, shown.stdout
-    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    assert words[-1] not in left
-
-
-def test_where_packets_cannot_be_lost_one_line_says_so(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    words = r"cannot be lost on purpose here \(.*'ip'.*needs Linux"
-    with pytest.raises(RuntimeError, match=words) as caught:
-        with lossy_loopback(0.1):
-            raise AssertionError("there is no ip to make it with")
-    assert "\n" not in str(caught.value)
-    for share in (-0.1, 1, 5, float("nan")):
-        with pytest.raises(ValueError, match="pass the part of packets"):
-            with lossy_loopback(share):
-                raise AssertionError(share)

@@ -4,21 +4,17 @@ import os
 import random
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from elastic_job import SCHEDULE, plainly, train, used
+from elastic_job import MORE, SCHEDULE, notes, plainly, train, used
 from killing import same_bits
-from more_faults import MORE, MoreFaults
 
-from distlab.checkpoint import PerRank, newest, save
-from distlab.checkpoint.parts import moments_of
+from distlab.checkpoint import newest, save
 from distlab.comm import RankError, recorded
-from distlab.data_parallel import DataParallel
-from distlab.elastic import BatchRule, ElasticRun, Fault, Saves, Work, run_elastic
-from distlab.elastic.votes import CorruptionError, ReplicaVotes
-from distlab.rng import generator
+from distlab.elastic import BatchRule, ElasticRun, Saves, Work, run_elastic
 from distlab.sharding import FullyShard, ShardedState
 from distlab.tensor_parallel import parallelize_module
 
@@ -38,40 +34,49 @@ def restarted(folder, world_size=2, **changes):
     return results[0], [str(one.message) for one in caught if "starting anew" in str(one.message)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Train without a fault, once for each number of ranks and options; return the final weights and moments."""
+    known = {}
+
+    def of(num_ranks, **changes):
+        key = (num_ranks, *changes.items())
+        if key not in known:
+            how = lambda: train(tmp_path_factory.mktemp("whole"), **changes)  # noqa: E731 (travels by value)
+            known[key] = run_elastic(how, num_ranks, timeout_s=60)[0][:2]
+        return known[key]
+
+    return of
+
+
 @pytest.mark.soak_where(optimizer=["sgd"])
 @pytest.mark.parametrize(("optimizer", "beside"), [("sgd", False), ("adam", True)])
-def test_killed_ranks_start_anew_and_the_final_bits_are_the_same(ranks, tmp_path, optimizer, beside):
-    expected = ranks(3).run(lambda: train(tmp_path / "whole", optimizer=optimizer))[0]
-    faults = kill_at(5, 13, 14)
-    final, words = restarted(tmp_path / "killed", 3, optimizer=optimizer, beside=beside, faults=faults)
-    assert same_bits(final[:2], expected[:2])
+def test_killed_ranks_start_anew_and_the_final_bits_are_the_same(whole, tmp_path, optimizer, beside):
+    final, words = restarted(tmp_path, 3, optimizer=optimizer, beside=beside, faults=kill_at(5, 13, 14))
+    assert same_bits(final[:2], whole(3, optimizer=optimizer))
     assert len(words) == 3
     assert all("was killed by SIGKILL" in text for text in words)
     assert "restart 2 of 20" in words[1]
-    assert used(tmp_path / "killed") == dict.fromkeys(range(101), 4)
+    assert used(tmp_path) == dict.fromkeys(range(101), 4)
 
 
 @pytest.mark.soak_where(optimizer=["adam"])
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-10), ("adam", 1e-8)])
 def test_on_more_and_fewer_ranks_the_run_that_keeps_its_batch_ends_with_the_same_numbers(
-    ranks, tmp_path, optimizer, bound
+    whole, tmp_path, optimizer, bound
 ):
     """Adam divides by a gradient's own size: what rounding changed grows, so its bound is a wider one."""
-    expected = ranks(4).run(lambda: train(tmp_path / "whole", optimizer=optimizer, **EVEN))[0]
-    sizes = [4, 2, 3, 1, 4]
-    final, words = restarted(
-        tmp_path / "changed", lambda start: sizes[start], optimizer=optimizer, faults=kill_at(4, 9, 15, 19), **EVEN
-    )
+    expected, sizes, faults = whole(4, optimizer=optimizer, **EVEN), [4, 2, 3, 1, 4], kill_at(4, 9, 15, 19)
+    final, words = restarted(tmp_path, lambda start: sizes[start], optimizer=optimizer, faults=faults, **EVEN)
     assert len(words) == 4
-    assert used(tmp_path / "changed") == dict.fromkeys(range(96), 3)
+    assert used(tmp_path) == dict.fromkeys(range(96), 3)
     for name, value in expected[0].items():
         assert (final[0][name] - value).abs().max() <= bound, name
     assert not all(torch.equal(final[0][name], value) for name, value in expected[0].items())
 
 
-@pytest.mark.parametrize(("lr", "factor"), [("linear", 2.0), ("sqrt", 2.0**0.5)])
-def test_where_the_batch_grows_with_the_ranks_the_rate_follows_and_no_sample_is_lost(tmp_path, lr, factor):
-    changes = {"rule": [12, 2, lr], "num_samples": 101, "num_epochs": 3, "dropout": 0.0}
+def test_where_the_batch_grows_with_the_ranks_the_rate_follows_and_no_sample_is_lost(tmp_path):
+    changes = {"rule": [12, 2, "linear"], "num_samples": 101, "num_epochs": 3, "dropout": 0.0}
     sizes, faults = [2, 1, 4], kill_at(8, 22)
     (_, _, made), words = restarted(tmp_path, lambda start: sizes[start], faults=faults, **changes)
     assert len(words) == 2
@@ -79,62 +84,48 @@ def test_where_the_batch_grows_with_the_ranks_the_rate_follows_and_no_sample_is_
     assert [batch for _, batch, _ in made[:-1]] == [24] * (len(made) - 1)
     assert made[-1][0] + made[-1][1] == 303
     for position, _, rate in made:
-        assert rate == pytest.approx(factor * SCHEDULE.at(position // 12))
+        assert rate == pytest.approx(2 * SCHEDULE.at(position // 12))
 
 
-def test_generators_begin_anew_where_the_number_of_ranks_changed(ranks, tmp_path):
+def draws_of(folder, num_epochs, make):
+    """Run on each rank: go on, and draw a number in each step."""
+    torch.manual_seed(1)
+    with ElasticRun(folder, make(), work=Work(BatchRule(4), 8, num_epochs, seed=2), saves=Saves(1)) as run:
+        return [torch.rand(1).item() for _ in run]
+
+
+def plain_part():
+    return {"model": torch.nn.Linear(1, 1)}
+
+
+def shards(units):
+    model = FullyShard(torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 5)), units=units)
+    return {"training": ShardedState(model, torch.optim.SGD(model.parameters(), lr=0.0))}
+
+
+def test_generators_begin_anew_where_the_number_of_ranks_or_the_plan_changed(ranks, tmp_path):
     """Else ranks would draw the masks of the run's first steps again."""
-
-    def begin(num_epochs):
-        torch.manual_seed(1)
-        parts, work = {"model": torch.nn.Linear(1, 1)}, Work(BatchRule(4), 8, num_epochs, seed=2)
-        with ElasticRun(tmp_path, parts, work=work, saves=Saves(1)) as run:
-            return [torch.rand(1).item() for _ in run]
-
-    first = ranks(2).run(begin, 1)
-    same, other = ranks(2).run(begin, 2), ranks(3).run(begin, 3)
-    assert len({draw for rank in other for draw in rank}) == 6  # each rank, each step
-    assert not {draw for rank in other for draw in rank} & {draw for rank in first + same for draw in rank}
-
-
-def test_generators_begin_anew_where_shards_were_cut_anew(ranks, tmp_path):
-    """The same number of ranks with another plan: their generators are not loaded either."""
-
-    def begin(num_epochs, units):
-        torch.manual_seed(1)
-        model = FullyShard(torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 5)), units=units)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        parts, work = {"training": ShardedState(model, optimizer)}, Work(BatchRule(4), 8, num_epochs, seed=2)
-        with ElasticRun(tmp_path, parts, work=work, saves=Saves(1)) as run:
-            return [torch.rand(1).item() for _ in run]
-
-    first, other = ranks(2).run(begin, 1, ["0", "1"]), ranks(2).run(begin, 2, [])
-    assert len({draw for rank in other for draw in rank}) == 4  # each rank, each step
-    assert not {draw for rank in other for draw in rank} & {draw for rank in first for draw in rank}
+    for name, num_after, before, after in (
+        ("ranks", 3, plain_part, plain_part),
+        ("plan", 2, partial(shards, ["0", "1"]), partial(shards, [])),
+    ):
+        first = ranks(2).run(draws_of, tmp_path / name, 1, before)
+        other = ranks(num_after).run(draws_of, tmp_path / name, 2, after)
+        assert len({draw for rank in other for draw in rank}) == 2 * num_after  # each rank, each step
+        assert not {draw for rank in other for draw in rank} & {draw for rank in first for draw in rank}
 
 
 @pytest.mark.soak_where(beside=[True])  # tests/checkpoint/test_async.py has errors of saves beside training
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_full_disk_costs_a_warning_and_a_checkpoint_and_nothing_else(ranks, tmp_path, beside):
-    expected = ranks(2).run(lambda: train(tmp_path / "whole"))[0]
-
-    def with_faults():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the full disk's: told below
-            return train(tmp_path / "full", beside=beside, faults=[("disk", 4, 1, 0.0), ("kill", 7, 0, 0.0)])
-
-    with pytest.raises(RankError, match="SIGKILL"):
-        ranks(2).run(with_faults)
-    assert newest(tmp_path / "full" / "saved").step == 3
-    assert same_bits(ranks(2).run(with_faults)[0][:2], expected[:2])
-
-    def first_part():
+def test_a_full_disk_costs_a_warning_and_a_checkpoint_and_nothing_else(ranks, whole, tmp_path, beside):
+    def run():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train(tmp_path / "told", beside=beside, faults=[("disk", 4, 1, 0.0)])
-        return [str(one.message) for one in caught]
+            final = train(tmp_path, beside=beside, faults=[("disk", 4, 1, 0.0)])
+        return final[:2], [str(one.message) for one in caught]
 
-    for texts in ranks(2).run(first_part):
+    for final, texts in ranks(2).run(run):
+        assert same_bits(final, whole(2))
         (text,) = [text for text in texts if "cannot save" in text]
         assert "cannot save step 6" in text
         assert "rank 1: [Errno 28] No space left on device" in text
@@ -147,96 +138,42 @@ def test_a_last_save_that_fails_is_an_error_and_the_one_before_it_stays(ranks, t
     assert newest(tmp_path / "saved").step == 30
 
 
-def test_a_flipped_bit_is_seen_before_it_is_saved_and_the_run_goes_back(ranks, tmp_path):
-    expected = ranks(3).run(lambda: train(tmp_path / "whole"))[0]
-    final, words = restarted(tmp_path / "flipped", 3, faults=[("flip", 7, 2, 0.0)])
-    assert same_bits(final[:2], expected[:2])
-    (text,) = words
-    assert "CorruptionError: step 9: " in text
-    assert "rank 2 differs from the 2 others" in text
+def test_flipped_bits_are_seen_before_they_are_saved_and_the_run_goes_back(whole, tmp_path):
+    """The last one flips after the last update before a save: no weight is wrong yet."""
+    faults = [("flip", 7, 2, 0.0), ("flip gradient", 13, 1, 0.0), ("flip moment", 20, 0, 0.0)]
+    final, words = restarted(tmp_path, 3, beside=True, faults=faults)
+    assert same_bits(final[:2], whole(3))
+    for text, step, rank, tensor in zip(
+        words, (9, 15, 21), (2, 1, 0), (r"\d\.\w+", r"\d\.\w+", r"\w+ of optimizer's parameter \d"), strict=True
+    ):
+        assert re.search(rf"CorruptionError: step {step}: {tensor}.*: rank {rank} differs from the 2 others", text), (
+            text
+        )
 
 
-@pytest.mark.soak_where(beside=[False])  # the test above saves so
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_flipped_bit_of_a_moment_is_seen_before_it_is_saved_and_the_run_goes_back(ranks, tmp_path, beside):
-    expected = ranks(3).run(lambda: train(tmp_path / "whole"))[0]
-    final, words = restarted(tmp_path / "flipped", 3, beside=beside, flip_moment_at=8)
-    assert same_bits(final[:2], expected[:2])
-    (text,) = words
-    assert "CorruptionError: step 9: exp_avg of optimizer's parameter 0: " in text
-    assert "rank 2 differs from the 2 others" in text
+def test_asked_to_end_one_rank_takes_all_along_and_new_ranks_go_on_where_they_were(whole, tmp_path):
+    final, words = restarted(tmp_path, beside=True, save_every=1000, pause_s=0.01, faults=[("leave", 7, 1, 0.0)])
+    assert same_bits(final[:2], whole(2))
+    assert len(words) == 1
+    made = [number for _, _, number, *_ in notes(tmp_path)]
+    assert sorted(made) == sorted(2 * [*range(max(made) + 1)]), "nothing was made twice, or not at all"
 
 
-def vote_on(folder, plan):
-    """Look at gradients, weights and moments after each update; return what a vote said."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    optimizer, replicas = torch.optim.AdamW(model.parameters(), lr=1e-2), DataParallel(model)
-    votes, faults = ReplicaVotes(every=6), MoreFaults(plan, folder, model, optimizer)
-    try:
-        for number in range(6):
-            faults.before_step(number, dist.get_rank(), dist.get_world_size())
-            model(torch.randn(4, 6, generator=generator(number, dist.get_rank(), "data"))).square().mean().backward()
-            replicas.synchronize()
-            optimizer.step()
-            votes.look(number, model)
-            votes.look_at(number, moments_of({"optimizer": optimizer}))
-            optimizer.zero_grad()
-    except CorruptionError as error:
-        return str(error)
-    finally:
-        replicas.close()
-    return "nothing"
+def test_a_rank_that_does_not_come_to_the_end_of_its_step_leaves_at_the_limit(ranks, tmp_path):
+    changes = {"hang_at": 5, "leave_within_s": 0.5, "faults": [("leave", 5, rank, 0.1) for rank in (0, 1)]}
+    with pytest.raises(RankError, match="status 143") as caught:
+        ranks(2).run(lambda: train(tmp_path, **changes))
+    assert newest(tmp_path / "saved").step == 3
+    words = r"rank [01]: was asked to end .SIGTERM. 0.5 s ago and is still in step 5; ends now(.|\n)*rank [01] exited"
+    assert re.search(words, str(caught.value)), str(caught.value)
 
 
-def test_votes_find_step_rank_and_tensor_of_every_bit_that_a_plan_flips(ranks, tmp_path):
-    kinds = ("flip", "flip gradient", "flip moment")
-    plans = [[Fault(kinds[seed % 3], seed % 6, seed % 4 % 3)] for seed in range(18)]
-    told = ranks(3).run(lambda: [vote_on(tmp_path / str(seed), plan) for seed, plan in enumerate(plans)])
-    assert told[0] == told[1] == told[2]
-    for seed, ((fault,), text) in enumerate(zip(plans, told[0], strict=True)):
-        name = (tmp_path / str(seed) / "more" / "fault-0").read_text().partition("] of ")[2]
-        assert re.match(f"step {fault.step}: {name}( and .* more)?: rank {fault.rank} differs from the 2 others", text)
-
-
-@pytest.mark.parametrize("kind", ["flip gradient", "flip moment"])
-def test_a_bit_that_flips_in_an_update_is_seen_before_it_is_saved_and_the_run_goes_back(ranks, tmp_path, kind):
-    expected = ranks(3).run(lambda: train(tmp_path / "whole"))[0]
-    final, words = restarted(tmp_path / "flipped", 3, faults=[(kind, 7, 1, 0.0)])
-    assert same_bits(final[:2], expected[:2])
-    (text,) = words
-    assert "CorruptionError: step 9: " in text
-    assert "rank 1 differs from the 2 others" in text
-
-
-def test_a_moment_that_nobody_has_used_yet_is_voted_on_too(ranks, tmp_path):
-    """The bit flips after the last update before the save: the weights are still right."""
-
-    def run():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.Adam(model.parameters())
-        with ElasticRun(
-            tmp_path, {"model": model, "optimizer": optimizer}, work=Work(BatchRule(4), 8), saves=Saves(1)
-        ) as elastic:
-            for _ in elastic:
-                model(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
-                if dist.get_rank() == 1:
-                    optimizer.state[model.weight]["exp_avg_sq"].view(torch.int32)[1, 0] ^= 1
-
-    with pytest.raises(RankError, match="step 1: exp_avg_sq of optimizer's parameter 0: rank 1 differs from the 2 oth"):
-        ranks(3).run(run)
-    assert newest(tmp_path) is None
-
-
-def test_a_plan_of_every_kind_of_fault_is_survived_bit_for_bit(ranks, tmp_path):
+def test_a_plan_of_every_kind_of_fault_is_survived_bit_for_bit(whole, tmp_path):
     chance, kinds = random.Random(28), ("kill", *MORE)
-    expected = ranks(2).run(lambda: train(tmp_path / "whole"))[0]
     plan = [(kind, chance.randrange(30), chance.randrange(2), chance.uniform(0, 0.02)) for kind in (*kinds, "kill")]
-    final, words = restarted(tmp_path / "faulty", faults=plan)
-    assert same_bits(final[:2], expected[:2])
-    assert used(tmp_path / "faulty") == dict.fromkeys(range(101), 4)
+    final, words = restarted(tmp_path, faults=plan)
+    assert same_bits(final[:2], whole(2))
+    assert used(tmp_path) == dict.fromkeys(range(101), 4)
     assert len(words) >= 3
 
 
@@ -281,68 +218,6 @@ def test_a_step_sends_four_bytes(ranks, tmp_path):
         assert many_sums == [4] * 6
 
 
-def refused(ranks, num_ranks, directory, work, parts=None):
-    def begin():
-        torch.manual_seed(0)
-        made = {"model": torch.nn.Linear(2, 2)} if parts is None else parts()
-        chosen = work(dist.get_rank()) if callable(work) else work
-        try:
-            with ElasticRun(directory, made, work=chosen, saves=Saves(2)) as run:
-                return [step.number for step in run]
-        except (ValueError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-
-    return ranks(num_ranks).run(begin)
-
-
-def test_what_no_rule_covers_is_refused_on_every_rank_in_one_line(ranks, tmp_path):
-    work = Work(BatchRule(2), 12, 2, seed=1)
-    assert refused(ranks, 2, tmp_path / "run", Work(BatchRule(2), 12, 1, seed=1)) == [list(range(6))] * 2
-    cases = [
-        (3, work, "ValueError: cannot train in .*a batch of 2 leaves some of 3 ranks without a sample"),
-        (
-            2,
-            Work(BatchRule(2), 12, 2, seed=9),
-            "was saved with seed 1 and this run has 9: samples would be taken twice",
-        ),
-        (2, Work(BatchRule(2), 11, 2, seed=1), "was saved with num_samples 12 and this run has 11"),
-        (2, lambda rank: Work(BatchRule(2 + rank), 12, 2, seed=1), "ranks disagree on the work of an elastic run"),
-        (2, lambda rank: Work(BatchRule(2), 12, 2 + rank, seed=1), "ranks disagree on the work of an elastic run"),
-        (2, lambda rank: Work(BatchRule(2), 12, 2, seed=1, lr=0.1 * (1 + rank)), "ranks disagree on the work"),
-    ]
-    for num_ranks, its_work, words in cases:
-        texts = refused(ranks, num_ranks, tmp_path / "run", its_work)
-        for text in texts:
-            assert isinstance(text, str), texts
-            assert re.search(words, text), text
-            assert "\n" not in text
-
-
-def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(ranks, tmp_path):
-    """Another program's checkpoint, another model's; a file, a pipe, a broken link; a place nobody may write."""
-    work = Work(BatchRule(2), 8)
-    (tmp_path / "file").write_text("here")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    save(tmp_path / "plain", 3, parts={"model": torch.nn.Linear(2, 2)}, data_position=7)
-    refused(ranks, 2, tmp_path / "smaller", work, lambda: {"model": torch.nn.Linear(2, 1)})
-    cases = [
-        (tmp_path / "file", "Not a directory"),
-        (tmp_path / "pipe", "Not a directory"),
-        (tmp_path / "link", "No such file|cannot"),
-        (tmp_path / "file" / "below", "cannot train in .*rank 0: no checkpoint can be written there .Not a directory"),
-        ("/proc/nothing", "cannot train in .*rank 0: .*; pass a directory for them"),
-        (tmp_path / "plain", "was not saved by an ElasticRun; pass a directory of its own"),
-        (tmp_path / "smaller", "build the same model"),
-    ]
-    for directory, words in cases:
-        for text in refused(ranks, 2, directory, work):
-            assert isinstance(text, str), directory
-            assert re.search(words, text), text
-            assert str(directory) in text
-            assert "\n" not in text
-
-
 def cut_parts():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     model = parallelize_module(model, {"0": "column", "2": "row"}, example=(torch.ones(2, 4),))
@@ -350,56 +225,98 @@ def cut_parts():
 
 
 def own_shards():
-    model = FullyShard(torch.nn.Linear(4, 4))
-    return {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    return {"optimizer": torch.optim.SGD(FullyShard(torch.nn.Linear(4, 4)).parameters(), lr=0.1)}
 
 
-def test_parts_that_are_cut_over_ranks_are_refused_at_the_start_and_a_per_rank_part_trains(ranks, tmp_path):
-    work = Work(BatchRule(2), 12)
-    cases = [
+def begin(directory, work, parts=None):
+    """Run on each rank: go through the steps; return their numbers, or the refusal."""
+    torch.manual_seed(0)
+    made = {"model": torch.nn.Linear(2, 2)} if parts is None else parts()
+    try:
+        with ElasticRun(directory, made, work=work(dist.get_rank()), saves=Saves(2)) as run:
+            return [step.number for step in run]
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def refused(ranks, num_ranks, directory, words, work, parts=None):
+    for text in ranks(num_ranks).run(begin, directory, work, parts):
+        assert isinstance(text, str), "refused before the first step"
+        assert re.search(words, text), text
+        assert "\n" not in text
+        assert str(directory) in text or "work of an elastic run" in text or "differ between ranks" in text
+
+
+def test_what_no_rule_covers_is_refused_on_every_rank_in_one_line(ranks, tmp_path):
+    def work(samples=12, epochs=2, seed=1, **by_rank):
+        given = {"rule": BatchRule(2), "num_samples": samples, "num_epochs": epochs, "seed": seed}
+        return lambda rank: Work(**given | {key: value[rank] for key, value in by_rank.items()})
+
+    run = tmp_path / "run"
+    assert ranks(2).run(begin, run, work(epochs=1)) == [list(range(6))] * 2
+    for num_ranks, its_work, words in (
+        (3, work(), "ValueError: cannot train in .*a batch of 2 leaves some of 3 ranks without a sample"),
+        (2, work(seed=9), "was saved with seed 1 and this run has 9: samples would be taken twice"),
+        (2, work(samples=11), "was saved with num_samples 12 and this run has 11"),
+        (2, work(rule=[BatchRule(2), BatchRule(3)]), "ranks disagree on the work of an elastic run"),
+        (2, work(num_epochs=[2, 3]), "ranks disagree on the work of an elastic run"),
+        (2, work(lr=[0.1, 0.2]), "ranks disagree on the work of an elastic run"),
+    ):
+        refused(ranks, num_ranks, run, words, its_work)
+    assert [*map(len, ranks(2).run(begin, run, work()))] == [6, 6]
+    assert ranks(2).run(begin, run, work()) == [[], []], "it is over"
+    refused(ranks, 2, run, "is at sample 24 of a run of 12; pass more num_epochs", work(epochs=1))
+    for name, parts, words in (
         (
             "cut",
             cut_parts,
             r"ValueError: parameters differ between ranks .rank 1 differs from rank 0.: model: 0.weight",
         ),
-        ("shards", own_shards, "ValueError: cannot train in .*optimizer holds shards"),
-    ]
-    for name, parts, words in cases:
-        for text in refused(ranks, 2, tmp_path / name, work, parts):
-            assert isinstance(text, str), "refused before the first step"
-            assert re.search(words, text), text
-            assert "PerRank(" in text or "ShardedState(" in text
-            assert "\n" not in text
+        ("shards", own_shards, "ValueError: cannot train in .*optimizer holds shards.*ShardedState"),
+    ):
+        refused(ranks, 2, tmp_path / name, words, work(), parts)
         assert newest(tmp_path / name) is None
-    per_rank = lambda: {"training": PerRank(cut_parts())}  # noqa: E731 (travels by value)
-    assert refused(ranks, 2, tmp_path / "per rank", work, per_rank) == [list(range(6))] * 2
-    assert newest(tmp_path / "per rank").step == 6
+
+
+def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(ranks, tmp_path):
+    """A different program's checkpoint, a different model's; a file, a broken link; a place nobody may write."""
+    work = lambda rank: Work(BatchRule(2), 8)  # noqa: E731 (travels by value)
+    (tmp_path / "file").write_text("here")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    save(tmp_path / "plain", 3, parts={"model": torch.nn.Linear(2, 2)}, data_position=7)
+    ranks(2).run(begin, tmp_path / "smaller", work, lambda: {"model": torch.nn.Linear(2, 1)})
+    for directory, words in (
+        (tmp_path / "file", "rank 0: no checkpoint can be written there .File exists.; pass a directory for them"),
+        (tmp_path / "pipe", "File exists"),
+        (tmp_path / "link", "File exists"),
+        (tmp_path / "file" / "below", "cannot train in .*rank 0: no checkpoint can be written there .Not a directory"),
+        ("/proc/nothing", "cannot train in .*rank 0: .*; pass a directory for them"),
+        (tmp_path / "plain", "was not saved by an ElasticRun; pass a directory of its own"),
+        (tmp_path / "smaller", "build the same model"),
+    ):
+        refused(ranks, 2, directory, words, work)
 
 
 def test_arguments_that_cannot_be_are_refused(tmp_path):
-    work = Work(BatchRule(2), 8)
-    with pytest.raises(ValueError, match="every is 0; pass the number of steps between two saves"):
-        ElasticRun(tmp_path, {}, work=work, saves=Saves(0))
-    with pytest.raises(ValueError, match="leave_within_s is -1"):
-        ElasticRun(tmp_path, {}, work=work, leave_within_s=-1)
-    with pytest.raises(ValueError, match="max_restarts is -1"):
-        run_elastic(print, 2, max_restarts=-1)
+    begin = partial(ElasticRun, tmp_path, {}, work=Work(BatchRule(2), 8))
+    for call, words in (
+        (partial(begin, saves=Saves(0)), "every is 0; pass the number of steps between two saves"),
+        (partial(begin, leave_within_s=-1), "leave_within_s is -1"),
+        (partial(run_elastic, print, 2, max_restarts=-1), "max_restarts is -1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
-def test_a_mistake_of_the_caller_is_not_tried_again():
-    def refuse():
-        raise ValueError("no such data")
+def test_a_mistake_is_not_tried_again_and_after_the_last_restart_the_root_cause_is_raised():
+    def fail(error):
+        raise error
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         with pytest.raises(RankError, match="raised ValueError: no such data"):
-            run_elastic(refuse, 2, max_restarts=5)
-
-
-def test_after_the_last_restart_the_root_cause_is_raised():
-    def fail():
-        raise RuntimeError("the data is gone")
-
+            run_elastic(fail, 2, args=(ValueError("no such data"),), max_restarts=5)
     with pytest.warns(UserWarning, match="starting anew .restart 1 of 1"):
         with pytest.raises(RankError, match="rank . of 2 raised RuntimeError: the data is gone"):
-            run_elastic(fail, 2, max_restarts=1)
+            run_elastic(fail, 2, args=(RuntimeError("the data is gone"),), max_restarts=1)

@@ -9,7 +9,7 @@ only the reads of a tensor's value are counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from distlab.plan import one_f_one_b
 from distlab.sharding import FullyShard, ShardedOptimizer
 
 Step = Callable[[], None]
+Training = tuple[nn.Module, Any, Callable[[], Any]]  # a model, its optimizer, what brings gradients together
 BLOCKS_THE_HOST = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 READS_A_VALUE = "aten::_local_scalar_dense"
 TO_HOST = "Memcpy DtoH"
@@ -40,43 +41,34 @@ def _sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)  # type: ignore[arg-type]
 
 
-def _data_parallel(place: torch.device, **options: bool) -> Step:
-    model, x = _net(place), torch.randn(8, SIZE).to(place)
-    replicas, optimizer = DataParallel(model, **options), _sgd(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        replicas.synchronize()
-        optimizer.step()
-
-    return step
+def _replicas(net: nn.Module, **options: bool) -> Training:
+    return net, _sgd(net.parameters()), DataParallel(net, **options).synchronize
 
 
-def _fully_shard(place: torch.device, **options: bool) -> Step:
-    model, x = FullyShard(_net(place), **options), torch.randn(8, SIZE).to(place)
-    optimizer = _sgd(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        model.synchronize()
-        optimizer.step()
-
-    return step
+def _shards(net: nn.Module, **options: bool) -> Training:
+    model = FullyShard(net, **options)
+    return model, _sgd(model.parameters()), model.synchronize
 
 
-def _zero(place: torch.device, stage: int) -> Step:
-    model, x = _net(place), torch.randn(8, SIZE).to(place)
-    optimizer = ShardedOptimizer(model, _sgd, stage=stage)
+def _zero(net: nn.Module, stage: int) -> Training:
+    optimizer = ShardedOptimizer(net, _sgd, stage=stage)
+    return net, optimizer, optimizer.synchronize
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.synchronize()
-        optimizer.step()
 
-    return step
+def _training(wrap: Callable[..., Training], **options: Any) -> Callable[[torch.device], Step]:
+    def make(place: torch.device) -> Step:
+        model, optimizer, synchronize = wrap(_net(place), **options)
+        x = torch.randn(8, SIZE).to(place)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            synchronize()
+            optimizer.step()
+
+        return step
+
+    return make
 
 
 def _pipeline(place: torch.device) -> Step:
@@ -101,16 +93,20 @@ class Program(NamedTuple):
 
 NUM_UNITS = NUM_LAYERS  # the root of the net has no parameters of its own
 STEPS = {
-    "DataParallel": Program(_data_parallel, 1, "the flag of the last bucket is read before the update"),
+    "DataParallel": Program(_training(_replicas), 1, "the flag of the last bucket is read before the update"),
     "DataParallel, NaN not looked for": Program(
-        lambda place: _data_parallel(place, check_finite=False), 0, "the hosts tell each other by gloo"
+        _training(_replicas, check_finite=False), 0, "the hosts tell each other by gloo"
     ),
-    "FullyShard": Program(_fully_shard, 0, "nothing is read"),
+    "FullyShard": Program(_training(_shards), 0, "nothing is read"),
     "FullyShard, offloaded": Program(
-        lambda place: _fully_shard(place, offload=True), NUM_UNITS, "the host updates what must have arrived"
+        _training(_shards, offload=True), NUM_UNITS, "the host updates what must have arrived"
     ),
-    "ZeRO-1": Program(lambda place: _zero(place, 1), None, "what became of each gradient is read in every step"),
-    "ZeRO-2": Program(lambda place: _zero(place, 2), None, "what became of each gradient is read in every step"),
+    **{
+        f"ZeRO-{stage}": Program(
+            _training(_zero, stage=stage), None, "what became of each gradient is read in every step"
+        )
+        for stage in (1, 2)
+    },
     "pipeline": Program(_pipeline, None, "the step returns its loss as a number"),
 }
 

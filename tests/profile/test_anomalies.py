@@ -1,9 +1,8 @@
-"""NaN, infinity and spikes are traced to the first step, rank and layer; well runs are left alone."""
+"""NaN and infinity are traced to the first step, rank and layer; well runs are left alone."""
 
 import math
 import random
 import re
-import warnings
 
 import pytest
 import torch
@@ -113,7 +112,7 @@ def many(num, seed):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num"), [(1, 6), (3, 30), pytest.param(4, 300, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+    ("world_size", "num"), [(3, 30), pytest.param(4, 300, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
 def test_the_first_rank_step_layer_and_pass_are_named_on_every_rank(ranks, world_size, num):
     assert ranks(world_size).run(many, num, world_size) == [[]] * world_size
@@ -139,77 +138,58 @@ def told(run):
     return str(caught.value)
 
 
-def by_hand():
-    """Faults that no layer makes: by the optimizer, after the last step, in the exchange; and what does not count."""
-    said = {}
+def update():
+    """The optimizer makes it: told in the step after."""
     model = net()
     optimizer, watch = torch.optim.SGD(model.parameters(), lr=1e38, momentum=0.9), AnomalyWatch(model, every=9)
     loss = model(100 * torch.ones(1, 3)).sum() * 1e6
     loss.backward()
     watch.look(0, loss)
     optimizer.step()
-    said["update"] = told(watch.check)
+    return told(watch.check)
+
+
+def last():
+    """It comes after the last step, on one rank."""
     model = net()
     watch = AnomalyWatch(model)
     model(torch.ones(1, 3)).sum().backward()
     watch.look(7)
     if dist.get_rank() == 1:
         model[2].bias.data[0] = math.nan
-    said["last"] = told(watch.check)
+    return told(watch.check)
+
+
+def exchange():
+    """It comes after backward, on all ranks; and evaluation is not watched."""
     model = net()
     watch = AnomalyWatch(model, every=1)
-    loss = model(torch.ones(1, 3)).square().mean()
-    loss.backward()
-    model[4].weight.grad.fill_(math.inf)
-    said["exchange"] = told(lambda: watch.look(3, loss))
-    said["scaler"] = train(("gradient", 0, 4, 2, math.inf, 0), every=2, gradients=False, steps=5)
-    model = net()
-    watch = AnomalyWatch(model)
     model.eval()
     model(torch.full((1, 3), math.nan))
     model.train()
-    watch.check()  # evaluation is not watched
-    return said
+    loss = model(torch.ones(1, 3)).square().mean()
+    loss.backward()
+    model[4].weight.grad.fill_(math.inf)
+    return told(lambda: watch.look(3, loss))
+
+
+def scaler():
+    """A scaler's overflow does not count, bad weights do."""
+    return train(("gradient", 0, 4, 2, math.inf, 0), every=2, gradients=False, steps=5)
+
+
+BY_HAND = {
+    update: "step 1: ranks 0, 1: infinity in the weight .*: the optimizer made it in the step before",
+    last: "step 8: rank 1: NaN in the weight 2.bias",
+    exchange: "step 3: ranks 0, 1: infinity in the gradient of 4.weight after backward: in the exchange",
+    scaler: "step 5: ranks 0",
+}
 
 
 def test_what_no_layer_made_is_told_too(ranks):
-    for said in ranks(2).run(by_hand):
-        assert said["update"].startswith("step 1: ranks 0, 1: infinity in the weight ")
-        assert "the optimizer made it in the step before" in said["update"]
-        assert "step 8: rank 1: NaN in the weight 2.bias" in said["last"]
-        words = "step 3: ranks 0, 1: infinity in the gradient of 4.weight after backward: in the exchange"
-        assert said["exchange"].startswith(words)
-        assert said["scaler"].startswith("step 5: ranks 0"), "a scaler's overflow does not count, bad weights do"
-
-
-def spiked(victim, factor, every):
-    """Train 60 steps; on one rank one batch is far out."""
-    model, rank = net(), dist.get_rank()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watch = AnomalyWatch(model, every=every)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for step in range(60):
-            x = torch.randn(16, 3, generator=generator(step, rank, "data"))
-            x = x * factor if (step, rank) == (50, victim) else x
-            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-            loss.backward()
-            average_flat(model.parameters())
-            watch.look(step, loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        watch.check()
-    assert [str(one.message) for one in warned] == watch.spikes
-    return watch.spikes
-
-
-def test_a_spike_is_told_on_every_rank_with_rank_and_layer(ranks):
-    for each in ranks(3).run(lambda: (spiked(2, 100.0, 1), spiked(2, 100.0, 20), spiked(2, 1.0, 20))):
-        for said in each[:2]:
-            assert len(said) == 1, said
-            assert said[0].startswith("step 50: rank 2: the loss is ")
-            assert "first in the model's input 0: in this rank's data" in said[0]
-        assert each[2] == []
+    for said in ranks(2).run(lambda: [make() for make in BY_HAND]):
+        for text, words in zip(said, BY_HAND.values(), strict=True):
+            assert re.match(words, text), text
 
 
 def test_hooks_go_and_results_stay_the_same_bit_for_bit():

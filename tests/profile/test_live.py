@@ -1,21 +1,107 @@
-"""Profiles of real ranks: what they did is in its section; `test_findings` puts faults into such runs."""
+"""Profiles of real ranks: what they did is in its section, and what is wrong with a run is found.
+
+Layers sleep while they "compute", links are throttled: so the times of a run are known although the machine is shared.
+"""
 
 import time
-from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from real_runs import FORWARD_S, NUM_STEPS, profile_fault
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.comm import recorded
+from distlab.comm import recorded, throttled
+from distlab.data_parallel import DataParallel, average_flat
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import make_schedule
-from distlab.profile import Profile, Profiler, read_files, report
+from distlab.profile import Profiler, find, read_files, report
 from distlab.sharding import FullyShard
+
+FORWARD_S, UPDATE_S = 0.04, 0.01  # backward takes twice as long as forward
+NAPS = 4
+NUM_STEPS = 10
+
+
+class Naps(torch.autograd.Function):
+    """Sleeps in forward, and twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds[0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * ctx.seconds[0])
+        return gradient, None
+
+
+class Sleepy(nn.Module):
+    """Linear layers, some of them with a nap; `seconds[0]` is how long one lasts."""
+
+    def __init__(self, num_layers, size):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(num_layers))
+        self.seconds = [FORWARD_S / NAPS]
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number % (len(self.layers) // NAPS) == 0:
+                x = Naps.apply(x, self.seconds)
+        return x.square().mean()
+
+
+def profile_fault(fault, victim=1):
+    """Run on each rank: train with a fault on the victim, or on all ranks; return the profile of all ranks."""
+    torch.manual_seed(0)
+    rank, is_victim = dist.get_rank(), dist.get_rank() == victim
+    small = fault == "small buckets"
+    model = Sleepy(*((40, 16) if small else (NAPS, 256)))
+    link = {"bytes_per_s": 1e9, "latency_s": 1.8e-3} if small else {"bytes_per_s": 18e6}
+    overlaps = fault != "missing overlap"
+    replicas = DataParallel(
+        model, bucket_bytes=1_024 if small else 262_144, first_bucket_bytes=1_024 if small else 262_144
+    )
+    if not overlaps:
+        replicas.close()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    profiler = Profiler(skip=2)
+    slow = 1.5 if is_victim and fault in ("straggler", "imbalance") else 1.0
+    nap_s = model.seconds[0]
+    with throttled(**link) if dist.get_world_size() > 1 else nullcontext():
+        slow_s = 0.06 if is_victim and fault == "slow loader" else 0.0
+        for number, x in enumerate(profiler.steps(batches(model, slow_s=slow_s))):
+            is_last = fault == "moving imbalance" and number % dist.get_world_size() == rank
+            model.seconds[0] = nap_s * slow * (1.6 if is_last else 1.0)
+            with profiler.section("forward"):
+                loss = model(x)
+            with profiler.section("backward"):
+                loss.backward()
+            with profiler.section("sync"):
+                replicas.synchronize() if overlaps else average_flat(model.parameters())
+                if not overlaps:
+                    dist.barrier()  # a throttled link counts from each rank's own call: let them call together
+            with profiler.section("optimizer"):
+                time.sleep(UPDATE_S * (slow if fault == "straggler" else 1.0))
+                optimizer.step()
+            optimizer.zero_grad()
+    if overlaps:
+        replicas.close()
+    return profiler.profile()
+
+
+def batches(model, *, slow_s):
+    """Yield the batches of all steps; each takes so long to load."""
+    for _ in range(NUM_STEPS + 2):
+        time.sleep(slow_s)
+        yield torch.ones(2, model.layers[0].in_features)
+
 
 MODEL = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, tied=False)
 
@@ -38,6 +124,10 @@ def test_the_sections_of_real_ranks_are_what_they_slept(ranks):
         moving_s, hidden_s = flat.overlap(rank)
         assert moving_s > 0.005
         assert hidden_s == 0
+    (finding,) = [one for one in find(flat) if one.kind == "missing overlap"]
+    assert finding.ranks == ()
+    (finding,) = [one for one in find(slow) if one.kind == "straggler"]  # a busy machine may do more to a run
+    assert finding.ranks == (1,)
     healthy, late = (slow.mean_s()[rank] for rank in (0, 1))
     assert healthy["idle"] > 0.3 * (1.5 - 1) * 3 * FORWARD_S
     assert late["idle"] < healthy["idle"] / 2
@@ -99,39 +189,6 @@ def test_every_program_is_taken_apart_with_the_calls_that_it_makes(ranks, tmp_pa
     again = read_files([tmp_path]).measured
     torch.testing.assert_close(torch.tensor(again.seconds), torch.tensor(profile.seconds))
     assert report(again) == report(profile)
-
-
-def backward(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Hand on gradients as a backward pass of layers that sleep makes them."""
-    for gradient in gradients:
-        time.sleep(0.01)
-        yield gradient
-
-
-def profile_sends_in_backward() -> Profile:
-    """Run on each rank: backward starts a call for each gradient, in a line of Python, and waits for none."""
-    profiler, gradients = Profiler(skip=1), [torch.ones(10) for _ in range(4)]
-    for _ in profiler.steps([1, 2, 3]):
-        with profiler.section("backward"):
-            works = [dist.all_reduce(one, async_op=True) for one in backward(gradients)]
-        with profiler.section("sync"):
-            [work.wait() for work in works]
-    return profiler.profile()
-
-
-def test_a_line_that_makes_calls_while_backward_runs_is_not_taken_for_ddp_which_waits_in_it(ranks):
-    profile = ranks(2).run(profile_sends_in_backward)[0]
-    for rank in (0, 1):
-        own = profile.trace.select(profile.trace.rank == rank)
-        backwards, waits = own.select(own.is_word("kind", "B")), own.select(own.is_word("lane", "wait"))
-        assert len(backwards) == 2
-        inside = [
-            (wait.name, span.name)
-            for span in backwards
-            for wait in waits
-            if span.start_ns <= wait.start_ns < span.end_ns
-        ]
-        assert inside == []
 
 
 def profile_nothing() -> str:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from functools import partial
 
 import pytest
@@ -86,36 +87,26 @@ def test_torch_profilers_traces_of_ddp_are_taken_apart_without_marks(ranks, tmp_
     assert (profile.calls.number[sums] >= 0).all()
 
 
-def two_ranks():
-    """A trace of two ranks in this project's words, and a different clock for the second."""
-    times = {"start_ns": [0, 100, 200, 5_000_000_000_000, 5_000_000_000_100, 5_000_000_000_200]}
-    times["end_ns"] = [100, 200, 300, 5_000_000_000_100, 5_000_000_000_200, 5_000_000_000_300]
-    kinds = ["F", "B", "optimizer"] * 2
-    return Trace.from_columns(rank=[0] * 3 + [1] * 3, lane="compute", name=kinds, kind=kinds, **times)
-
-
-def damaged(folder, *, rank=0, zeros=0):
-    """The file of a rank, of which the last 2,000 bytes are missing, or some in its middle are zeros."""
+def damaged(folder, rank=0):
+    """The file of a rank, of which the last 2,000 bytes are missing."""
     path = written(folder, HEALTHY)[rank]
-    data = path.read_bytes()
-    middle = len(data) // 2
-    path.write_bytes(data[:middle] + bytes(zeros) + data[middle + zeros :] if zeros else data[:-2000])
+    path.write_bytes(path.read_bytes()[:-2000])
     return [path]
 
 
 def same_rank_twice(folder):
     path = written(folder, HEALTHY)[0]
-    other = folder / "copy.json"
-    other.write_bytes(path.read_bytes())
-    return [path, other]
+    return [path, shutil.copy(path, folder / "copy.json")]
+
+
+def passes(rank):
+    """A rank's trace in this project's words, without calls; each rank has a different clock."""
+    times = {"start_ns": [rank * 5_000_000_000_000], "end_ns": [rank * 5_000_000_000_000 + 100]}
+    return Trace.from_columns(rank=[rank], lane="compute", name=["F"], kind=["F"], **times)
 
 
 def other_clock_without_calls(folder):
-    paths = []
-    for rank in (0, 1):
-        trace = two_ranks()
-        paths.append(write_chrome(folder / f"{rank}.json", measured=trace.select(trace.rank == rank)))
-    return paths
+    return [write_chrome(folder / f"{rank}.json", measured=passes(rank)) for rank in (0, 1)]
 
 
 def other_run(folder):
@@ -136,8 +127,7 @@ def text(content, folder):
 
 def folder_without_a_rank(folder):
     save_clocks([0, 0], folder)
-    trace = two_ranks()
-    save_trace(trace.select(trace.rank == 0), rank_file(folder, 0))
+    save_trace(passes(0), rank_file(folder, 0))
     return [folder]
 
 
@@ -152,7 +142,6 @@ NOT_JSON, EXPECTED = (
 BAD = {
     "a file that is cut off": (damaged, NOT_JSON),
     "a gzipped file that is cut off": (partial(damaged, rank=1), NOT_JSON),
-    "a gzipped file that is damaged": (partial(damaged, rank=1, zeros=64), NOT_JSON),
     "no file": (lambda folder: [folder / "none.json"], "there is no trace at"),
     "an empty folder": (lambda folder: [folder], "there is no trace to read"),
     "no rank": (partial(text, b'{"traceEvents": [], "distributedInfo": {"rank": 0}}'), "no section, operator or call"),
@@ -169,15 +158,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(tmp_path, capsys, case):
-    make, expected = BAD[case]
-    status = main(["profile", *map(str, make(tmp_path))])
-    error = capsys.readouterr().err
-    assert status == 2
-    assert error.startswith("distlab profile: ")
-    assert error.count("\n") == 1
-    assert expected in error
+def test_bad_input_is_one_clear_line(tmp_path, capsys):
+    for case, (make, expected) in BAD.items():
+        (tmp_path / case).mkdir()
+        assert main(["profile", *map(str, make(tmp_path / case))]) == 2, case
+        error = capsys.readouterr().err
+        assert error.startswith("distlab profile: "), case
+        assert error.count("\n") == 1, case
+        assert expected in error, case
 
 
 def test_what_one_rank_alone_cannot_tell_is_said(tmp_path):
