@@ -68,7 +68,6 @@ from simulator.models.mixture_of_experts import Mixture as Mixture, mix_experts 
 from simulator.pipeline.compiled import CompiledSchedule as CompiledSchedule
 from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_flight as peak_in_flight
 from simulator.pipeline.simulate_schedule import (
-    Jitter as Jitter,
     PipelineRun as PipelineRun,
     simulate_schedule as simulate_schedule,
 )

@@ -73,7 +73,6 @@ class BucketCost(NamedTuple):
         num_tensors: parameters in it.
         parts: the calls that follow one another on the wire, where there are several (shards, then replicas).
         gather: the all-gather of the parameters after the update, where each rank updates only its own.
-        start_ns: starting it, where that keeps the computing rank busy.
         save: the copy of the gradients' shard to the host, where the host updates.
         load: the copy of the updated shard back to the device.
     """
@@ -92,7 +91,6 @@ class BucketCost(NamedTuple):
     num_tensors: int = 0
     parts: tuple[Transfer, ...] = ()
     gather: Transfer | None = None
-    start_ns: int = 0
     save: Transfer | None = None
     load: Transfer | None = None
 

@@ -21,8 +21,7 @@ from distlab.plan.partition import even_blocks
 from distlab.plan.require import changed
 from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets, costs_in
 from simulator.gradients.compression import MeasuredCodec
-from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
-from simulator.gradients.shard_costs import Shards, shards_of
+from simulator.gradients.fsdp_units import Shards, UnitTimes, scattered, shards_of, time_units, units_of
 from simulator.hardware.cost import compute_s, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
 from simulator.precision import widths_of

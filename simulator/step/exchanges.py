@@ -233,8 +233,6 @@ class Buckets:
         update = programs.update(rank, own, [*ready, *saved], on_host=bool(saved))
         for bucket in buckets:
             needs = [update]
-            if bucket.start_ns:
-                needs.append(programs.compute(rank, bucket.start_ns, [update]))
             if bucket.load is not None:
                 needs.append(programs.host_copy(rank, bucket.what, bucket.load, [update], up=True))
             if bucket.gather is not None:
@@ -305,8 +303,6 @@ class Units:
             unit, needs = stage.units[index], [*programs.computed[stage.rank], *before]
             if self.sharding.offload == "all" and unit.load is not None:
                 needs = [programs.host_copy(stage.rank, unit.unit.name, unit.load, needs, microbatch, up=True)]
-            if unit.start_ns:
-                needs = [self._copy(stage.rank, "start", unit, unit.start_ns, needs)]
             gather = programs.call(stage.rank, "gather", f"all_gather {unit.unit.name}", unit.gather, needs, microbatch)
             self._gathered[number, index] = gather
 

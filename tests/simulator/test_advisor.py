@@ -88,7 +88,7 @@ def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, la
         plan, workload = found.plan(row), found.workload(row)
         step = simulate(workload, found.question.cluster, plan)
         assert max(found.bound_s[row], one.tight_s(row)) <= step.steady_s, plan
-        assert one.pipelines.least_bytes(row) <= one.pipelines.peak_bytes(row) <= step.memory.max_bytes, plan
+        assert one.pipelines.least_bytes(row) <= step.memory.max_bytes, plan
         assert plan.world_size == layout[0]
         assert plan.num_replicas * plan.num_microbatches * workload.samples == batch
 

@@ -4,26 +4,8 @@ from hypothesis import given, settings, strategies as st
 
 from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule
 from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate_schedule
-from simulator.pipeline.runners import Frontier, find_chain
-from simulator.pipeline.schedule_arrays import F, W, last_actions
-from simulator.units import to_ns
-
-# 2401.10241 (zero bubble): Table 9's times in ms (their T_B is our I) and Table 5's bubble rate of 1F1B.
-# stages, micro-batches, F, I, W, communication, bubble rate
-ZERO_BUBBLE_1F1B = (
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431),
-    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985),
-    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347),
-    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898),
-    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091),
-    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552),
-    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082),
-    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251),
-    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646),
-    (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168),
-    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352),
-)
+from simulator.pipeline.compiled import Frontier, find_chain
+from simulator.pipeline.schedule_arrays import F, W
 
 
 def plain_event_loop(order, duration, latency):
@@ -59,14 +41,6 @@ def plain_event_loop(order, duration, latency):
                 moved = True
         assert moved, "deadlock"
     return np.array(end)
-
-
-@pytest.mark.parametrize(("stages", "microbatches", "f", "i", "w", "communication", "rate"), ZERO_BUBBLE_1F1B)
-def test_zero_bubble_table_5_from_the_times_of_table_9(stages, microbatches, f, i, w, communication, rate):
-    f, i, w, communication = (to_ns(ms * 1e-3) for ms in (f, i, w, communication))
-    order = arrays_of(one_f_one_b(stages, microbatches))
-    cost = CompiledSchedule(order).run(np.where(order.kind == F, f, i + w), communication).max()
-    assert round((cost - microbatches * (f + i + w)) / cost, 4) == rate
 
 
 # Families and shapes whose steady part is many times as long as the pipeline.
@@ -201,25 +175,3 @@ def test_a_chain_equals_level_by_level(ranks, microbatches, seed):
     assert np.array_equal(chain.run(duration, latency), by_level.run(duration, latency))
     assert sorted(chain.actions.tolist()) == list(range(len(order.kind)))
     assert np.array_equal(chain.level, by_level.level)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    name=st.sampled_from(["one_f_one_b", "interleaved", "gpipe", "naive"]),
-    ranks=st.integers(1, 4),
-    microbatches=st.integers(1, 6),
-    data=st.data(),
-)
-def test_rows_of_times_end_as_each_of_them_alone(name, ranks, microbatches, data):
-    per_rank = data.draw(st.integers(2, 3)) if name == "interleaved" else 1
-    compiled = CompiledSchedule(arrays_of(make_schedule(name, ranks, microbatches, stages_per_rank=per_rank)))
-    order, stages = compiled.order, ranks * per_rank
-    times = st.lists(st.integers(0, 50), min_size=3 * stages, max_size=3 * stages)
-    rows = [(np.array(data.draw(times)), np.array(data.draw(times))) for _ in range(3)]
-    last = last_actions(order)
-    key = order.stage + (order.kind != F) * stages
-    key[last] += stages
-    durations, latencies = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    found = compiled.run_rows(durations, latencies, last)
-    for place, (duration, latency) in enumerate(rows):
-        assert found[:, place].tolist() == compiled.run(duration[key], latency[key])[last].tolist()

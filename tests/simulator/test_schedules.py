@@ -1,11 +1,11 @@
-"""Every schedule through the simulator: exact, within its bounds, with stragglers and jitter; memory and traces."""
+"""Every schedule through the simulator: exact, within its bounds, with stragglers; memory and traces."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule
-from simulator import Jitter, arrays_of, simulate, simulate_schedule
+from simulator import arrays_of, simulate, simulate_schedule
 from tests.simulator.test_compiled import plain_event_loop
 from tests.simulator.test_step import cluster_of, workload_of
 
@@ -40,8 +40,7 @@ def test_any_schedule_keeps_the_rules_and_the_bounds(seed):
     for _ in range(10):  # 300 configurations
         schedule = random_schedule(generator)
         times = random_times(generator, schedule.num_stages)
-        jitter = Jitter(0.2, seed % 99) if generator.integers(2) else None
-        run = simulate_schedule(schedule, times, unit_s=1e-9, jitter=jitter, slow_ranks={0: 1.5})
+        run = simulate_schedule(schedule, times, unit_s=1e-9, slow_ranks={0: 1.5})
         offsets = run.order.offsets
         first = np.zeros(len(run.start_ns), bool)
         first[offsets[:-1]] = True
@@ -77,21 +76,6 @@ def durations(order, times):
     return table[order.stage, order.kind]
 
 
-def test_jitter_is_repeated_by_its_seed_and_is_one_on_average():
-    schedule = one_f_one_b(4, 32)
-    first, again, other = (
-        simulate_schedule(schedule, TIMES, jitter=Jitter(0.1, seed)).end_ns.tolist() for seed in (1, 1, 2)
-    )
-    assert first == again != other
-    assert simulate_schedule(schedule, TIMES, jitter=Jitter(0.0)).duration_s == pytest.approx(
-        simulate_schedule(schedule, TIMES).duration_s
-    )
-    factors = Jitter(0.25).factors(100_000)
-    assert factors.min() > 0
-    assert factors.mean() == pytest.approx(1, abs=0.01)
-    assert factors.std() == pytest.approx(0.25, rel=0.02)
-
-
 def test_the_figures_of_a_run():
     run = simulate_schedule(one_f_one_b(4, 4), ActionTimes(1, 1, 1, 0.25))
     assert run.work_s == pytest.approx(4 * 4 * 3e-3)
@@ -119,7 +103,6 @@ def test_the_figures_of_a_run():
         (lambda s: simulate_schedule(s, ActionTimes(1, -1, 1)), "input_gradient of -1; pass times >= 0"),
         (lambda s: simulate_schedule(s, TIMES, slow_ranks={4: 2}), r"rank 4; the pipeline has ranks 0\.\.3"),
         (lambda s: simulate_schedule(s, TIMES, slow_ranks={1: 0}), "gives rank 1 the factor 0; pass a number above 0"),
-        (lambda s: Jitter(-0.1), "relative is -0.1; pass a spread >= 0"),
         (lambda s: step_of("one_f_one_b", schedule=s, microbatches=5), "4 ranks and 4 micro-batches; the plan has"),
         (lambda s: step_of("zb_v", layers=7), r"4 \(pipeline\) x 2 \(a rank\) = 8 stages; workload 'w' has 7 layers"),
     ],

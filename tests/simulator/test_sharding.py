@@ -7,7 +7,7 @@ import pytest
 from sharding_cases import FAST, cluster_of, plan_of, spans_of, workload_of
 
 from distlab.plan import Contention, Link, Protocol, Sharding, Software
-from simulator import Measured, all_gather_s, all_reduce_s, simulate
+from simulator import all_gather_s, all_reduce_s, simulate
 from simulator.gradients.fsdp_units import units_of
 from simulator.units import to_ns
 
@@ -122,26 +122,6 @@ def test_stage_two_sums_each_micro_batch_and_stage_one_the_last():
         assert two.sent_bytes_per_rank[0] - told == pytest.approx(2 * (once.sent_bytes_per_rank[0] - told))
         for earlier, later in pairwise(spans_of(two, "compute")):
             assert earlier.end_ns <= later.start_ns
-
-
-def test_what_measured_calls_cost_the_computing_rank():
-    """A start of 1 ms and more, on the compute lane; presets have none of it."""
-    workload, part = workload_of([1, 1]), Link("part", (Protocol(1e-3, 1e9),))
-    links = dict.fromkeys(("all_gather start", "reduce_scatter start"), part)
-    each = to_ns(1e-3 + 320_000 / 1e9)
-    plain, step = (
-        simulate(workload, cluster_of(4), plan_of(3), measured=Measured(links=more or {})) for more in (None, links)
-    )
-    spans = [s for s in spans_of(step, "compute") if s.name.startswith("start")]
-    assert [s.end_ns - s.start_ns for s in spans] == [each] * 4
-    assert not [s for s in spans_of(plain, "compute") if s.name.startswith("start")]
-    assert spans_of(step, "gather")[0].start_ns == each
-    plain, step = (
-        simulate(workload, cluster_of(4), plan_of(1), measured=Measured(links=more or {})) for more in (None, links)
-    )
-    ours, free = (next(s for s in spans_of(x, "compute") if s.name == "pack bucket 1") for x in (step, plain))
-    assert ours.duration_s - free.duration_s == pytest.approx(each / 1e9)
-    assert spans_of(step, "gather")[0].start_ns == spans_of(step, "compute")[-1].end_ns + each
 
 
 def test_sent_bytes_are_two_and_three_times_the_parameters():
