@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Plan
+from simulator.advisor.bounds import Pipelines
 from simulator.advisor.candidates import candidates
-from simulator.advisor.pipelines import Pipelines
 from simulator.advisor.question import Candidates, Question, Shape
 from simulator.step.result import Step
 from simulator.step.simulate import simulate

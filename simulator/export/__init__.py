@@ -18,6 +18,6 @@ How each is checked (`make test-exports`; versions in the first lines of each fi
 """
 
 from simulator.export.deepspeed import deepspeed_config as deepspeed_config, deepspeed_notes as deepspeed_notes
-from simulator.export.fsdp2 import fsdp2_code as fsdp2_code, fsdp2_notes as fsdp2_notes
+from simulator.export.fsdp2 import fsdp2_code as fsdp2_code
 from simulator.export.parts import Exported as Exported, Options as Options
 from simulator.export.tools import TOOLS as TOOLS, export as export

@@ -15,7 +15,7 @@ from distlab.plan import Bucket, Cluster, Layer, Plan, Work, assign_buckets
 from distlab.plan.compression import Exchange, exchanges
 from simulator.gradients.compression import CodecTimes, MeasuredCodec, codec_times
 from simulator.hardware.cost import compute_s
-from simulator.hardware.process_groups import Group
+from simulator.hardware.rank_layout import Group
 from simulator.units import to_ns
 
 Costs = Callable[[int, int], tuple[int, int, int, float]]

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from distlab.plan import Cluster, Layer, Plan, Work, make_units
 from simulator.gradients.buckets import BucketCost, Transfer
 from simulator.hardware.cost import all_reduce_s, all_reduce_steps, compute_s
-from simulator.hardware.process_groups import Group, Links, group_of
-from simulator.hardware.rank_layout import COPIES, RankLayout
+from simulator.hardware.rank_layout import COPIES, Group, Links, RankLayout, group_of
 from simulator.precision import Widths
 from simulator.units import to_ns
 

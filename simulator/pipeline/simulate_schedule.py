@@ -132,11 +132,7 @@ def spans_of_actions(order: ScheduleArrays, start_ns: Ints, end_ns: Ints, names:
 
 
 def simulate_schedule(
-    schedule: Schedule,
-    times: ActionTimes,
-    *,
-    unit_s: float = 1e-3,
-    slow_ranks: Mapping[int, float] | None = None,
+    schedule: Schedule, times: ActionTimes, *, unit_s: float = 1e-3, slow_ranks: Mapping[int, float] | None = None
 ) -> PipelineRun:
     """Simulate a schedule.
 

@@ -78,7 +78,7 @@ def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, we
         hides = inputs and weights
         if inputs and region.attention:
             work = work.without(region.attention.backward)
-            attend_backward(region.attention, timeline, shares)
+            attend(region.attention, timeline, shares, backward=True)
         timeline.work((work.without(region.beside) if hides else work).times(1 / shares.inside))
         kind, size = ("reduce_scatter" if plan.sequence_parallel else "all_reduce"), region.input_bytes * inputs
         call = CallSpec("tensor", region.name, kind, size * width / shares.positions)
@@ -106,54 +106,36 @@ def _outside(layer: Layer, name: str) -> Work:
     return whole
 
 
-def attend(attention: Attention, timeline: PassTimeline, shares: Shares) -> None:
-    """Add scores and mixing, with what context-parallel ranks send for them.
+def attend(attention: Attention, timeline: PassTimeline, shares: Shares, *, backward: bool = False) -> None:
+    """Add scores and mixing, or their gradients, with what context-parallel ranks send for them.
 
     Ring, over n ranks: in each of n steps every rank attends to the keys of one rank, while these travel on to the next
-    (in the last step they are back). All-to-all: positions are traded for heads, and back.
+    (in the last step they are back). In backward they go round once more. What a step adds to the gradients of the keys
+    at hand leaves after it and travels during the next one. After the last step it returns to its owner, which nothing
+    hides. All-to-all: positions are traded for heads, and back.
 
-    Cost: ring 2 (n-1)/n B S H/g elements sent; all-to-all (n-1)/n (2 + 2/g) B S H/n.
+    Cost: ring 2 (n-1)/n B S H/g elements sent, in backward as many and as many gradients; all-to-all
+        (n-1)/n (2 + 2/g) B S H/n in either.
     """
-    n, width = shares.positions, timeline.costs.width
+    n, width, work = shares.positions, timeline.costs.width, attention.backward if backward else attention.forward
     if n == 1 or timeline.costs.plan.context_kind == "all_to_all":
         both = (attention.query_bytes + attention.key_value_bytes) * width / shares.inside
-        timeline.call("context", "queries, keys and values", "all_to_all", both if n > 1 else 0)
-        timeline.work(attention.forward.times(1 / shares.inside))
         mixed = attention.query_bytes * width / shares.inside
-        timeline.call("context", "mixed values", "all_to_all", mixed if n > 1 else 0)
+        words = ("gradients of ", "gradient of ") if backward else ("", "")
+        calls = [(f"{words[0]}queries, keys and values", both), (f"{words[1]}mixed values", mixed)]
+        for place, (name, size) in enumerate(reversed(calls) if backward else calls):
+            if place:
+                timeline.work(work.times(1 / shares.inside))
+            timeline.call("context", name, "all_to_all", size if n > 1 else 0)
         return
-    states = attention.key_value_bytes * width / shares.inside
+    keys = CallSpec("context", "keys and values", "send", attention.key_value_bytes * width / shares.inside)
+    size = attention.key_value_gradient_bytes / shares.inside
+    sums = CallSpec("context", "gradients of keys and values", "send", size)
     for step in range(n):
-        hop = [CallSpec("context", "keys and values", "send", states)] if step < n - 1 else []
-        timeline.overlap(_ring_step(attention.forward, shares), hop)
-
-
-def attend_backward(attention: Attention, timeline: PassTimeline, shares: Shares) -> None:
-    """Add the gradients of scores and mixing, with what context-parallel ranks send for them.
-
-    Ring: keys and values go round once more. What a step adds to the gradients of the keys at hand leaves after it and
-    travels during the next one. After the last step it returns to its owner, which nothing hides.
-
-    Cost: ring the forward's, and as many gradients; all-to-all the forward's.
-    """
-    n, width = shares.positions, timeline.costs.width
-    if n == 1 or timeline.costs.plan.context_kind == "all_to_all":
-        mixed = attention.query_bytes * width / shares.inside
-        timeline.call("context", "gradient of mixed values", "all_to_all", mixed if n > 1 else 0)
-        timeline.work(attention.backward.times(1 / shares.inside))
-        both = (attention.query_bytes + attention.key_value_bytes) * width / shares.inside
-        timeline.call("context", "gradients of queries, keys and values", "all_to_all", both if n > 1 else 0)
-        return
-    states = attention.key_value_bytes * width / shares.inside
-    sums = CallSpec(
-        "context", "gradients of keys and values", "send", attention.key_value_gradient_bytes / shares.inside
-    )
-    for step in range(n):
-        hops = [CallSpec("context", "keys and values", "send", states)] if step < n - 1 else []
-        if step > 1:
-            hops.insert(0, sums)
-        timeline.overlap(_ring_step(attention.backward, shares), hops)
-    timeline.overlap(NO_WORK, [sums])
+        hops = [sums] * (backward and step > 1) + [keys] * (step < n - 1)
+        timeline.overlap(_ring_step(work, shares), hops)
+    if backward:
+        timeline.overlap(NO_WORK, [sums])
 
 
 def _ring_step(work: Work, shares: Shares) -> Work:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from distlab.plan import Contention, Device, Plan, Work
 from simulator.hardware.cost import busy_s
-from simulator.hardware.process_groups import Group
+from simulator.hardware.rank_layout import Group
 from simulator.units import to_ns
 
 INSIDE = ("tensor", "context", "expert")  # axes whose ranks exchange inside of passes

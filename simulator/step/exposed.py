@@ -17,17 +17,16 @@ Ints = NDArray[np.int64]
 KINDS = len(LETTERS)
 
 
-def calls_trace(stages: Sequence[Stage], timing: Timing, rows: Ints) -> Trace:
+def calls_trace(stages: Sequence[Stage], timing: Timing) -> Trace:
     """Return the spans of all calls inside of passes, on the ranks of one replica.
 
     A layer's pass that takes longer than costed (contention) is stretched with what is in it.
 
     Args:
         stages: with their calls inside of passes.
-        timing: of the step.
-        rows: action, layer, start and end of each layer's pass.
+        timing: of the step, with its layers.
     """
-    order, width, parts = timing.order, max(len(stage.layers) for stage in stages), []
+    order, rows, width, parts = timing.order, timing.rows, max(len(stage.layers) for stage in stages), []
     place = (order.stage[rows[:, 0]].astype(np.int64) * KINDS + order.kind[rows[:, 0]]) * width + rows[:, 1]
     sorted_rows = np.argsort(place, kind="stable")
     places, first = np.unique(place[sorted_rows], return_index=True)
@@ -118,14 +117,14 @@ def _calls_made(
 
 def data_wait_s(stages: Sequence[Stage], timing: Timing, rank: int) -> float:
     """Return the seconds in which a rank of the pipeline computes nothing while its gradients or shards travel."""
-    assert timing.layers is not None, "these steps are timed layer by layer"
     own = [number for number, stage in enumerate(stages) if stage.rank == rank]
     buckets = [times for number in own for times in timing.buckets[number]]
-    rows = timing.layers[np.isin(timing.order.stage[timing.layers[:, 0]], own)]
+    rows = timing.rows[np.isin(timing.order.stage[timing.rows[:, 0]], own)]
     busy = [timing.optimizer[rank], *(pair for times in buckets for pair in times.computing)]
     busy += [(start, end) for start, end in rows[:, 2:].tolist()]
-    busy += [(copy.start_ns, copy.end_ns) for copy in timing.copies[rank]]
-    travels = [(call.start_ns, call.end_ns) for call in timing.calls[rank]]
+    travels: list[Pair] = []
+    for call in timing.calls[rank]:
+        (busy if call.lane == "compute" else travels).append((call.start_ns, call.end_ns))
     travels += [pair for times in buckets for pair in (times.all_reduce, times.later) if pair is not None]
     return (_covered(busy + travels) - _covered(busy)) / 1e9
 

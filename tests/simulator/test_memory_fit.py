@@ -26,7 +26,7 @@ def size_of(**options):
 
 def smallest_change(workload, plan, on):
     """Return the plan with the smallest change that fits and leaves micro-batches whole, or None."""
-    change = find_change(workload, plan, on, most_split=1)
+    change = find_change(workload, plan, on)
     return change and change.plan
 
 
@@ -78,7 +78,7 @@ def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
     found = smallest_change(WORKLOAD, Plan(data=8), device(room))
     assert found is not None
     assert memory_of(WORKLOAD, found).max_bytes <= room
-    tight = find_change(WORKLOAD, Plan(data=8), device(room), most_split=1)
+    tight = find_change(WORKLOAD, Plan(data=8), device(room))
     assert tight.plan == found
     assert tight.max_bytes == memory_of(WORKLOAD, found).max_bytes
     if wanted != {"recompute": "selective"}:  # a stage of sharding alone may be leaner, and costs less
