@@ -66,16 +66,6 @@ def test_equals_a_plain_event_loop_bit_for_bit(seed, num_operations, num_ranks):
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.integers(1, 4))
-def test_the_contended_engine_without_contention_is_the_plain_one(seed, num_operations, num_ranks):
-    graph = random_graph(seed, num_operations, num_ranks)
-    contended = engine._Contended(graph, Contention()).run()
-    alone = engine.run(graph)
-    assert np.array_equal(contended.start_ns, alone.start_ns)
-    assert np.array_equal(contended.end_ns, alone.end_ns)
-
-
-@settings(deadline=None, max_examples=80)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.integers(1, 4), st.floats(1, 4), st.floats(1, 4))
 def test_lanes_needs_and_bounds_hold_under_contention(seed, num_operations, num_ranks, compute, communication):
     graph = random_graph(seed, num_operations, num_ranks)

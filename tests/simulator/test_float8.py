@@ -66,9 +66,8 @@ def test_units_of_blocks_are_gathered_in_half_the_bytes():
     assert held[1].forward[0, BUFFERS] >= root
 
 
-@pytest.mark.parametrize("name", ["dgx-a100", "dgx-v100", "t4-server", "dgx-1-p100", "laptop"])
-def test_devices_without_8_bits_refuse_in_one_line(name):
-    where = cluster(name)
+def test_devices_without_8_bits_refuse_in_one_line():
+    where = cluster("dgx-a100")
     with pytest.raises(
         ValueError, match=f"{where.device.name} has no products of 8 bits; use a device that has"
     ) as told:
