@@ -57,18 +57,17 @@ def checked(one):
     ("model", "machine", "batch"),
     [
         pytest.param(SMALL, machine_of(80e9, 4), 8, marks=pytest.mark.soak),  # where all fits, least is left out
-        (SMALL, machine_of(0.6e9, 8, 4), 4),
+        pytest.param(SMALL, machine_of(0.6e9, 8, 4), 4, marks=pytest.mark.soak),
         (GATED, machine_of(1.2e9, 4, 2, "dgx-h100"), 8),
         (MIXED, machine_of(0.8e9, 4, 2), 4),
-        (SMALL, machine_of(3e9, 6, 2), 6),
     ],
-    ids=["roomy", "tight", "wires", "experts", "six"],
+    ids=["roomy", "tight", "wires", "experts"],
 )
 def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch):
     checked(search(Question(model, machine, batch)))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     model=st.sampled_from([SMALL, GATED, MIXED]),
     memory=st.floats(0.5e9, 80e9),
@@ -93,17 +92,12 @@ def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, la
         assert plan.num_replicas * plan.num_microbatches * workload.samples == batch
 
 
-@pytest.mark.parametrize(
-    ("model", "memory_bytes", "name", "best_way"),
-    [(SMALL, 0.25e9, "rtx-4090-server", ("operators", 1)), (GATED, 0.22e9, "dgx-a100", ("full", 2))],
-    ids=["operators", "every second block"],
-)
-def test_recompute_in_part_is_searched_to_the_same_best(model, memory_bytes, name, best_way):
+def test_recompute_in_part_is_searched_to_the_same_best():
     """It is better than what whole recompute alone reaches."""
-    question = Question(model, machine_of(memory_bytes, 2, 2, name), 8)
+    question = Question(GATED, machine_of(0.22e9, 2, 2), 8)
     one, whole = search(replace(question, partial_recompute=True)), search(question)
     best = checked(one)
-    assert (best[0].plan.recompute, best[0].plan.recompute_layers) == best_way
+    assert (best[0].plan.recompute, best[0].plan.recompute_layers) == ("full", 2)
     assert best[0].seconds < whole.best()[0].seconds
     ways = {(shape.recompute, shape.recompute_layers) for shape in one.found.shapes}
     assert ways - {(shape.recompute, 1) for shape in whole.found.shapes} == {("operators", 1), ("full", 2), ("full", 4)}
