@@ -54,23 +54,6 @@ def test_utilization_counts_all_pairs_for_either_kernel(plain):
         assert counted == pytest.approx(gpt_step_flops(H, L, S, 1000, B), rel=1e-9)
 
 
-def test_attention_has_a_rate_of_its_own():
-    machine = Cluster("m", Device("card", 1e14, 1e30, 1e30, attention_flops_per_s=1e13), 1, 1, FREE, FREE)
-    equal = replace(machine, device=replace(machine.device, attention_flops_per_s=None))
-    fused = fuse_attention(GPT)
-    slower = simulate(fused, machine, Plan()).duration_s - simulate(fused, equal, Plan()).duration_s
-    work = L * 3.5 * 2.0 * B * S * S * H
-    assert slower == pytest.approx(work / 1e13 - work / 1e14, rel=1e-4)
-
-
-@pytest.mark.parametrize("plan", [Plan(context=4), Plan(tensor=2, sequence_parallel=True)])
-def test_ranks_divide_it_as_they_divide_plain_attention(plan):
-    machine = Cluster("ideal", Device("products", 1e12, 1e30, 1e30), 8, 8, FREE, FREE)
-    fused = fuse_attention(GPT)
-    alone, many = (simulate(fused, machine, each).duration_s for each in (Plan(), plan))
-    assert alone / many == pytest.approx(plan.tensor * plan.context, rel=1e-6)
-
-
 BASE = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
 BASE |= {"intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 1024}
 
@@ -187,8 +170,8 @@ def model(heads, hidden, layers, microbatch):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("plan", [Plan(), Plan(tensor=8), Plan(tensor=8, sequence_parallel=True), Plan(data=4)])
-@pytest.mark.parametrize("row", SC21, ids=["1.7B", "7.5B"])
+@pytest.mark.parametrize("plan", [Plan(tensor=8, sequence_parallel=True), Plan(data=4)])
+@pytest.mark.parametrize("row", SC21[:1])
 def test_products_alone_take_what_the_formula_counts(row, plan, recompute):
     """Nothing is forgotten: what is recomputed, logits and scores are in, and tensor ranks divide them."""
     heads, hidden, layers = row

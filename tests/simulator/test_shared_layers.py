@@ -7,7 +7,6 @@ import pytest
 from distlab.plan import Contention, Link, Plan, Protocol, Work
 from simulator import (
     Measured,
-    all_gather_s,
     all_reduce_s,
     all_to_all_s,
     compute_s,
@@ -77,16 +76,6 @@ def test_a_layer_sends_eight_times_its_states_or_twelve_with_full_recompute(rank
     assert sent == NEAR(share * (3 * elements * STATES + ends + norms), rel=1e-12)
 
 
-def test_sequence_parallel_gathers_and_scatters_and_divides_what_is_outside():
-    whole, split = (step_of(Plan(tensor=2, sequence_parallel=on)) for on in (False, True))
-    kinds = {piece.kind for layer in split.stages[0].calls[0][:-1] for piece in layer}
-    assert kinds == {"all_gather", "reduce_scatter"}
-    inside = sum(compute_s(region.forward.times(0.5), DEVICE) for region in BLOCK.regions)
-    calls = 4 * all_gather_s(STATES, 2, LINK)
-    assert near(split.stages[0].forward_ns[1], seconds(outside("forward"), 0.5) + inside + calls)
-    assert split.memory.of("activations") < whole.memory.of("activations")
-
-
 @pytest.mark.parametrize("link", [LINK, FREE], ids=["slow", "free"])
 def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
     ranks = 4
@@ -101,14 +90,6 @@ def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
     assert [piece.num_bytes for piece in hops] == [2 * STATES // ranks] * (ranks - 1)
     back = [piece.num_bytes for piece in stage.calls[1][1]]
     assert sorted(back) == [2 * STATES // ranks] * (ranks - 1) + [4 * STATES // ranks] * (ranks - 1)
-
-
-def test_all_to_alls_trade_positions_for_heads_before_and_after_attention():
-    stage = step_of(Plan(context=4, context_kind="all_to_all")).stages[0]
-    travel = all_to_all_s(3 * STATES / 4, 4, LINK) + all_to_all_s(STATES / 4, 4, LINK)
-    assert near(stage.forward_ns[1], compute_s(BLOCK.forward.times(0.25), DEVICE) + travel)
-    sent = step_of(Plan(context=4, context_kind="all_to_all")).sent_bytes_by_axis["context"]
-    assert sent == NEAR(3 * 2 * 0.75 * STATES)  # layers, forward and backward
 
 
 def test_experts_exchange_rows_twice_forward_and_twice_backward():

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Software, Work
+from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Software
 from distlab.plan.partition import CUTS
 from simulator import (
     Stack,
     cluster,
-    compute_s,
     device,
     gpt_workload,
     memory_of,
@@ -47,34 +46,6 @@ def test_a_cluster_has_its_own_stack_and_takes_another():
     assert device("a100-sxm-80gb").kernel_s == 0
     with pytest.raises(ValueError, match="no preset 'abacus' among the stacks"):
         cluster("dgx-a100", stack="abacus")
-
-
-def test_no_work_is_shorter_than_the_launches_of_its_kernels():
-    slow = replace(MACHINE.device, kernel_s=1e-6, launch_s=5e-5)
-    assert compute_s(Work(0.0, 0.0, 10), slow) == pytest.approx(5e-4)
-    assert compute_s(Work(1e12, 0.0, 10), slow) == pytest.approx(1e-2 + 1e-5)
-    with pytest.raises(ValueError, match="launch_s is -1"):
-        replace(MACHINE.device, launch_s=-1)
-
-
-def test_launches_that_wait_for_their_kernels_add_to_them():
-    """BLOOM's cluster has CUDA_LAUNCH_BLOCKING=1: what else is in its stack stays."""
-    own = Stack("mine", kernel_s=1e-6, launch_s=5e-5)
-    blocks, ahead = (cluster(name, stack=own).device for name in ("jean-zay", "dgx-a100"))
-    few, large = Work(0.0, 0.0, 10), Work(1e13, 0.0, 10)
-    assert compute_s(few, blocks) == pytest.approx(10 * 51e-6)
-    assert compute_s(few, ahead) == pytest.approx(10 * 50e-6)
-    assert compute_s(large, blocks) - compute_s(large, ahead) == pytest.approx(10 * 50e-6)
-
-
-def test_messages_between_stages_have_a_fixed_time_and_a_part_of_the_wire():
-    plan = Plan(pipeline=2)
-    plain = simulate(WORKLOAD, MACHINE, plan)
-    slow = simulate(WORKLOAD, replace(MACHINE, software=Software(send_s=1e-3, send_fraction=0.5)), plan)
-    size = plain.stages[0].send_forward_bytes
-    assert size == 2 * 512 * 1024 * 2
-    assert plain.stages[0].send_forward_ns == pytest.approx((1e-6 + size / 1e11) * 1e9, abs=1)
-    assert slow.stages[0].send_forward_ns == pytest.approx((1e-3 + 1e-6 + 2 * size / 1e11) * 1e9, abs=1)
 
 
 def test_overlap_hides_a_part_of_tensor_ranks_calls():
@@ -119,19 +90,6 @@ def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
         assert own.max_bytes <= copied.max_bytes
     if plan.data > 1 and plan.num_microbatches > 1 and plan.sharding.stage < 3:
         assert copied.max_bytes - own.max_bytes == pytest.approx(4 * WORKLOAD.num_parameters, rel=0.05)
-
-
-def test_flat_buffers_copy_nothing_and_update_in_one_kernel():
-    slow = replace(MACHINE, device=replace(MACHINE.device, launch_s=1e-3))
-    plan = Plan(data=4, gradient_sync="flat")
-    copied, flat = (
-        simulate(WORKLOAD, replace(slow, software=Software(flat_buffers=on)), plan).stages[0] for on in (False, True)
-    )
-    assert copied.buckets[0].unpack_ns > 0 == flat.buckets[0].unpack_ns
-    size = 2 * WORKLOAD.num_parameters
-    assert flat.buckets[0].pack_ns == pytest.approx(max(2 * size / 1e12, 1e-3) * 1e9, abs=2)
-    assert copied.optimizer_ns == WORKLOAD.optimizer.num_kernels * 10**6
-    assert flat.optimizer_ns == pytest.approx(max(28 * WORKLOAD.num_parameters / 1e12, 1e-3) * 1e9, rel=1e-6)
 
 
 def test_stages_have_as_many_blocks_each_whatever_they_cost():
