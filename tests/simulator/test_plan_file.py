@@ -1,4 +1,4 @@
-"""A plan as a file: read, refused in one line, written and read again; configurations at random, also senseless ones."""
+"""A plan as a file: read, refused in one line, written and read again; configurations at random, senseless ones too."""
 
 import math
 import time
