@@ -98,18 +98,6 @@ def test_megatron_gets_the_model_and_the_plan():
     assert (sized["--hidden-size"], sized["--num-query-groups"], sized["--ffn-hidden-size"]) == ("512", "2", "1536")
 
 
-def test_recompute_of_some_blocks_and_products_of_8_bits_are_flags():
-    for method, layers in (("block", 5), ("uniform", 4), ("uniform", 1)):
-        own = {"recompute": "full", "recompute_method": method, "recompute_layers": layers}
-        flags = flags_of(said(WIDE, model=ModelDescription("llama-3-70b"), **own))
-        assert flags["--recompute-granularity"] == "full"
-        assert (flags["--recompute-method"], flags["--recompute-num-layers"]) == (method, str(layers))
-        assert "--fp8-format" not in flags
-    flags = flags_of(said(SHARDED, float8="gathers"))
-    assert (flags["--fp8-format"], flags["--fp8-recipe"], flags["--fp8-param-gather"]) == ("hybrid", "tensorwise", True)
-    assert "--fp8-param-gather" not in flags_of(said(SHARDED, float8="products"))
-
-
 def test_recompute_per_operator_is_torchtitans_selective_policy():
     found = export(said(SHARDED, recompute="operators", float8="products"), "torchtitan").text
     assert settings_of(found)["activation_checkpoint"] == "SelectiveAC.Config()"
@@ -133,7 +121,7 @@ def test_megatron_sums_gradients_in_their_type(compute, gradients, flags):
     assert found.keys() & of_types == flags
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "qwen-2.5-7b", "qwen-3-8b", "gpt-3-175b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["qwen-3-8b", "gpt-3-175b", "mixtral-8x7b"])
 def test_megatrons_flags_count_as_many_parameters_as_the_model(name):
     """The sizes in the flags are those of the model: weights of products, without biases and norms."""
     flags = flags_of(said(Plan(1), model=ModelDescription(name)))
@@ -326,7 +314,7 @@ def test_options_that_make_no_sense_are_refused(changes, words):
         Options(**changes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     tool=st.sampled_from(list(TOOLS)),
     model=st.sampled_from([LLAMA, MIXED, ModelDescription("gpt-3-175b"), ModelDescription(hidden_size=256)]),
