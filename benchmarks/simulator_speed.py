@@ -25,7 +25,7 @@ from simulator import (
 from simulator.gradients import buckets
 from simulator.hardware import rank_layout
 from simulator.pipeline.schedule_arrays import F
-from simulator.step.schedule_of_plan import compile_family
+from simulator.step.timed import compile_family
 
 STAGES, MICROBATCHES = 64, 1024
 FORWARD_NS, BACKWARD_NS, MESSAGE_NS = 1_000_000, 2_000_000, 30_000

@@ -34,9 +34,9 @@ from simulator.hardware.cost import (
     reduce_scatter_s as reduce_scatter_s,
     ring_over_nodes_s as ring_over_nodes_s,
 )
-from simulator.hardware.description import ClusterDescription as ClusterDescription
 from simulator.hardware.fit import fit_link as fit_link, fit_steps as fit_steps
 from simulator.hardware.presets import (
+    ClusterDescription as ClusterDescription,
     Stack as Stack,
     cluster as cluster,
     device as device,

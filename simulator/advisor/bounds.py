@@ -29,7 +29,7 @@ from simulator.pipeline.schedule_arrays import F, last_actions
 from simulator.precision import widths_of
 from simulator.stage.local_layer import output_bytes
 from simulator.stage.stage import message_ns, parts_of_messages
-from simulator.step.schedule_of_plan import compile_family
+from simulator.step.timed import compile_family
 
 PLAIN = Plan()  # of the workload's own precision, as all that is searched
 SLACK = 1 - 1e-6  # of sums of rounded times

@@ -10,7 +10,7 @@ Source: torch.distributed.fsdp (`fully_shard`, `MixedPrecisionPolicy`, `CPUOfflo
 from __future__ import annotations
 
 from distlab.plan import Plan
-from simulator.export.limits import HALVES, notes
+from simulator.export.parts import HALVES, notes
 
 
 def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = None) -> str:

@@ -27,7 +27,7 @@ from simulator.hardware.cost import compute_s, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
 from simulator.precision import widths_of
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
-from simulator.stage.pass_timeline import INSIDE, CallInPass
+from simulator.stage.parallel_passes import INSIDE, CallInPass
 from simulator.stage.recomputed import all_kept, chosen, keeps_some, recomputed
 from simulator.units import to_ns
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS, B, F, I, ScheduleArrays
-from simulator.stage.pass_timeline import INSIDE, CallInPass
+from simulator.stage.parallel_passes import INSIDE, CallInPass
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Pair, Timing, part_of
 

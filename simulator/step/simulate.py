@@ -18,9 +18,8 @@ from simulator.hardware.rank_layout import RankLayout
 from simulator.stage.local_layer import check_divides
 from simulator.stage.stage import make_stages
 from simulator.step.result import Step
-from simulator.step.schedule_of_plan import compile_schedule_of, ranks_of_stages
 from simulator.step.step_graph import time_step
-from simulator.step.timed import why_not_timed
+from simulator.step.timed import compile_schedule_of, ranks_of_stages, why_not_timed
 
 
 @dataclass(frozen=True, eq=False)

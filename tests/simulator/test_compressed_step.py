@@ -23,8 +23,8 @@ from simulator import (
     sweep_compression,
     with_bandwidth,
 )
-from simulator.step.schedule_of_plan import compile_schedule_of
 from simulator.step.step_graph import time_layer_by_layer, time_whole_passes
+from simulator.step.timed import compile_schedule_of
 from simulator.units import to_ns
 
 

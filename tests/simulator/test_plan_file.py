@@ -34,7 +34,7 @@ from simulator import (
     stack,
 )
 from simulator.hardware import presets
-from simulator.hardware.description import OwnDevice, OwnLink
+from simulator.hardware.presets import OwnDevice, OwnLink
 
 DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
 MOST_RANKS_DRAWN = 64

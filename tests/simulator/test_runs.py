@@ -91,6 +91,9 @@ def test_drawn_failures_and_drawn_runs_have_the_computed_goodput_and_repeat():
     assert drawn == pytest.approx(computed, abs=3e-3)
     mtbf_s, save_s, work_s = 8 * HOUR, 60.0, 20 * DAY
     found = goodput(save_s, mtbf_s, restart_s=900)
+    assert draw_runs(1000.0, math.inf, math.inf, save_s=5.0).tolist() == [1000.0] * 1000
+    assert set(draw_runs(1000.0, math.inf, 100.0, save_s=5.0, num_runs=3)) == {1045.0}
+    assert goodput(5.0, math.inf, interval_s=95.0).saving == pytest.approx(0.05)
     ends, again = (
         draw_runs(work_s, mtbf_s, found.interval_s, save_s=save_s, restart_s=900, num_runs=400, seed=1)
         for _ in range(2)
@@ -101,14 +104,6 @@ def test_drawn_failures_and_drawn_runs_have_the_computed_goodput_and_repeat():
     assert np.array_equal(ends, again)
     many = draw_runs(2 * DAY, 300.0, 60.0, save_s=2.0, restart_s=20, num_runs=50)  # more failures than one round draws
     assert many.mean() == pytest.approx(2 * DAY / goodput(2.0, 300.0, restart_s=20, interval_s=60.0).useful, rel=0.02)
-
-
-def test_a_run_without_failures_takes_its_work_and_its_saves():
-    assert draw_runs(1000.0, math.inf, math.inf, save_s=5.0).tolist() == [1000.0] * 1000
-    assert set(draw_runs(1000.0, math.inf, 100.0, save_s=5.0, num_runs=3)) == {1045.0}
-    found = goodput(5.0, math.inf)
-    assert (found.useful, found.interval_s) == (1.0, math.inf)
-    assert goodput(5.0, math.inf, interval_s=95.0).saving == pytest.approx(0.05)
 
 
 def test_the_published_table_is_the_rate_and_its_sum():

@@ -16,7 +16,7 @@ from simulator import (
     mix_experts,
     simulate,
 )
-from simulator.stage.pass_timeline import side_by_side
+from simulator.stage.parallel_passes import side_by_side
 from simulator.units import to_ns
 from tests.simulator.step_cases import DEVICE, LINK, cluster_of
 
@@ -90,6 +90,13 @@ def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
     assert [piece.num_bytes for piece in hops] == [2 * STATES // ranks] * (ranks - 1)
     back = [piece.num_bytes for piece in stage.calls[1][1]]
     assert sorted(back) == [2 * STATES // ranks] * (ranks - 1) + [4 * STATES // ranks] * (ranks - 1)
+
+
+def test_all_to_alls_trade_positions_for_heads_before_and_after_attention():
+    step = step_of(Plan(context=4, context_kind="all_to_all"))
+    travel = all_to_all_s(3 * STATES / 4, 4, LINK) + all_to_all_s(STATES / 4, 4, LINK)
+    assert near(step.stages[0].forward_ns[1], compute_s(BLOCK.forward.times(0.25), DEVICE) + travel)
+    assert step.sent_bytes_by_axis["context"] == NEAR(3 * 2 * 0.75 * STATES)  # layers, forward and backward
 
 
 def test_experts_exchange_rows_twice_forward_and_twice_backward():
