@@ -9,13 +9,11 @@ from distlab.plan import (
     ActionTimes,
     Plan,
     Sharding,
-    add_communication,
-    gpipe,
     make_schedule,
     one_f_one_b,
     parse_schedule,
 )
-from simulator import CompiledSchedule, arrays_of, peak_in_flight, simulate, simulate_schedule
+from simulator import CompiledSchedule, arrays_of, simulate, simulate_schedule
 from simulator.pipeline.compiled import Frontier, find_chain
 from simulator.pipeline.schedule_arrays import F, W
 from tests.simulator.test_step import cluster_of, workload_of
@@ -234,13 +232,6 @@ def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
     assert 0 < refused < 60
 
 
-def test_spelled_out_sends_and_receives_are_derived_anew():
-    schedule = one_f_one_b(3, 4)
-    with_messages = arrays_of(add_communication(schedule))
-    for mine, theirs in zip(with_messages, arrays_of(schedule), strict=True):
-        assert np.array_equal(mine, theirs)
-
-
 def test_a_deadlock_names_ranks_and_what_they_wait_for():
     text = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"
     with pytest.raises(ValueError, match=r"deadlock: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1"):
@@ -259,13 +250,6 @@ def test_a_deadlock_names_ranks_and_what_they_wait_for():
 def test_an_order_that_makes_no_sense_is_named(text, message):
     with pytest.raises(ValueError, match=message):
         CompiledSchedule(arrays_of(parse_schedule(text)))
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (4, 2), (1, 3)])
-def test_peak_in_flight(stages, microbatches):
-    assert peak_in_flight(arrays_of(gpipe(stages, microbatches))).tolist() == [microbatches] * stages
-    expected = [min(microbatches, stages - rank) for rank in range(stages)]
-    assert peak_in_flight(arrays_of(one_f_one_b(stages, microbatches))).tolist() == expected
 
 
 @settings(deadline=None, max_examples=30)
