@@ -15,7 +15,6 @@ from _rows import Row, absolute
 from distlab.plan import SCHEDULES, ActionTimes, Cluster, Plan, Schedule, make_schedule, one_f_one_b
 from simulator import (
     CompiledSchedule,
-    Jitter,
     ModelDescription,
     arrays_of,
     cluster,
@@ -26,7 +25,7 @@ from simulator import (
 from simulator.gradients import buckets
 from simulator.hardware import rank_layout
 from simulator.pipeline.schedule_arrays import F
-from simulator.step.schedule_of_plan import compile_family
+from simulator.step.timed import compile_family
 
 STAGES, MICROBATCHES = 64, 1024
 FORWARD_NS, BACKWARD_NS, MESSAGE_NS = 1_000_000, 2_000_000, 30_000
@@ -106,11 +105,18 @@ def _families(repeats: int) -> Iterator[Row]:
         for name in names:
             times = _times_ms(lambda name=name: _plan_and_run(name), min(repeats, 20 if bar < 100 else 5))
             yield absolute(f"{SCHEDULES[name].title}, {what}", times, bar=bar, unit="ms", note=note)
-    schedule, jitter = make_schedule("zb_h1", STAGES, MICROBATCHES), Jitter(0.1)
-    times = _times_ms(lambda: simulate_schedule(schedule, TIMES, jitter=jitter), min(repeats, 5))
+    schedule = make_schedule("zb_h1", STAGES, MICROBATCHES)
+    times = _times_ms(lambda: _run_with_jitter(schedule), min(repeats, 5))
     yield absolute(
         "ZB-H1 with jitter, simulated exactly", times, bar=150.0, unit="ms", note="each action has its own duration"
     )
+
+
+def _run_with_jitter(schedule: Schedule) -> int:
+    """Run a schedule in which every action has a duration of its own."""
+    order = arrays_of(schedule)
+    durations = np.random.default_rng(0).integers(FORWARD_NS * 9 // 10, FORWARD_NS * 11 // 10, len(order.kind))
+    return int(CompiledSchedule(order).run(durations, MESSAGE_NS).max())
 
 
 def _slope(sizes: tuple[int, ...]) -> Iterator[Row]:
@@ -118,10 +124,10 @@ def _slope(sizes: tuple[int, ...]) -> Iterator[Row]:
     each = []
     for size in sizes:
         microbatches = size // (3 * STAGES)
-        schedule, jitter = make_schedule("zb_h1", STAGES, microbatches), Jitter(0.1)
-        times_ms = _times_ms(lambda case=(schedule, TIMES), with_=jitter: simulate_schedule(*case, jitter=with_), 3)
+        schedule = make_schedule("zb_h1", STAGES, microbatches)
+        times_ms = _times_ms(lambda each=schedule: _run_with_jitter(each), 3)
         tracemalloc.start()
-        simulate_schedule(make_schedule("zb_h1", STAGES, microbatches), TIMES, jitter=jitter)
+        _run_with_jitter(make_schedule("zb_h1", STAGES, microbatches))
         peak_mib = tracemalloc.get_traced_memory()[1] / 2**20
         tracemalloc.stop()
         each.append(min(times_ms) * 1e6 / len(schedule))

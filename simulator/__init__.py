@@ -34,9 +34,9 @@ from simulator.hardware.cost import (
     reduce_scatter_s as reduce_scatter_s,
     ring_over_nodes_s as ring_over_nodes_s,
 )
-from simulator.hardware.description import ClusterDescription as ClusterDescription
 from simulator.hardware.fit import fit_link as fit_link, fit_steps as fit_steps
 from simulator.hardware.presets import (
+    ClusterDescription as ClusterDescription,
     Stack as Stack,
     cluster as cluster,
     device as device,
@@ -67,11 +67,7 @@ from simulator.models.llama import (
 from simulator.models.mixture_of_experts import Mixture as Mixture, mix_experts as mix_experts
 from simulator.pipeline.compiled import CompiledSchedule as CompiledSchedule
 from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_flight as peak_in_flight
-from simulator.pipeline.simulate_schedule import (
-    Jitter as Jitter,
-    PipelineRun as PipelineRun,
-    simulate_schedule as simulate_schedule,
-)
+from simulator.pipeline.simulate_schedule import PipelineRun as PipelineRun, simulate_schedule as simulate_schedule
 from simulator.plan_file import PlanFile as PlanFile, plan_of_text as plan_of_text, read_plan_file as read_plan_file
 from simulator.runs.failures import (
     RATES as RATES,

@@ -40,7 +40,7 @@ from typing import Any, get_args, get_type_hints
 
 from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.plan.axes import check_order
-from simulator.hardware.description import ClusterDescription, given
+from simulator.hardware.presets import ClusterDescription, given
 from simulator.models.description import ModelDescription
 from simulator.models.parts import shown
 from simulator.runs.money import Run

@@ -27,9 +27,7 @@ RULES = {
     "batch": "Choose a batch that the devices divide: data parallelism alone is then among the plans.",
     "alone": "Do not distribute: one device holds it all, and nothing needs to be sent.",
 }
-
-
-MOST_TRIED = 20  # steps to simulate for one reason
+MOST_TRIED = 30  # steps to simulate for one reason
 COUNTED = 20  # plans that do not fit, of which the memory is counted exactly
 
 

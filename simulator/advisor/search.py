@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Plan
+from simulator.advisor.bounds import Pipelines
 from simulator.advisor.candidates import candidates
-from simulator.advisor.pipelines import Pipelines
 from simulator.advisor.question import Candidates, Question, Shape
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
@@ -128,14 +128,12 @@ class Search:
         return choice
 
     def exact(self, row: int) -> Choice | None:
-        """Simulate a row; None where it does not fit, or no program runs it."""
+        """Simulate a row; None where it does not fit."""
         if row not in self._exact:
-            question, choice = self.found.question, None
-            if self.pipelines.peak_bytes(row) <= question.device.memory_bytes:
-                step = simulate(self.found.workload(row), question.cluster, self.found.plan(row))
-                self.num_simulated += 1
-                choice = Choice(question, step.plan, step) if step.memory.fits(question.device) else None
-            self._exact[row] = choice
+            question = self.found.question
+            step = simulate(self.found.workload(row), question.cluster, self.found.plan(row))
+            self.num_simulated += 1
+            self._exact[row] = Choice(question, step.plan, step) if step.memory.fits(question.device) else None
         return self._exact[row]
 
     def may_fit(self, row: int) -> bool:
@@ -143,9 +141,8 @@ class Search:
         return self.pipelines.least_bytes(row) <= self.found.question.device.memory_bytes
 
     def tight_s(self, row: int) -> float:
-        """Return a time that a row's step is not below: by its stages, passes and messages."""
-        own = self.pipelines
-        return max(own.short_s(row), own.bound_s(row)) if self.found.pipeline[row] > 1 else 0.0
+        """Return a time that a row's step is not below: by its passes and messages."""
+        return self.pipelines.bound_s(row) if self.found.pipeline[row] > 1 else 0.0
 
     @property
     def least_bytes(self) -> float:

@@ -1,6 +1,6 @@
 """The same plan in the words of other tools: their configurations, their flags, and what starts the ranks.
 
-Read `parts` and `limits` (what tools cannot say, a row each in `limits.csv`), then one tool: `deepspeed`, `fsdp2`,
+Read `parts` (what tools cannot say is a row each in `limits.csv`), then one tool: `deepspeed`, `fsdp2`,
 `torchtitan`, `megatron`, `accelerate`; `launch` (torchrun, Slurm, PyTorchJob, JobSet); `tools` has all by name. What a
 tool cannot express is refused in one line; `deepspeed` and `fsdp2` leave it out with a note that says where it goes,
 since their users write code of their own. What a tool does otherwise is a note or a comment. Nothing is left out in
@@ -18,6 +18,6 @@ How each is checked (`make test-exports`; versions in the first lines of each fi
 """
 
 from simulator.export.deepspeed import deepspeed_config as deepspeed_config, deepspeed_notes as deepspeed_notes
-from simulator.export.fsdp2 import fsdp2_code as fsdp2_code, fsdp2_notes as fsdp2_notes
+from simulator.export.fsdp2 import fsdp2_code as fsdp2_code
 from simulator.export.parts import Exported as Exported, Options as Options
 from simulator.export.tools import TOOLS as TOOLS, export as export

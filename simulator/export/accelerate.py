@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from distlab.plan import Plan
-from simulator.export.limits import notes, of_every_block, refuse, types_of
-from simulator.export.parts import Exported, Options, as_json, devices_per_node
+from simulator.export.parts import Exported, Options, as_json, devices_per_node, notes, of_every_block, refuse, types_of
 from simulator.plan_file import PlanFile
 from simulator.units import counted
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from distlab.plan import Plan, Workload, make_units
 from distlab.plan.sharding import DTYPE_BYTES
-from simulator.export.limits import notes
+from simulator.export.parts import notes
 
 TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 NEVER = 10**15  # elements: more than any model has

@@ -10,7 +10,7 @@ Source: torch.distributed.fsdp (`fully_shard`, `MixedPrecisionPolicy`, `CPUOfflo
 from __future__ import annotations
 
 from distlab.plan import Plan
-from simulator.export.limits import HALVES, notes
+from simulator.export.parts import HALVES, notes
 
 
 def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = None) -> str:
@@ -29,18 +29,13 @@ def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = N
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; pass a positive number")
     fully = plan.sharding.stage >= 2
-    comments = "".join(f"# {note}\n" for note in fsdp2_notes(plan))
+    comments = "".join(f"# {note}\n" for note in notes("fsdp2", plan))
     body = [*_imports(plan, fully), "", "", *(_shard(plan, layers) if fully else _replicate(plan, layers)), "", ""]
     if not fully:
         body += [*_optimizer(plan), "", ""]
     body += _train_step(plan, fully, max_norm)
     title = f"ZeRO stage {plan.sharding.stage} over {plan.data} ranks, {_microbatches(plan)} a step."
     return f'"""{title}"""\n\n{comments}' + "\n".join(body) + "\n"
-
-
-def fsdp2_notes(plan: Plan) -> tuple[str, ...]:
-    """Say what of the plan the code does not do."""
-    return notes("fsdp2", plan)
 
 
 def _microbatches(plan: Plan) -> str:

@@ -110,13 +110,7 @@ def job_set(said: PlanFile, options: Options) -> Exported:
         f"--master-addr={head} --master-port={PORT} "
     )
     pod = {"spec": {"restartPolicy": "Never", "containers": [_container("node", per_node, options, flags)]}}
-    job = {
-        "parallelism": nodes,
-        "completions": nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "template": pod,
-    }
+    job = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0, "template": pod}
     return _manifest(
         "jobset.x-k8s.io/v1alpha2",
         "JobSet",

@@ -5,8 +5,7 @@ Source: megatron/training/arguments.py of NVIDIA/Megatron-LM at commit 000c4ac24
 
 from __future__ import annotations
 
-from simulator.export.limits import notes, order_is_usual, refuse, types_of
-from simulator.export.parts import Exported, Options
+from simulator.export.parts import Exported, Options, notes, order_is_usual, refuse, types_of
 from simulator.models.by_name import ALIBI, GPT, LLAMA
 from simulator.models.llama import LlamaSizes
 from simulator.models.parts import tokens_of

@@ -14,8 +14,7 @@ import math
 from types import MappingProxyType
 
 from distlab.plan import Plan
-from simulator.export.limits import has_master, notes, refuse, types_of
-from simulator.export.parts import NAME, Exported, Options, devices_per_node
+from simulator.export.parts import NAME, Exported, Options, devices_per_node, has_master, notes, refuse, types_of
 from simulator.models.parts import tokens_of
 from simulator.plan_file import PlanFile
 from simulator.units import counted

@@ -15,7 +15,7 @@ from distlab.plan import Bucket, Cluster, Layer, Plan, Work, assign_buckets
 from distlab.plan.compression import Exchange, exchanges
 from simulator.gradients.compression import CodecTimes, MeasuredCodec, codec_times
 from simulator.hardware.cost import compute_s
-from simulator.hardware.process_groups import Group
+from simulator.hardware.rank_layout import Group
 from simulator.units import to_ns
 
 Costs = Callable[[int, int], tuple[int, int, int, float]]
@@ -73,7 +73,6 @@ class BucketCost(NamedTuple):
         num_tensors: parameters in it.
         parts: the calls that follow one another on the wire, where there are several (shards, then replicas).
         gather: the all-gather of the parameters after the update, where each rank updates only its own.
-        start_ns: starting it, where that keeps the computing rank busy.
         save: the copy of the gradients' shard to the host, where the host updates.
         load: the copy of the updated shard back to the device.
     """
@@ -92,7 +91,6 @@ class BucketCost(NamedTuple):
     num_tensors: int = 0
     parts: tuple[Transfer, ...] = ()
     gather: Transfer | None = None
-    start_ns: int = 0
     save: Transfer | None = None
     load: Transfer | None = None
 

@@ -1,6 +1,6 @@
 """Hardware in numbers, and what work and messages cost on it.
 
-Read `presets` first: named devices, links and clusters, each figure with its source. Then read `cost` (seconds of work,
-of a message and of each collective). `process_groups` and `rank_layout` place ranks in nodes; `fit` finds a link from
-measured times. `description` is what a plan file says of a cluster.
+Read `presets` first: named devices, links and clusters, each figure with its source, and what a plan file says of a
+cluster. Then read `cost` (seconds of work, of a message and of each collective). `rank_layout` places ranks and their
+groups in nodes; `fit` finds a link from measured times.
 """

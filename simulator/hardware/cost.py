@@ -208,13 +208,7 @@ def all_to_all_s(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def hierarchical_all_to_all_s(
-    num_bytes: float,
-    ranks_per_node: int,
-    num_nodes: int,
-    *,
-    intra_node: Link,
-    inter_node: Link,
-    crossing: float = 1.0,
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link, crossing: float = 1.0
 ) -> float:
     """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires.
 

@@ -127,15 +127,12 @@ def check_fit(
     raise DoesNotFitError(fault, advice, change)
 
 
-def find_change(
-    workload: Workload, plan: Plan, device: Device, *, most_split: int | None = None, flat_buffers: bool = False
-) -> Change | None:
+def find_change(workload: Workload, plan: Plan, device: Device, *, flat_buffers: bool = False) -> Change | None:
     """Return the cheapest change that fits, or None. It may cut micro-batches, down to one sample each.
 
     What the plan has already is never taken back. Offload is tried only where the host's memory is known.
     """
-    most = workload.samples if most_split is None else min(most_split, workload.samples)
-    candidates = sorted(_candidates(plan, device, most), key=lambda candidate: candidate[0])
+    candidates = sorted(_candidates(plan, device, workload.samples), key=lambda candidate: candidate[0])
     parts: dict[int, Workload] = {}
     for price, changed, split in candidates:
         if changed == plan and split == 1:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distlab.plan import Device, Plan, Workload, balance, make_schedule
-from distlab.plan.partition import even_blocks
+from distlab.plan import Device, Plan, Workload, make_schedule
 from simulator.memory.model_states import KINDS as KINDS
 from simulator.memory.over_time import (
     RankPasses,
@@ -33,7 +32,7 @@ from simulator.memory.over_time import (
 )
 from simulator.memory.stage import Ints, StageBytes, count_stage
 from simulator.pipeline.schedule_arrays import arrays_of
-from simulator.stage.stage import Stage, check_enough_layers
+from simulator.stage.stage import Stage, cut_layers
 
 if TYPE_CHECKING:
     from simulator.stage.step_times import Timing
@@ -155,11 +154,7 @@ def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> 
     Raises:
         ValueError: more stages than the workload has layers, or blocks that do not divide into them.
     """
-    num_stages = plan.pipeline * plan.stages_per_rank
-    check_enough_layers(workload, plan, num_stages)
-    cuts = cuts_of(workload.matmul_flops, num_stages)
-    if plan.cut == "blocks":
-        cuts = even_blocks(*workload.blocks, len(workload.layers), num_stages)
+    cuts = cut_layers(workload, plan, workload.matmul_flops, plan.pipeline * plan.stages_per_rank)
     stages = tuple(count_stage(workload, plan, cut, flat_buffers=flat_buffers) for cut in cuts)
     if plan.schedule not in ("gpipe", "one_f_one_b"):
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
@@ -203,9 +198,3 @@ def _memory(
 @lru_cache(maxsize=64)
 def _passes_of_family(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple[RankPasses, ...]:
     return passes_of_ranks(arrays_of(make_schedule(name, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)))
-
-
-@lru_cache(maxsize=1024)
-def cuts_of(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Return the stages that `memory_of` counts, cut so that they cost alike: first layer and one past the last."""
-    return balance(costs, num_stages) if num_stages > 1 else ((0, len(costs)),)

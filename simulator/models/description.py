@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distlab.plan import Workload
-from simulator.hardware.description import given
+from simulator.hardware.presets import given
 from simulator.models.attention_kernel import with_kernel
 from simulator.models.by_name import model_by_name
 from simulator.models.gpt import gpt_workload

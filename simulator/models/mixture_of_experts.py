@@ -151,13 +151,7 @@ def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture)
     works = {
         name: getattr(block, name) + getattr(experts, name) + work for name, work in zip(PASSES, extra, strict=True)
     }
-    return replace(
-        block,
-        **works,
-        **parameters(parts),
-        activation_bytes=block.activation_bytes + kept,
-        experts=experts,
-    )
+    return replace(block, **works, **parameters(parts), activation_bytes=block.activation_bytes + kept, experts=experts)
 
 
 def _experts(expert: Region, mixture: Mixture, row_bytes: int) -> Experts:

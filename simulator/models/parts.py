@@ -49,12 +49,7 @@ def parameters(parts: Parts) -> dict[str, Any]:
     shapes, axes = tuple(shape for shape, _ in parts), tuple(axis for _, axis in parts)
     sizes = tuple(math.prod(shape) for shape in shapes)
     divided = sum(size for size, axis in zip(sizes, axes, strict=True) if axis == "tensor")
-    return {
-        "parameter_sizes": sizes,
-        "parameter_shapes": shapes,
-        "parameter_axes": axes,
-        "tensor_parameters": divided,
-    }
+    return {"parameter_sizes": sizes, "parameter_shapes": shapes, "parameter_axes": axes, "tensor_parameters": divided}
 
 
 def adam_work(layers: Sequence[Layer]) -> Work:

@@ -26,29 +26,6 @@ from simulator.units import to_s
 LONGEST_NS = 2**50  # thirteen days: sums of times up to this one stay exact
 
 
-@dataclass(frozen=True)
-class Jitter:
-    """A random factor for the duration of every action: positive, 1 on average (log-normal).
-
-    Attributes:
-        relative: standard deviation of the factor; 0.05: most actions within 5 % of their time.
-        seed: what the factors are drawn from; equal seeds give equal factors.
-    """
-
-    relative: float
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (self.relative >= 0 and math.isfinite(self.relative)):
-            raise ValueError(f"Jitter: relative is {self.relative!r}; pass a spread >= 0, such as 0.05")
-
-    def factors(self, num_actions: int) -> Floats:
-        """Draw one factor per action."""
-        variance = math.log1p(self.relative**2)
-        normal = np.random.default_rng([self.seed, num_actions]).standard_normal(num_actions)
-        return np.exp(math.sqrt(variance) * normal - variance / 2)
-
-
 @dataclass(frozen=True, eq=False)
 class PipelineRun:
     """What a simulated schedule did: when each action ran, and what follows from that.
@@ -155,12 +132,7 @@ def spans_of_actions(order: ScheduleArrays, start_ns: Ints, end_ns: Ints, names:
 
 
 def simulate_schedule(
-    schedule: Schedule,
-    times: ActionTimes,
-    *,
-    unit_s: float = 1e-3,
-    slow_ranks: Mapping[int, float] | None = None,
-    jitter: Jitter | None = None,
+    schedule: Schedule, times: ActionTimes, *, unit_s: float = 1e-3, slow_ranks: Mapping[int, float] | None = None
 ) -> PipelineRun:
     """Simulate a schedule.
 
@@ -170,7 +142,6 @@ def simulate_schedule(
             for the stage that hands over.
         unit_s: seconds of one unit; 1e-3: times are in milliseconds.
         slow_ranks: factors of the times of some ranks: {2: 1.3} makes rank 2 take 1.3 times as long (a straggler).
-        jitter: a random factor for each action.
 
     Cost: one step of vectors over the ranks for each level: about as many levels as one rank has actions. One
         cumulative sum where only one rank works at a time.
@@ -184,22 +155,20 @@ def simulate_schedule(
     order = compiled.order
     table, handover = _tables(times, unit_s, schedule.num_stages)
     duration = table[order.stage, order.kind]
-    if slow_ranks or jitter is not None:
-        factors = _slow_factors(slow_ranks, order.num_ranks)[compiled.rank]
-        factors = factors if jitter is None else factors * jitter.factors(len(duration))
-        duration = np.rint(duration * factors).astype(np.int64)
+    if slow_ranks:
+        duration = np.rint(duration * _slow_factors(slow_ranks, order.num_ranks)[compiled.rank]).astype(np.int64)
     end = compiled.run(duration, handover.take(order.stage.take(compiled.needed, mode="clip")))
     return PipelineRun(compiled, end - duration, end, handover)
 
 
-def _slow_factors(slow_ranks: Mapping[int, float] | None, num_ranks: int) -> Floats:
+def _slow_factors(slow_ranks: Mapping[int, float], num_ranks: int) -> Floats:
     """Return the factor of each rank's times: 1 where `slow_ranks` does not name it.
 
     Raises:
         ValueError: a rank does not exist, or a factor is not positive.
     """
     factors = np.ones(num_ranks)
-    for rank, factor in (slow_ranks or {}).items():
+    for rank, factor in slow_ranks.items():
         if not 0 <= rank < num_ranks:
             raise ValueError(f"slow_ranks names rank {rank}; the pipeline has ranks 0..{num_ranks - 1}")
         if not (factor > 0 and math.isfinite(factor)):

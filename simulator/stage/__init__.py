@@ -2,7 +2,6 @@
 
 Read `local_layer` (a layer as one rank sees it), `products` (how long its products take, by their shapes and numbers)
 and `recomputed` (what backward runs again). Then read `parallel_passes`: what tensor, context and expert parallelism
-send inside of its passes. `pass_timeline` finds how much of that hides behind computation. `stage` puts all layers of a
-stage together, with its messages and what it exchanges of gradients. `step_times` holds when each part of a step
-happens.
+send inside of its passes, and how much of that hides behind computation. `stage` puts all layers of a stage together,
+with its messages and what it exchanges of gradients. `step_times` holds when each part of a step happens.
 """

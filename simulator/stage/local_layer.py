@@ -11,8 +11,7 @@ from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import RankLayout
 from simulator.precision import Widths, widths_of
-from simulator.stage.parallel_passes import Shares, backward_of, forward_of
-from simulator.stage.pass_timeline import INSIDE, CallCosts, CallInPass, PassTimeline
+from simulator.stage.parallel_passes import INSIDE, CallCosts, CallInPass, PassTimeline, Shares, backward_of, forward_of
 from simulator.stage.products import with_shapes
 from simulator.stage.recomputed import run_again
 from simulator.units import to_ns

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,13 +22,12 @@ from distlab.plan.partition import even_blocks
 from distlab.plan.require import changed
 from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets, costs_in
 from simulator.gradients.compression import MeasuredCodec
-from simulator.gradients.fsdp_units import UnitTimes, scattered, time_units, units_of
-from simulator.gradients.shard_costs import Shards, shards_of
+from simulator.gradients.fsdp_units import Shards, UnitTimes, scattered, shards_of, time_units, units_of
 from simulator.hardware.cost import compute_s, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
 from simulator.precision import widths_of
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
-from simulator.stage.pass_timeline import INSIDE, CallInPass
+from simulator.stage.parallel_passes import INSIDE, CallInPass
 from simulator.stage.recomputed import all_kept, chosen, keeps_some, recomputed
 from simulator.units import to_ns
 
@@ -96,14 +96,13 @@ def make_stages(
     Raises:
         ValueError: there are more stages than the model has layers, or blocks that do not divide into them.
     """
-    check_enough_layers(workload, layout.plan, len(rank_of_stage))
     at = _times_at_places(workload, layout)
     kept = _times_at_places(workload, replace(layout, plan=all_kept(layout.plan))) if keeps_some(layout.plan) else at
     own = local_layers(workload.layers, workload.kinds, layout.plan)
     whole = at[0]
     if layout.plan.recompute_method == "every":  # a stage's own first blocks ("block") follow from the cut
         whole = chosen(recomputed(workload, layout.plan, (0, len(whole))), whole, kept[0])
-    cuts = _cut(workload, layout.plan, [sum(times.durations_ns[:2]) for times in whole], len(rank_of_stage))
+    cuts = cut_layers(workload, layout.plan, [sum(times.durations_ns[:2]) for times in whole], len(rank_of_stage))
     exchanges, known = _Exchanges(workload, layout, codec), dict[object, Stage]()
     links = [None, *(_link(layout, here, there) for here, there in pairwise(rank_of_stage)), None]
     stages = []
@@ -162,10 +161,21 @@ def _link(layout: RankLayout, here: int, there: int) -> Link | None:
     return layout.cluster.inter_node if layout.crosses_nodes(here, there) else layout.cluster.intra_node
 
 
-def _cut(workload: Workload, plan: Plan, costs: list[int], num_stages: int) -> tuple[tuple[int, int], ...]:
+def cut_layers(workload: Workload, plan: Plan, costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Return the stages, of equal costs or with as many blocks each: first layer and one past the last.
+
+    Raises:
+        ValueError: there are more stages than layers, or blocks that do not divide into them.
+    """
+    check_enough_layers(workload, plan, num_stages)
     if plan.cut == "blocks":
         return even_blocks(*workload.blocks, len(costs), num_stages)
-    return balance(costs, num_stages) if num_stages > 1 else ((0, len(costs)),)
+    return _balanced(tuple(costs), num_stages) if num_stages > 1 else ((0, len(costs)),)
+
+
+@lru_cache(maxsize=1024)
+def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int], ...]:
+    return balance(costs, num_stages)
 
 
 def _messages(

@@ -21,7 +21,7 @@ class ShardCall(NamedTuple):
     """A call that moves shards, or a copy between a device and its host.
 
     Attributes:
-        lane: "gather", "scatter" or "host".
+        lane: "gather", "scatter", "host" or "compute".
         name: what a reader sees, such as "all_gather unit 3".
         kind: all_gather, reduce_scatter, all_reduce or copy.
         start_ns: start.
@@ -106,11 +106,10 @@ class Timing:
         send_start_ns: its start.
         parts: of the buckets of each stage, in the order of the stage's buckets.
         optimizer: start and end of the update on each rank.
-        calls: of each rank, what sharding adds; none of them is a bucket's.
-        copies: work on the compute lane of each rank that is neither a layer, nor a bucket's, nor the update: copies of
+        calls: of each rank, what sharding adds; none of them is a bucket's. Those of lane "compute" are copies of
             gradients to where they are scattered from.
         layers: action, layer of the stage (0 first), start and end, one row per layer that an action runs; None where
-            they follow from the durations.
+            passes were timed whole.
     """
 
     order: ScheduleArrays
@@ -121,7 +120,6 @@ class Timing:
     parts: tuple[BucketParts, ...]
     optimizer: tuple[Pair, ...]
     calls: tuple[tuple[ShardCall, ...], ...]
-    copies: tuple[tuple[ShardCall, ...], ...]
     layers: Ints | None = None
 
     @cached_property
@@ -129,15 +127,16 @@ class Timing:
         """The times of each stage's buckets: thousands, which only traces and what looks behind a step read."""
         return tuple(parts.times() for parts in self.parts)
 
+    @property
+    def rows(self) -> Ints:
+        """The layers of a step that was timed layer by layer."""
+        assert self.layers is not None, "passes were timed whole"
+        return self.layers
+
     @cached_property
     def finishing(self) -> tuple[tuple[int, ...], ...]:
         """Stages of each rank, in the order in which their gradients are complete."""
         return finishing(self.order)
-
-    @cached_property
-    def last_actions(self) -> Ints:
-        """Action that completes each stage's gradients."""
-        return last_actions(self.order)
 
     def buckets_of(self, rank: int) -> tuple[BucketTimes, ...]:
         """Return all that a rank exchanges: its stages' buckets, in the order in which the stages are complete."""

@@ -59,15 +59,14 @@ class Programs:
         graph: the operations so far.
         stages: what each stage costs.
         computed: of each rank, the last operation of its compute lane, if any.
-        calls: of each rank, what sharding adds, but for what the last micro-batch's buckets send.
-        copies: of each rank, copies of gradients on its compute lane, likewise: name, bytes and operation.
+        calls: of each rank, what sharding adds, but for what the last micro-batch's buckets send; copies of gradients
+            on its compute lane are among them.
     """
 
     def __init__(self, stages: Sequence[Stage], num_ranks: int) -> None:
         self.graph, self.stages, self.num_ranks = Graph(), stages, num_ranks
         self.computed: list[list[int]] = [[] for _ in range(num_ranks)]
         self.calls: list[list[_Call]] = [[] for _ in range(num_ranks)]
-        self.copies: list[list[tuple[str, int, int]]] = [[] for _ in range(num_ranks)]
 
     def compute(self, rank: int, duration_ns: int, needs: Sequence[int] = ()) -> int:
         """Add work on a rank's compute lane."""
@@ -89,6 +88,11 @@ class Programs:
         self.calls[rank].append(_Call("host", f"to {'device' if up else 'host'} {what}", cost, operation, microbatch))
         return operation
 
+    def note_copy(self, rank: int, name: str, num_bytes: int, operation: int) -> None:
+        """Note that work on a rank's compute lane copies gradients."""
+        cost = Transfer("copy", num_bytes, self.graph.duration_ns[operation], 0.0)
+        self.calls[rank].append(_Call("compute", name, cost, operation))
+
     def update(self, rank: int, own: Sequence[int], needs: Sequence[int], *, on_host: bool) -> int:
         """Add the update of a rank's stages."""
         duration_ns = sum(self.stages[number].optimizer_ns for number in own)
@@ -106,13 +110,6 @@ class Programs:
             ends = part_of(pair, (so_far, so_far + cost.duration_ns), self.graph.duration_ns[operation])
             found.append(ShardCall(lane, name, cost.kind, *ends, cost.num_bytes, cost.sent_bytes, microbatch))
         return tuple(found)
-
-    def copies_of(self, rank: int, times: Times) -> tuple[ShardCall, ...]:
-        """Return when a rank's copies run."""
-        return tuple(
-            ShardCall("compute", name, "copy", int(times.start_ns[number]), int(times.end_ns[number]), num_bytes)
-            for name, num_bytes, number in self.copies[rank]
-        )
 
 
 class Buckets:
@@ -171,8 +168,8 @@ class Buckets:
                 name = bucket.name.replace(bucket.kind, part.kind, 1)
                 programs.calls[stage.rank].append(_Call("scatter", name, part, wire, each.microbatch, so_far))
                 so_far += part.duration_ns
-            name = f"copies of {bucket.what}"
-            programs.copies[stage.rank] += [(name, bucket.num_bytes, number) for number in (pack, unpack)]
+            for number in (pack, unpack):
+                programs.note_copy(stage.rank, f"copies of {bucket.what}", bucket.num_bytes, number)
 
     def exchange(self, rank: int, numbers: Sequence[int]) -> list[int]:
         """Exchange the complete gradients of a rank's stages: send those not sent yet, then receive.
@@ -233,8 +230,6 @@ class Buckets:
         update = programs.update(rank, own, [*ready, *saved], on_host=bool(saved))
         for bucket in buckets:
             needs = [update]
-            if bucket.start_ns:
-                needs.append(programs.compute(rank, bucket.start_ns, [update]))
             if bucket.load is not None:
                 needs.append(programs.host_copy(rank, bucket.what, bucket.load, [update], up=True))
             if bucket.gather is not None:
@@ -305,8 +300,6 @@ class Units:
             unit, needs = stage.units[index], [*programs.computed[stage.rank], *before]
             if self.sharding.offload == "all" and unit.load is not None:
                 needs = [programs.host_copy(stage.rank, unit.unit.name, unit.load, needs, microbatch, up=True)]
-            if unit.start_ns:
-                needs = [self._copy(stage.rank, "start", unit, unit.start_ns, needs)]
             gather = programs.call(stage.rank, "gather", f"all_gather {unit.unit.name}", unit.gather, needs, microbatch)
             self._gathered[number, index] = gather
 
@@ -346,7 +339,7 @@ class Units:
 
     def _copy(self, rank: int, verb: str, unit: UnitTimes, duration_ns: int, needs: Sequence[int]) -> int:
         operation = self.programs.compute(rank, duration_ns, needs)
-        self.programs.copies[rank].append((f"{verb} {unit.unit.name}", unit.scatter[0].num_bytes, operation))
+        self.programs.note_copy(rank, f"{verb} {unit.unit.name}", unit.scatter[0].num_bytes, operation)
         return operation
 
     def exchange(self, rank: int, numbers: Sequence[int]) -> list[int]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distlab.trace import Trace
 from simulator.pipeline.schedule_arrays import LETTERS, B, F, I, ScheduleArrays
-from simulator.stage.pass_timeline import INSIDE, CallInPass
+from simulator.stage.parallel_passes import INSIDE, CallInPass
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Pair, Timing, part_of
 
@@ -18,69 +17,43 @@ Ints = NDArray[np.int64]
 KINDS = len(LETTERS)
 
 
-class _Placed(NamedTuple):
-    """A call inside of a layer's pass: its stage, its place among all stages' kinds and layers, the pass' time."""
-
-    call: CallInPass
-    stage: int
-    place: int
-    nominal_ns: int
-
-
-def calls_trace(stages: Sequence[Stage], timing: Timing, rows: Ints) -> Trace:
+def calls_trace(stages: Sequence[Stage], timing: Timing) -> Trace:
     """Return the spans of all calls inside of passes, on the ranks of one replica.
 
-    A layer's pass that takes longer than costed (contention, jitter) is stretched with what is in it.
+    A layer's pass that takes longer than costed (contention) is stretched with what is in it.
 
     Args:
         stages: with their calls inside of passes.
-        timing: of the step.
-        rows: action, layer, start and end of each layer's pass.
+        timing: of the step, with its layers.
     """
-    order, width = timing.order, max(len(stage.layers) for stage in stages)
+    order, rows, width, parts = timing.order, timing.rows, max(len(stage.layers) for stage in stages), []
     place = (order.stage[rows[:, 0]].astype(np.int64) * KINDS + order.kind[rows[:, 0]]) * width + rows[:, 1]
-    counts = np.bincount(place, minlength=len(stages) * KINDS * width)  # passes of each layer
-    found = [
-        _Placed(call, number, (number * KINDS + kind) * width + layer, max(stage.passes_ns[kind][layer], 1))
-        for number, stage in enumerate(stages)
-        for kind, layers in enumerate(stage.calls)
-        for layer, calls in enumerate(layers)
-        for call in calls
-    ]
-    calls, numbers, places, nominal = zip(*found, strict=True) if found else ((), (), (), ())
-    often = counts[list(places)]
-    which = np.repeat(np.arange(len(found)), often)  # the call of each span
-    behind = np.arange(len(which)) - np.repeat(np.cumsum(often) - often, often)
-    first = (np.cumsum(counts) - counts)[list(places)]
-    mine = rows[np.argsort(place, kind="stable")[first[which] + behind]]
-    words: dict[str, int] = {}
-
-    def coded(texts: Iterable[str]) -> NDArray[np.int32]:
-        return np.array([words.setdefault(text, len(words)) for text in texts], np.int32)[which]
-
-    def column(values: Iterable[int]) -> Ints:
-        return np.array(list(values), np.int64)[which]
-
-    begin, length, whole = mine[:, 2], mine[:, 3] - mine[:, 2], column(nominal)
-    layers_of = [stages[number].layers[place % width] for number, place in zip(numbers, places, strict=True)]
-    names = (f"{call.name} of {layer.name}" for call, layer in zip(calls, layers_of, strict=True))
-    return Trace(
-        rank=column(stages[number].rank for number in numbers).astype(np.int32),
-        lane=coded(call.axis for call in calls),
-        name=coded(names),
-        kind=coded(call.kind for call in calls),
-        start_ns=begin + _part_of(length, column(call.start_ns for call in calls), whole),
-        end_ns=begin + _part_of(length, column(call.end_ns for call in calls), whole),
-        num_bytes=column(call.num_bytes for call in calls),
-        stage=column(numbers).astype(np.int32),
-        microbatch=order.microbatch[mine[:, 0]].astype(np.int32),
-        words=tuple(words),
-    )
+    sorted_rows = np.argsort(place, kind="stable")
+    places, first = np.unique(place[sorted_rows], return_index=True)
+    for at, mine in zip(places.tolist(), np.split(rows[sorted_rows], first[1:]), strict=True):
+        number, kind, layer = at // width // KINDS, at // width % KINDS, at % width
+        stage, begin, length = stages[number], mine[:, 2], mine[:, 3] - mine[:, 2]
+        for call in stage.calls[kind][layer] if stage.calls else ():
+            start, end = (_part_of(length, ns, max(stage.passes_ns[kind][layer], 1)) for ns in call[3:5])
+            parts.append(
+                Trace.from_columns(
+                    rank=np.full(len(mine), stage.rank),
+                    lane=call.axis,
+                    name=f"{call.name} of {stage.layers[layer].name}",
+                    kind=call.kind,
+                    start_ns=begin + start,
+                    end_ns=begin + end,
+                    num_bytes=np.full(len(mine), call.num_bytes),
+                    stage=np.full(len(mine), number),
+                    microbatch=order.microbatch[mine[:, 0]],
+                )
+            )
+    return Trace.concatenate(parts)
 
 
-def _part_of(length: Ints, at: Ints, nominal: Ints) -> Ints:
+def _part_of(length: Ints, at: int, nominal: int) -> Ints:
     """Return length x at / nominal; the product of two times of some seconds each is too large for 64 bits."""
-    if int(length.max(initial=0)) * int(at.max(initial=0)) < 2**63:
+    if int(length.max(initial=0)) * at < 2**63:
         return length * at // nominal
     return (length.astype(object) * at // nominal).astype(np.int64)
 
@@ -144,14 +117,14 @@ def _calls_made(
 
 def data_wait_s(stages: Sequence[Stage], timing: Timing, rank: int) -> float:
     """Return the seconds in which a rank of the pipeline computes nothing while its gradients or shards travel."""
-    assert timing.layers is not None, "these steps are timed layer by layer"
     own = [number for number, stage in enumerate(stages) if stage.rank == rank]
     buckets = [times for number in own for times in timing.buckets[number]]
-    rows = timing.layers[np.isin(timing.order.stage[timing.layers[:, 0]], own)]
+    rows = timing.rows[np.isin(timing.order.stage[timing.rows[:, 0]], own)]
     busy = [timing.optimizer[rank], *(pair for times in buckets for pair in times.computing)]
     busy += [(start, end) for start, end in rows[:, 2:].tolist()]
-    busy += [(copy.start_ns, copy.end_ns) for copy in timing.copies[rank]]
-    travels = [(call.start_ns, call.end_ns) for call in timing.calls[rank]]
+    travels: list[Pair] = []
+    for call in timing.calls[rank]:
+        (busy if call.lane == "compute" else travels).append((call.start_ns, call.end_ns))
     travels += [pair for times in buckets for pair in (times.all_reduce, times.later) if pair is not None]
     return (_covered(busy + travels) - _covered(busy)) / 1e9
 

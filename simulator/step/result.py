@@ -10,9 +10,11 @@ from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.trace import Trace
 from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.memory import Memory, step_memory
+from simulator.pipeline.compiled import CompiledSchedule
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Timing
 from simulator.step.exposed import data_wait_s, exposed_inside_s, message_wait_s, sent_inside
+from simulator.step.step_graph import time_layer_by_layer
 from simulator.step.timed import sums_each_pass
 from simulator.step.trace import layer_trace, step_trace
 from simulator.units import format_bytes, format_s, to_s
@@ -60,8 +62,8 @@ class Step:
         """
         starts = self.timing.start_ns[self.timing.order.offsets[:-1]].tolist()
         firsts = [
-            min([start, *(call.start_ns for call in (*calls, *copies))])  # those of stage 3 come before the first pass
-            for start, calls, copies in zip(starts, self.timing.calls, self.timing.copies, strict=True)
+            min([start, *(call.start_ns for call in calls)])  # those of stage 3 come before the first pass
+            for start, calls in zip(starts, self.timing.calls, strict=True)
         ]
         return to_s(max(self._rank_end_ns(rank) - start for rank, start in enumerate(firsts)))
 
@@ -84,10 +86,10 @@ class Step:
         total = int(self.timing.end_ns.max()) * self.num_pipeline_ranks
         busy = int((self.timing.end_ns - self.timing.start_ns).sum())
         if self.plan.sharding.stage == 3:  # a pass waits inside
-            assert self.timing.layers is not None, "these steps are timed layer by layer"
-            last = int(self.timing.end_ns.max())
-            busy = int((self.timing.layers[:, 3] - self.timing.layers[:, 2]).sum())
-            busy += sum(max(0, min(copy.end_ns, last) - copy.start_ns) for rank in self.timing.copies for copy in rank)
+            last, rows = int(self.timing.end_ns.max()), self.timing.rows
+            copies = [call for calls in self.timing.calls for call in calls if call.lane == "compute"]
+            busy = int((rows[:, 3] - rows[:, 2]).sum())
+            busy += sum(max(0, min(copy.end_ns, last) - copy.start_ns) for copy in copies)
         return (total - busy) / total if total else 0.0
 
     @property
@@ -189,14 +191,22 @@ class Step:
         return step_memory(self.workload, self.plan, self.stages, self.timing, flat_buffers=flat)
 
     @cached_property
+    def _in_layers(self) -> Timing:
+        """The timing with each layer's passes, where they were timed whole: the times are the same."""
+        if self.timing.layers is not None:
+            return self.timing
+        return time_layer_by_layer(CompiledSchedule(self.timing.order), self.stages, self.plan, self.cluster)
+
+    @cached_property
     def trace(self) -> Trace:
         """The step as a measured one looks: whole passes, the wait for gradients, all-reduces and messages."""
-        return step_trace(self.stages, self.timing, self.layout.ranks)
+        timing = self._in_layers if any(stage.calls for stage in self.stages) else self.timing
+        return step_trace(self.stages, timing, self.layout.ranks)
 
     @cached_property
     def layer_trace(self) -> Trace:
         """The same step in detail: each layer's pass, each bucket's copies."""
-        return layer_trace(self.stages, self.timing, self.layout.ranks)
+        return layer_trace(self.stages, self._in_layers, self.layout.ranks)
 
     def __str__(self) -> str:
         return (

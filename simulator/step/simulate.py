@@ -18,9 +18,8 @@ from simulator.hardware.rank_layout import RankLayout
 from simulator.stage.local_layer import check_divides
 from simulator.stage.stage import make_stages
 from simulator.step.result import Step
-from simulator.step.schedule_of_plan import compile_schedule_of, ranks_of_stages
 from simulator.step.step_graph import time_step
-from simulator.step.timed import why_not_timed
+from simulator.step.timed import compile_schedule_of, ranks_of_stages, why_not_timed
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +30,8 @@ class Measured:
         codec: encoding and decoding of a bucket, in place of counted work; None: counted.
         links: the measured link of a kind of call, on every axis: "all_reduce", "all_gather",
             "reduce_scatter", "all_to_all", or "send" (a ring's hops, and messages between stages). All its ranks then
-            use that link, in whichever nodes they sit. "all_gather start" and "reduce_scatter start" are what
-            sharding's calls cost the computing rank. A kind that is left out takes the cluster's links.
+            use that link, in whichever nodes they sit. A kind that is left out takes
+            the cluster's links.
     """
 
     codec: MeasuredCodec | None = None
@@ -73,7 +72,7 @@ def simulate(
     replaces the cluster's links on every axis.
 
     Error: exact for its cost model, in whole nanoseconds: each layer's pass and each message is rounded to one.
-        Not modelled: differences between devices (`simulate_schedule` takes slow ranks and jitter), and all-reduces
+        Not modelled: differences between devices (`simulate_schedule` takes slow ranks), and all-reduces
             that share a wire with messages between stages.
 
     Raises:

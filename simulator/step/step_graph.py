@@ -90,7 +90,8 @@ def time_layer_by_layer(
             else:  # what the others feel of it
                 updates[rank] = programs.update(rank, own[rank], programs.computed[rank], on_host=False)
     start, end = times = engine.run(programs.graph, contention, cores)
-    action_end, is_sent, at = end[done], np.array(sent) >= 0, np.array(rows, np.int64).reshape(-1, 3)
+    action_end, is_sent = end[done], np.array(sent) >= 0
+    at = np.array(sorted(rows, key=lambda row: row[0]), np.int64).reshape(-1, 3)
     timing = Timing(
         order=order,
         start_ns=start[first],
@@ -100,7 +101,6 @@ def time_layer_by_layer(
         parts=tuple(BucketParts(exchanging.parts[number], start, end) for number in range(len(stages))),
         optimizer=tuple((int(start[update]), int(end[update])) for update in updates),
         calls=tuple(programs.calls_of(rank, times) for rank in range(order.num_ranks)),
-        copies=tuple(programs.copies_of(rank, times) for rank in range(order.num_ranks)),
         layers=np.stack([at[:, 0], at[:, 1], start[at[:, 2]], end[at[:, 2]]], axis=1),
     )
     return timing if closes else _close(timing, stages, plan, cluster)
@@ -188,8 +188,7 @@ def time_whole_passes(compiled: CompiledSchedule, stages: Sequence[Stage], plan:
             parts[number] = BucketParts(ending.buckets.parts[other], start, end)
         updates.append((int(start[ending.update]), int(end[ending.update])))
         calls.append(ending.programs.calls_of(ending.rank, ending.times, begin))
-    none = ((),) * order.num_ranks
-    return Timing(order, start_ns, end_ns, sent_ns - send_ns, sent_ns, tuple(parts), tuple(updates), tuple(calls), none)
+    return Timing(order, start_ns, end_ns, sent_ns - send_ns, sent_ns, tuple(parts), tuple(updates), tuple(calls))
 
 
 class _Ending:

@@ -30,23 +30,21 @@ PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 
 def step_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
     """Return the spans of all ranks; `ranks` has a row of numbers for each rank of the pipeline [P, R]."""
-    closing = _closing(stages, timing) + _sharding_calls(timing)
+    closing = _closing(stages, timing) + [span for span in _sharding_calls(timing) if span.lane != "compute"]
     parts = [_passes(timing), _messages(stages, timing), Trace.from_spans(closing)]
     if any(stage.calls for stage in stages):
-        parts.append(calls_trace(stages, timing, layer_rows(stages, timing)))
+        parts.append(calls_trace(stages, timing))
     return _on_all_ranks(Trace.concatenate(parts), ranks)
 
 
 def layer_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
     """Return the spans of all ranks, each pass cut into its layers, each all-reduce with its copies.
 
-    A layer's pass is cut where it waits for a call inside of it ("wait for ...", of kind "wait"), so that what the
-    compute lane shows as work is work.
+    `timing` has its layers. A layer's pass is cut where it waits for a call inside of it ("wait for ...", of kind
+    "wait"), so that what the compute lane shows as work is work.
     """
-    rows = layer_rows(stages, timing)
-    order = timing.order
-    spans = []
-    for action, layer, start, end in rows.tolist():
+    order, spans = timing.order, []
+    for action, layer, start, end in timing.rows.tolist():
         number, kind = int(order.stage[action]), LETTERS[order.kind[action]]
         name = f"{PASSES[kind]} {stages[number].layers[layer].name}"
         microbatch = int(order.microbatch[action])
@@ -58,11 +56,10 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
             spans += _copies(stage.rank, bucket, times, number) + exchanges(stage.rank, bucket, times, number)
     spans += [_update(rank, timing) for rank in range(order.num_ranks)]
     spans += _sharding_calls(timing)
-    spans += [Span(rank, *copy[:6], rank, copy.microbatch) for rank, rows in enumerate(timing.copies) for copy in rows]
     kept = [span for span in spans if span.end_ns > span.start_ns]
     parts = [Trace.from_spans(kept), _messages(stages, timing)]
     if any(stage.calls for stage in stages):
-        parts.append(calls_trace(stages, timing, rows))
+        parts.append(calls_trace(stages, timing))
     return _on_all_ranks(Trace.concatenate(parts), ranks)
 
 
@@ -162,29 +159,6 @@ def _copies(rank: int, bucket: BucketCost, times: BucketTimes, stage: int) -> li
         Span(rank, "compute", f"{verb} {bucket.what}", kind, *pair, bucket.gradient_bytes, stage)
         for verb, kind, pair in pairs
     ]
-
-
-def layer_rows(stages: Sequence[Stage], timing: Timing) -> Ints:
-    """Cut each pass into its layers: action, layer, start and end of each.
-
-    Forward in order, backward from the last layer, copies of a last backward between.
-    """
-    if timing.layers is not None:
-        return timing.layers
-    order, last = timing.order, timing.last_actions.tolist()
-    rows = []
-    columns = (order.stage.tolist(), order.kind.tolist(), timing.start_ns.tolist(), timing.end_ns.tolist())
-    for action, (number, kind, start, end) in enumerate(zip(*columns, strict=True)):
-        durations = stages[number].passes_ns[kind]
-        copies = timing.buckets[number] if action == last[number] else ()
-        now = start
-        for layer in range(len(durations)) if kind == F else range(len(durations) - 1, -1, -1):
-            rows.append((action, layer, now, now + durations[layer]))
-            now += durations[layer]
-            for bucket in copies:
-                if bucket.pack[0] == now and now < end:
-                    now = bucket.pack[1]
-    return np.array(rows, np.int64).reshape(-1, 4)
 
 
 def _on_all_ranks(trace: Trace, ranks: Ints) -> Trace:

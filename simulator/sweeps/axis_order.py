@@ -28,7 +28,7 @@ def rank_orders(workload: Workload, cluster: Cluster, plan: Plan) -> list[Placed
     An axis inside nodes does not always win. There a call is costed as a flat ring, of n ranks 2 (n-1) latencies for an
     all-reduce, and over nodes as a hierarchical one, which has fewer. So where messages are small and the wire between
     nodes has a low latency, tensor ranks spread over two nodes come out ahead of those in one; a library that runs a
-    tree for small messages would turn that round (see `simulator.hardware.process_groups`).
+    tree for small messages would turn that round (see `simulator.hardware.rank_layout`).
 
     Cost: one simulation per order: 6 for three axes above 1, 120 for five.
 

@@ -42,12 +42,7 @@ def with_bandwidth(cluster: Cluster, plan: Plan, bytes_per_s: float) -> Cluster:
 
 
 def break_even_bytes_per_s(
-    workload: Workload,
-    cluster: Cluster,
-    plan: Plan,
-    compression: Compression,
-    *,
-    codec: MeasuredCodec | None = None,
+    workload: Workload, cluster: Cluster, plan: Plan, compression: Compression, *, codec: MeasuredCodec | None = None
 ) -> float:
     """Return the bandwidth between replicas below which compression makes the step shorter, by bisection.
 

@@ -12,6 +12,7 @@ from distlab.plan import AXES, Link, Plan, Protocol, Sharding
 from simulator import (
     all_to_all_s,
     axes_inside_nodes,
+    cluster,
     gpt_workload,
     hierarchical_all_reduce_s,
     hierarchical_all_to_all_s,
@@ -20,8 +21,7 @@ from simulator import (
     simulate,
     why_not_timed,
 )
-from simulator.hardware.process_groups import Group, group_of
-from simulator.hardware.rank_layout import COPIES, RankLayout
+from simulator.hardware.rank_layout import COPIES, Group, RankLayout, group_of
 from simulator.units import to_ns
 from tests.simulator.step_cases import LINK, cluster_of
 
@@ -69,6 +69,17 @@ def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind):
     whole = [span for span in step.trace if span.rank == 0 and span.lane == "compute"]
     first = [sum(span.end_ns - span.start_ns for span in row if span.microbatch == 0) for row in (spans, whole)]
     assert first[0] == first[1]  # passes are cut, not shortened
+
+
+def test_calls_in_passes_of_many_seconds_are_cut_exactly():
+    """A pass of 60 s, and a call that ends after as long: their product in nanoseconds has more than 63 bits."""
+    huge = gpt_workload(hidden_size=16384, num_layers=4, num_heads=4, sequence_length=4096, vocab_size=101)
+    step = simulate(huge, cluster("laptop", 8), Plan(tensor=2, pipeline=2, num_microbatches=2))
+    calls = [call for stage in step.stages for kind in stage.calls[:2] for layer in kind for call in layer]
+    assert max(call.end_ns for call in calls) ** 2 > 2**63
+    spans = step.trace.select(step.trace.is_word("lane", "tensor") & (step.trace.rank % 2 == 0))
+    lengths = sorted((spans.end_ns - spans.start_ns).tolist())
+    assert lengths == sorted(2 * [call.end_ns - call.start_ns for call in calls])
 
 
 def test_tensor_parallelism_belongs_inside_nodes():

@@ -1,14 +1,27 @@
-"""What shapes of products cost: tiles, waves, short sums; and layers whose products have shapes on a rank."""
+"""What shapes and numbers of products cost: tiles, waves, short sums, 8 bits; mixtures of experts over nodes."""
 
 from dataclasses import replace
+from itertools import combinations
+from statistics import mean
 
-import numpy as np
 import pytest
 
-from distlab.plan import Plan
-from simulator import LlamaSizes, Stack, cluster, gpt_workload, llama_workload, simulate
+from distlab.plan import Device, Plan, Sharding, Software
+from simulator import (
+    LlamaSizes,
+    Mixture,
+    Stack,
+    cluster,
+    fuse_attention,
+    gpt_workload,
+    hierarchical_all_to_all_s,
+    llama_workload,
+    memory_of,
+    simulate,
+)
+from simulator.memory.model_states import BUFFERS
 from simulator.stage.products import FULL, START, slowdown, with_shapes
-from simulator.validation.exact import products
+from simulator.step.timed import notes_on
 
 MACHINE = cluster("dgx-a100", 8, stack=Stack("plain"))
 SIZES = {"hidden_size": 1024, "num_layers": 2, "num_heads": 16, "sequence_length": 1024, "vocab_size": 50304}
@@ -29,16 +42,6 @@ def test_short_sums_start_as_often_as_long_ones():
     full = 128 * 108, 256
     assert slowdown(*full, 512, 108) == pytest.approx(FULL * (512 + START) / 512)
     assert slowdown(*full, 100_000, 108) == 1.0
-
-
-def test_published_rates_by_shape_are_told_to_five_per_cent():
-    """One rate for all shapes is 7 % off."""
-    rows = list(products())
-    ours, measured = np.array([row.predicted for row in rows]), np.array([row.published for row in rows])
-    assert len(rows) > 180
-    assert np.abs(ours / measured - 1).mean() < 0.045
-    one = np.median(measured)
-    assert np.abs(one / measured - 1).mean() > 0.06
 
 
 @pytest.mark.parametrize(
@@ -68,3 +71,136 @@ def test_narrow_parts_of_a_layer_take_longer_than_their_share():
     slow, fast = (simulate(workload, each, Plan(tensor=8)) for each in (MACHINE, free))
     assert slow.duration_s > fast.duration_s
     assert slow.mfu * slow.steady_s == pytest.approx(fast.mfu * fast.steady_s)  # the same work counts
+
+
+NARROW = LlamaSizes(
+    hidden_size=256, num_layers=2, num_heads=4, num_key_value_heads=4, feed_forward_size=512, vocab_size=128
+)
+S8, H8, F8 = 64, 256, 512
+NARROW_LLAMA = fuse_attention(llama_workload(NARROW, sequence_length=S8))
+
+
+def both_rates(**rates):
+    device = Device("both", 1e12, 1e30, 1e15, attention_flops_per_s=1e30, float8_flops_per_s=2e12)
+    return replace(cluster("dgx-h100", 8, stack="best-case"), device=replace(device, **rates))
+
+
+def block_and_head(where, **plan):
+    """Return forward and backward of the first block, and of the head."""
+    stage = simulate(NARROW_LLAMA, where, Plan(**plan)).stages[0]
+    return stage.forward_ns[1], stage.backward_ns[1], stage.forward_ns[3], stage.backward_ns[3]
+
+
+def test_products_of_blocks_take_half_and_the_head_as_long():
+    wide, narrow = block_and_head(both_rates()), block_and_head(both_rates(), float8="products")
+    assert [narrow[0], narrow[1]] == [pytest.approx(wide[0] / 2, abs=1), pytest.approx(wide[1] / 2, abs=1)]
+    assert narrow[2:] == wide[2:]
+
+
+def test_quantising_reads_and_writes_four_bytes_an_element():
+    slow = both_rates(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)
+    into = S8 * (H8 + H8 + H8 + F8) + (
+        3 * H8 * H8 + H8 * H8 + 2 * F8 * H8 + F8 * H8
+    )  # inputs of products, and their parameters
+    out = S8 * (3 * H8 + H8 + 2 * F8 + H8)  # outputs, whose gradients they are
+    wide, narrow = block_and_head(slow), block_and_head(slow, float8="products")
+    assert narrow[0] - wide[0] == pytest.approx(4 * into, abs=2)
+    assert narrow[1] - wide[1] == pytest.approx(4 * out, abs=2)
+
+
+def test_layouts_cast_one_by_one_read_16_bits_twice_and_gathered_parameters_are_turned():
+    """6 bytes an element in place of 4; parameters that come in 8 bits are read and written once: 2."""
+    slow = both_rates(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)
+    twice = replace(slow, software=Software(casts_twice=True))
+    states, weights = S8 * (H8 + H8 + H8 + F8), 3 * H8 * H8 + H8 * H8 + 3 * F8 * H8
+    wide, once, both = (
+        block_and_head(slow),
+        block_and_head(slow, float8="products"),
+        block_and_head(twice, float8="products"),
+    )
+    assert both[0] - wide[0] == pytest.approx(6 * (states + weights), abs=2)
+    assert (both[1] - wide[1]) / (once[1] - wide[1]) == pytest.approx(6 / 4, rel=1e-6)
+    own = {"data": 2, "sharding": Sharding(3), "float8": "gathers"}
+    for where, each in ((slow, 4), (twice, 6)):
+        assert block_and_head(where, **own)[0] - wide[0] == pytest.approx(each * states + 2 * weights, abs=2)
+
+
+def test_units_of_blocks_are_gathered_in_half_the_bytes():
+    own = {"data": 4, "sharding": Sharding(3)}
+    wide, narrow = (simulate(NARROW_LLAMA, both_rates(), Plan(**own, float8=kind)) for kind in ("products", "gathers"))
+    gathers = [[unit.gather.num_bytes for unit in step.stages[0].units] for step in (wide, narrow)]
+    assert gathers[1] == [gathers[0][0], *(size // 2 for size in gathers[0][1:])]  # the root stays as it is
+    root, block = gathers[0][:2]
+    held = [memory_of(NARROW_LLAMA, Plan(**own, float8=kind)).stages[0] for kind in ("products", "gathers")]
+    assert held[0].forward[1, BUFFERS] - held[1].forward[1, BUFFERS] == block  # its own and the next: half of two
+    assert held[1].forward[0, BUFFERS] >= root
+
+
+def test_devices_without_8_bits_refuse_in_one_line():
+    where = cluster("dgx-a100")
+    with pytest.raises(
+        ValueError, match=f"{where.device.name} has no products of 8 bits; use a device that has"
+    ) as told:
+        simulate(NARROW_LLAMA, where, Plan(float8="products"))
+    assert "\n" not in str(told.value)
+    assert "not modelled" in notes_on(Plan(float8="products"))[0]
+
+
+SX, HX, FX, E, K = 512, 256, 384, 4, 2
+
+
+def mixed(**changes):
+    mixture = Mixture(E, K, **changes)
+    return fuse_attention(llama_workload(LlamaSizes(HX, 1, 4, 4, FX, 128, mixture=mixture), sequence_length=SX))
+
+
+MIXED = mixed()
+
+
+def nodes_by_counting(experts, top_k, nodes, groups=1, most=1):
+    """Return the mean number of nodes over all choices of groups, and of experts in them."""
+    place, size = experts // nodes, experts // groups
+    pools = [
+        [group * size + number for group in chosen for number in range(size)]
+        for chosen in combinations(range(groups), most)
+    ]
+    return mean(len({one // place for one in chosen}) for pool in pools for chosen in combinations(pool, top_k))
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "nodes", "groups"),
+    [(8, 2, 4, None), (8, 2, 2, None), (12, 5, 3, None), (4, 1, 4, None), (8, 2, 4, (4, 2)), (16, 3, 8, (4, 2))],
+)
+def test_on_how_many_nodes_a_tokens_experts_are(experts, top_k, nodes, groups):
+    mixture = Mixture(experts, top_k, most_groups=groups)
+    sizes = LlamaSizes(HX, 1, 4, 4, FX, 128, mixture=mixture)
+    found = llama_workload(sizes, sequence_length=SX).layers[1].experts.nodes_of_a_token(nodes)
+    assert found == pytest.approx(nodes_by_counting(experts, top_k, nodes, *(groups or ())))
+
+
+def test_a_token_crosses_to_a_node_once():
+    """Four ranks on two nodes: of two experts both are in the other node one time in six, and one is four times."""
+    machine = replace(cluster("dgx-h100", 16, stack="best-case"), devices_per_node=2)
+    plan = Plan(expert=4)
+    twice, once = (
+        simulate(MIXED, replace(machine, software=replace(machine.software, dispatches_once=on)), plan)
+        .stages[0]
+        .calls[0][1]
+        for on in (False, True)
+    )
+    rows = 2 * K * SX * HX
+    nodes = 2 * (1 - 1 / 6)
+    links = {"intra_node": machine.intra_node, "inter_node": machine.inter_node}
+    for calls, crossing in ((twice, 1.0), (once, nodes / K)):
+        there, back = calls[-2:]
+        assert there.num_bytes == back.num_bytes == rows
+        assert there.end_ns - there.start_ns == pytest.approx(
+            hierarchical_all_to_all_s(rows, 2, 2, **links, crossing=crossing) * 1e9, abs=1
+        )
+        assert there.sent_bytes == pytest.approx(rows * (1 / 4 + 2 / 4 * crossing))
+
+
+@pytest.mark.parametrize("groups", [(4, 5), (3, 1)])
+def test_groups_that_cannot_hold_a_tokens_experts_are_refused(groups):
+    with pytest.raises(ValueError, match=r"groups must divide 8 experts, and those of a token hold 3"):
+        Mixture(8, 3, most_groups=groups)

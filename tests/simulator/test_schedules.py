@@ -1,12 +1,21 @@
-"""Every schedule through the simulator: exact, within its bounds, with stragglers and jitter; memory and traces."""
+"""Every schedule through the simulator: exact, within its bounds, with stragglers; memory, traces, deadlocks."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distlab.plan import SCHEDULES, ActionTimes, Plan, Sharding, make_schedule, one_f_one_b, parse_schedule
-from simulator import Jitter, arrays_of, simulate, simulate_schedule
-from tests.simulator.test_compiled import plain_event_loop
+from distlab.plan import (
+    SCHEDULES,
+    ActionTimes,
+    Plan,
+    Sharding,
+    make_schedule,
+    one_f_one_b,
+    parse_schedule,
+)
+from simulator import CompiledSchedule, arrays_of, simulate, simulate_schedule
+from simulator.pipeline.compiled import Frontier, find_chain
+from simulator.pipeline.schedule_arrays import F, W
 from tests.simulator.test_step import cluster_of, workload_of
 
 NAMES = sorted(SCHEDULES)
@@ -40,8 +49,7 @@ def test_any_schedule_keeps_the_rules_and_the_bounds(seed):
     for _ in range(10):  # 300 configurations
         schedule = random_schedule(generator)
         times = random_times(generator, schedule.num_stages)
-        jitter = Jitter(0.2, seed % 99) if generator.integers(2) else None
-        run = simulate_schedule(schedule, times, unit_s=1e-9, jitter=jitter, slow_ranks={0: 1.5})
+        run = simulate_schedule(schedule, times, unit_s=1e-9, slow_ranks={0: 1.5})
         offsets = run.order.offsets
         first = np.zeros(len(run.start_ns), bool)
         first[offsets[:-1]] = True
@@ -77,21 +85,6 @@ def durations(order, times):
     return table[order.stage, order.kind]
 
 
-def test_jitter_is_repeated_by_its_seed_and_is_one_on_average():
-    schedule = one_f_one_b(4, 32)
-    first, again, other = (
-        simulate_schedule(schedule, TIMES, jitter=Jitter(0.1, seed)).end_ns.tolist() for seed in (1, 1, 2)
-    )
-    assert first == again != other
-    assert simulate_schedule(schedule, TIMES, jitter=Jitter(0.0)).duration_s == pytest.approx(
-        simulate_schedule(schedule, TIMES).duration_s
-    )
-    factors = Jitter(0.25).factors(100_000)
-    assert factors.min() > 0
-    assert factors.mean() == pytest.approx(1, abs=0.01)
-    assert factors.std() == pytest.approx(0.25, rel=0.02)
-
-
 def test_the_figures_of_a_run():
     run = simulate_schedule(one_f_one_b(4, 4), ActionTimes(1, 1, 1, 0.25))
     assert run.work_s == pytest.approx(4 * 4 * 3e-3)
@@ -119,7 +112,6 @@ def test_the_figures_of_a_run():
         (lambda s: simulate_schedule(s, ActionTimes(1, -1, 1)), "input_gradient of -1; pass times >= 0"),
         (lambda s: simulate_schedule(s, TIMES, slow_ranks={4: 2}), r"rank 4; the pipeline has ranks 0\.\.3"),
         (lambda s: simulate_schedule(s, TIMES, slow_ranks={1: 0}), "gives rank 1 the factor 0; pass a number above 0"),
-        (lambda s: Jitter(-0.1), "relative is -0.1; pass a spread >= 0"),
         (lambda s: step_of("one_f_one_b", schedule=s, microbatches=5), "4 ranks and 4 micro-batches; the plan has"),
         (lambda s: step_of("zb_v", layers=7), r"4 \(pipeline\) x 2 \(a rank\) = 8 stages; workload 'w' has 7 layers"),
     ],
@@ -153,3 +145,129 @@ def test_a_schedule_of_ones_own_and_neighbours_on_one_rank():
     }
     assert {span.rank for span in step.trace if span.name in ("2RECV_B0", "1SEND_B1")} == {1}
     assert step.memory.in_flight == (3, 4)
+
+
+def plain_event_loop(order, duration, latency):
+    """The definition, one action at a time: max(rank's previous, what it needs + latency) + duration."""
+    place = {}
+    for action, (kind, stage, mb) in enumerate(zip(order.kind, order.stage, order.microbatch, strict=True)):
+        place["FBIW"[kind].replace("B", "I"), int(stage), int(mb)] = action
+    last_stage = int(order.stage.max())
+    end = [None] * len(order.kind)
+    pointer = [int(first) for first in order.offsets[:-1]]
+    free = [0] * order.num_ranks
+    rank_of = np.repeat(np.arange(order.num_ranks), np.diff(order.offsets))
+    while any(at < stop for at, stop in zip(pointer, order.offsets[1:], strict=True)):
+        moved = False
+        for rank in range(order.num_ranks):
+            while pointer[rank] < order.offsets[rank + 1]:
+                action = pointer[rank]
+                kind, stage, mb = order.kind[action], int(order.stage[action]), int(order.microbatch[action])
+                if kind == F:
+                    key = ("F", stage - 1, mb) if stage else None
+                elif kind == W:
+                    key = ("I", stage, mb)
+                else:
+                    key = ("I", stage + 1, mb) if stage < last_stage else ("F", stage, mb)
+                start = free[rank]
+                if key is not None:
+                    needed = place[key]
+                    if end[needed] is None:
+                        break
+                    start = max(start, end[needed] + (int(latency[action]) if rank_of[needed] != rank else 0))
+                end[action] = free[rank] = start + int(duration[action])
+                pointer[rank] += 1
+                moved = True
+        assert moved, "deadlock"
+    return np.array(end)
+
+
+EQUAL = ActionTimes(100.0, 100.0, 100.0, 3.0)
+
+
+def plain_ends(schedule, times):
+    """The ends of all actions by the plain event loop."""
+    order = arrays_of(schedule)
+    columns = np.broadcast_arrays(*times, np.zeros(schedule.num_stages))[:4]
+    forward, inputs, weights, handover = (column.astype(np.int64) for column in columns)
+    table = np.stack([forward, inputs + weights, inputs, weights], axis=1)
+    backward = np.isin(order.kind, (1, 2))
+    sender = np.clip(order.stage + np.where(backward, 1, -1), 0, schedule.num_stages - 1)
+    return plain_event_loop(order, table[order.stage, order.kind], handover[sender])
+
+
+def simulated_ends(schedule, times):
+    return simulate_schedule(schedule, times, unit_s=1e-9).end_ns
+
+
+def outcome(schedule):
+    """The ends, or the words of the error."""
+    try:
+        return simulated_ends(schedule, EQUAL)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
+def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
+    """Swap or double any two actions of a rank: the ends are a plain loop's, or the error names the fault."""
+    draw = np.random.default_rng(0)
+    text = str(make_schedule(name, 3, 64)).splitlines()
+    refused = 0
+    for case in range(60):
+        lines = [line.split(",") for line in text]
+        row = lines[case % 3]
+        place, other = draw.integers(0, len(row), 2)
+        if case % 2:
+            row[place], row[other] = row[other], row[place]
+        else:
+            row[place] = row[other]
+        schedule = parse_schedule("\n".join(",".join(line) for line in lines))
+        found = outcome(schedule)
+        if isinstance(found, str):
+            refused += 1
+            assert any(fault in found for fault in ("deadlock", "twice", "in no rank's order"))
+        else:
+            assert np.array_equal(found, plain_ends(schedule, EQUAL))
+    assert 0 < refused < 60
+
+
+def test_spelled_out_sends_and_receives_are_derived_anew():
+    schedule = one_f_one_b(3, 4)
+    with_messages = arrays_of(add_communication(schedule))
+    for mine, theirs in zip(with_messages, arrays_of(schedule), strict=True):
+        assert np.array_equal(mine, theirs)
+
+
+def test_a_deadlock_names_ranks_and_what_they_wait_for():
+    text = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"
+    with pytest.raises(ValueError, match=r"deadlock: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1"):
+        CompiledSchedule(arrays_of(parse_schedule(text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0F0,0B0", "0F0 is in the schedule twice"),
+        ("0F0,0B0\n1F0", "what 0B0 needs is in no rank's order"),
+        ("0B0,0F0", "0B0 comes before its own forward"),
+        ("0F0,0W0", "what 0W0 needs"),
+    ],
+)
+def test_an_order_that_makes_no_sense_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        CompiledSchedule(arrays_of(parse_schedule(text)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_a_chain_equals_level_by_level(ranks, microbatches, seed):
+    order = arrays_of(make_schedule("naive", ranks, microbatches))
+    compiled = CompiledSchedule(order)
+    needed = np.where(compiled.remote, compiled.needed, -1)
+    chain, by_level = find_chain(order, needed), Frontier(order, needed)
+    generator = np.random.default_rng(seed)
+    duration, latency = generator.integers(0, 1000, len(order.kind)), generator.integers(0, 500, len(order.kind))
+    assert np.array_equal(chain.run(duration, latency), by_level.run(duration, latency))
+    assert sorted(chain.actions.tolist()) == list(range(len(order.kind)))
+    assert np.array_equal(chain.level, by_level.level)

@@ -1,14 +1,17 @@
-"""Steps whose states are sharded: when units are gathered, computed and scattered, and what ranks send."""
+"""Steps whose states are sharded: when units are gathered and scattered, what ranks send; what holds for every one."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings, strategies as st
 from sharding_cases import FAST, cluster_of, plan_of, spans_of, workload_of
 
-from distlab.plan import Contention, Link, Protocol, Sharding, Software
-from simulator import Measured, all_gather_s, all_reduce_s, simulate
+from distlab.plan import Contention, Link, Plan, Protocol, Sharding, Software
+from simulator import all_gather_s, all_reduce_s, cluster, gpt_workload, memory_of, simulate, sweep_units
 from simulator.gradients.fsdp_units import units_of
+from simulator.sweeps.fsdp_units import with_unit_layers
 from simulator.units import to_ns
 
 
@@ -68,19 +71,18 @@ def test_prefetch_asks_for_the_next_unit_before_this_one_computes():
             assert gather.start_ns == max(asked, wire_is_free), (prefetch, number)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_without_no_sync_each_micro_batch_scatters(recompute):
+def test_without_no_sync_each_micro_batch_scatters():
     """FSDP outside of no_sync: a third of three micro-batches' bytes travel once, and all wire hides no more."""
     workload, once = workload_of([1, 1, 1], ends=1000), cluster_of(4)
     each = replace(once, software=Software(scatters_each=True))
-    plan = plan_of(3, microbatches=3, recompute=recompute)
+    plan = plan_of(3, microbatches=3, recompute="full")
     late, early = (simulate(workload, machine, plan) for machine in (once, each))
     assert len(spans_of(late, "scatter")) == 4
     assert [span.microbatch for span in spans_of(early, "scatter")] == [m for m in range(3) for _ in range(4)]
     sizes = [unit.scatter[0].sent_bytes for unit in early.stages[0].units]
     assert early.sent_bytes_by_axis["data"] - late.sent_bytes_by_axis["data"] == pytest.approx(2 * sum(sizes))
     assert early.steady_s > late.steady_s
-    one = plan_of(3, recompute=recompute)
+    one = plan_of(3, recompute="full")
     assert simulate(workload, once, one).steady_s == simulate(workload, each, one).steady_s
 
 
@@ -124,30 +126,10 @@ def test_stage_two_sums_each_micro_batch_and_stage_one_the_last():
             assert earlier.end_ns <= later.start_ns
 
 
-def test_what_measured_calls_cost_the_computing_rank():
-    """A start of 1 ms and more, on the compute lane; presets have none of it."""
-    workload, part = workload_of([1, 1]), Link("part", (Protocol(1e-3, 1e9),))
-    links = dict.fromkeys(("all_gather start", "reduce_scatter start"), part)
-    each = to_ns(1e-3 + 320_000 / 1e9)
-    plain, step = (
-        simulate(workload, cluster_of(4), plan_of(3), measured=Measured(links=more or {})) for more in (None, links)
-    )
-    spans = [s for s in spans_of(step, "compute") if s.name.startswith("start")]
-    assert [s.end_ns - s.start_ns for s in spans] == [each] * 4
-    assert not [s for s in spans_of(plain, "compute") if s.name.startswith("start")]
-    assert spans_of(step, "gather")[0].start_ns == each
-    plain, step = (
-        simulate(workload, cluster_of(4), plan_of(1), measured=Measured(links=more or {})) for more in (None, links)
-    )
-    ours, free = (next(s for s in spans_of(x, "compute") if s.name == "pack bucket 1") for x in (step, plain))
-    assert ours.duration_s - free.duration_s == pytest.approx(each / 1e9)
-    assert spans_of(step, "gather")[0].start_ns == spans_of(step, "compute")[-1].end_ns + each
-
-
 def test_sent_bytes_are_two_and_three_times_the_parameters():
     sizes = [80_000, 40_001, 3]
     workload = workload_of([1, 1, 1], sizes)
-    for data in (2, 3, 4):
+    for data in (2, 3):
         padded = sum(-(-size // data) * data * 4 for size in sizes)
         for stage in (1, 2):
             step = simulate(workload, cluster_of(data), plan_of(stage, data=data))
@@ -184,7 +166,7 @@ def test_hybrid_sharding_keeps_gathers_inside_a_node():
         assert {"reduce_scatter", "all_reduce"} == {span.kind for span in spans_of(step, "scatter")}
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")])
+@pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (3, "optimizer"), (3, "all")])
 def test_offload_copies_shards_over_the_hosts_link(stage, offload):
     workload = workload_of([1, 1])
     step = simulate(workload, cluster_of(4), plan_of(stage, offload=offload))
@@ -216,3 +198,111 @@ def test_what_is_not_timed_is_refused():
     sharding = Sharding(stage=3, offload="all")
     with pytest.raises(ValueError, match="simulate times offload with pipeline=1"):
         simulate(workload, cluster_of(8), replace(plan_of(3), pipeline=2, sharding=sharding))
+
+
+shardings = st.builds(
+    Sharding,
+    stage=st.integers(1, 3),
+    unit_layers=st.integers(1, 4),
+    reshard_after_forward=st.booleans(),
+    prefetch=st.integers(0, 3),
+    replicas=st.sampled_from([1, 2]),
+    offload=st.sampled_from(["none", "optimizer"]),
+)
+contentions = st.sampled_from([Contention(), Contention(1.2, 1.7)])
+
+
+@settings(max_examples=30, deadline=None)
+@given(shardings, st.lists(st.floats(0.1, 5), min_size=1, max_size=6), st.integers(1, 3), contentions)
+def test_a_step_is_never_shorter_than_any_of_its_lanes(sharding, milliseconds, microbatches, contention):
+    plan = replace(plan_of(3, microbatches=microbatches), sharding=sharding)
+    step = simulate(workload_of(milliseconds, ends=50_000), cluster_of(4, contention=contention), plan)
+    totals = {}
+    for span in step.layer_trace:
+        if span.rank == 0:
+            lane = "wire" if span.lane in ("gather", "scatter") else span.lane
+            lane = span.name.split(" unit")[0].split(" bucket")[0] if lane == "host" else lane
+            totals[lane] = totals.get(lane, 0) + span.end_ns - span.start_ns
+    duration = to_ns(step.duration_s)
+    assert duration >= max(totals.values())
+    assert 0 <= to_ns(step.exposed_communication_s) < duration
+    host = totals.get("optimizer", 0)  # an update on the host is no communication either
+    assert to_ns(step.exposed_communication_s) == pytest.approx(duration - totals["compute"] - host, abs=2)
+    assert 0 <= step.bubble_fraction < 1
+
+
+WORKLOAD = workload_of([3.0] * 12, [40_000] * 12, ends=1000)
+
+
+def test_each_size_is_a_step_of_its_own():
+    cluster, plan = cluster_of(4), plan_of(3)
+    sweep = sweep_units(WORKLOAD, cluster, plan)
+    assert sweep.unit_layers == (1, 2, 3, 4, 6, 12)
+    assert sweep.num_units == (12, 6, 4, 3, 2, 1)
+    with pytest.raises(ValueError, match="sharding stage is 1; pass a plan of stage 3"):
+        sweep_units(WORKLOAD, cluster, plan_of(1))
+    assert sweep.unit_bytes == tuple(160_000 * layers for layers in sweep.unit_layers)
+    for index, layers in enumerate(sweep.unit_layers):
+        step = simulate(WORKLOAD, cluster, with_unit_layers(plan, layers))
+        assert sweep.duration_s[index] == step.duration_s
+        assert sweep.exposed_s[index] == step.exposed_communication_s
+        assert sweep.memory_bytes[index] == memory_of(WORKLOAD, step.plan).max_bytes
+        ahead = min(12, 2 * layers)  # the unit at work and the next
+        assert sweep.gathered_bytes[index] == 160_000 * ahead + 2000 * 4
+
+
+M = 4
+
+
+def step_of(stage, schedule, stages_per_rank, num_layers=8, **sharding):
+    plan = plan_of(stage, data=2, microbatches=M)
+    plan = replace(
+        plan,
+        pipeline=2,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        sharding=replace(plan.sharding, **sharding),
+    )
+    return simulate(workload_of([1] * num_layers, ends=1000), cluster_of(4), plan)
+
+
+def passes_of(step, rank):
+    found = [span for span in step.trace if span.rank == rank and span.kind in ("F", "B")]
+    return sorted(found, key=lambda span: span.start_ns)
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("one_f_one_b", 1), ("interleaved", 2)])
+def test_stage_3_gathers_in_every_pass_and_scatters_in_a_stages_last_backward(schedule, stages_per_rank):
+    step = step_of(3, schedule, stages_per_rank)
+    for rank in range(2):
+        own = [stage for stage in step.stages if stage.rank == rank]
+        num_units = sum(len(stage.units) for stage in own)
+        gathers, scatters = spans_of(step, "gather", 2 * rank), spans_of(step, "scatter", 2 * rank)
+        assert len(gathers) == 2 * M * num_units
+        assert set(Counter(span.microbatch for span in gathers).values()) == {2 * num_units}
+        assert len(scatters) == num_units
+        passes = passes_of(step, 2 * rank)
+        assert len(passes) == 2 * M * len(own)
+        assert gathers[0].end_ns <= passes[0].start_ns, "a stage computes with what it has gathered"
+        update = spans_of(step, "compute", 2 * rank)[-1]
+        assert max(span.end_ns for span in scatters) <= update.start_ns
+    arrived = spans_of(step, "recv forward", 2)[0].end_ns
+    assert spans_of(step, "gather", 2)[0].start_ns >= arrived, "a stage asks for parameters when its input has come"
+    kept = step_of(3, schedule, stages_per_rank, reshard_after_forward=False)
+    assert len(spans_of(kept, "gather", 0)) < len(spans_of(step, "gather", 0))
+
+
+WIDE_GPT = gpt_workload(hidden_size=1024, num_layers=4, num_heads=8, sequence_length=256, vocab_size=1024)
+
+
+def test_nothing_is_gathered_ahead_beyond_the_limit():
+    machine = cluster("dgx-a100", 32)
+    size = simulate(WIDE_GPT, machine, Plan(data=32, sharding=Sharding(3))).stages[0].units[1].unit.num_elements
+    for live, prefetch in ((1.5 * size, 0), (3 * size, 2), (None, 3)):
+        limited = simulate(
+            WIDE_GPT,
+            replace(machine, software=replace(machine.software, live_elements=live)),
+            Plan(data=32, sharding=Sharding(3, prefetch=3)),
+        )
+        free = simulate(WIDE_GPT, machine, Plan(data=32, sharding=Sharding(3, prefetch=prefetch)))
+        assert limited.duration_s == free.duration_s

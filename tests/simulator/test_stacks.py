@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Software, Work
+from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Software
 from distlab.plan.partition import CUTS
 from simulator import (
     Stack,
     cluster,
-    compute_s,
     device,
     gpt_workload,
     memory_of,
@@ -25,15 +24,19 @@ WIRE = Link("wire", (Protocol(1e-6, 1e11),))
 MACHINE = Cluster("machine", Device("card", 1e14, 1e12, 80e9), 8, 8, WIRE, WIRE)
 
 
-@pytest.mark.parametrize("name", names("stacks"))
-def test_every_stack_slows_devices_and_wires_and_says_where_its_numbers_are_from(name):
-    bare, own = cluster("dgx-a100", 16, stack="best-case"), cluster("dgx-a100", 16, stack=name)
-    assert own.device.matmul_flops_per_s <= bare.device.matmul_flops_per_s
-    assert own.device.memory_bytes_per_s <= bare.device.memory_bytes_per_s
-    assert own.inter_node.protocols[0].bytes_per_s <= bare.inter_node.protocols[0].bytes_per_s
-    assert "20" in stack(name).source
-    assert len(stack(name).software) > 10
-    assert own.device.peak_flops_per_s == 312e12
+def test_every_stack_slows_devices_and_wires_and_says_where_its_numbers_are_from():
+    bare = cluster("dgx-a100", 16, stack="best-case")
+    for name in names("stacks"):
+        own = cluster("dgx-a100", 16, stack=name)
+        assert own.device.matmul_flops_per_s <= bare.device.matmul_flops_per_s, name
+        assert own.device.memory_bytes_per_s <= bare.device.memory_bytes_per_s, name
+        assert own.inter_node.protocols[0].bytes_per_s <= bare.inter_node.protocols[0].bytes_per_s, name
+        assert "20" in stack(name).source, name
+        assert len(stack(name).software) > 10, name
+    warps, groups = Stack("warps", warp_attention=True), Stack("groups")
+    for name, part in (("dgx-h100", 0.629), ("dgx-a100", 1.0)):  # attention of single warps is slower on Hopper alone
+        slow, fast = (cluster(name, stack=each).device.attention_flops_per_s for each in (warps, groups))
+        assert slow == pytest.approx(part * fast)
 
 
 def test_a_cluster_has_its_own_stack_and_takes_another():
@@ -43,34 +46,6 @@ def test_a_cluster_has_its_own_stack_and_takes_another():
     assert device("a100-sxm-80gb").kernel_s == 0
     with pytest.raises(ValueError, match="no preset 'abacus' among the stacks"):
         cluster("dgx-a100", stack="abacus")
-
-
-def test_no_work_is_shorter_than_the_launches_of_its_kernels():
-    slow = replace(MACHINE.device, kernel_s=1e-6, launch_s=5e-5)
-    assert compute_s(Work(0.0, 0.0, 10), slow) == pytest.approx(5e-4)
-    assert compute_s(Work(1e12, 0.0, 10), slow) == pytest.approx(1e-2 + 1e-5)
-    with pytest.raises(ValueError, match="launch_s is -1"):
-        replace(MACHINE.device, launch_s=-1)
-
-
-def test_launches_that_wait_for_their_kernels_add_to_them():
-    """BLOOM's cluster has CUDA_LAUNCH_BLOCKING=1: what else is in its stack stays."""
-    own = Stack("mine", kernel_s=1e-6, launch_s=5e-5)
-    blocks, ahead = (cluster(name, stack=own).device for name in ("jean-zay", "dgx-a100"))
-    few, large = Work(0.0, 0.0, 10), Work(1e13, 0.0, 10)
-    assert compute_s(few, blocks) == pytest.approx(10 * 51e-6)
-    assert compute_s(few, ahead) == pytest.approx(10 * 50e-6)
-    assert compute_s(large, blocks) - compute_s(large, ahead) == pytest.approx(10 * 50e-6)
-
-
-def test_messages_between_stages_have_a_fixed_time_and_a_part_of_the_wire():
-    plan = Plan(pipeline=2)
-    plain = simulate(WORKLOAD, MACHINE, plan)
-    slow = simulate(WORKLOAD, replace(MACHINE, software=Software(send_s=1e-3, send_fraction=0.5)), plan)
-    size = plain.stages[0].send_forward_bytes
-    assert size == 2 * 512 * 1024 * 2
-    assert plain.stages[0].send_forward_ns == pytest.approx((1e-6 + size / 1e11) * 1e9, abs=1)
-    assert slow.stages[0].send_forward_ns == pytest.approx((1e-3 + 1e-6 + 2 * size / 1e11) * 1e9, abs=1)
 
 
 def test_overlap_hides_a_part_of_tensor_ranks_calls():
@@ -97,10 +72,8 @@ def test_gathers_of_stage_1_hide_under_the_next_forward():
     ("plan", "bytes_each"),
     [
         (Plan(num_microbatches=4), 18),
-        (Plan(data=4, num_microbatches=4), 18),
         (Plan(data=4, num_microbatches=4, gradient_sync="flat"), 18),
         (Plan(data=4, num_microbatches=4, sharding=Sharding(1)), 6 + 12 / 4),
-        (Plan(data=4, num_microbatches=1, sharding=Sharding(1)), 6 + 12 / 4),
         (Plan(data=4, num_microbatches=4, sharding=Sharding(3)), 18 / 4),
     ],
 )
@@ -117,27 +90,6 @@ def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
         assert own.max_bytes <= copied.max_bytes
     if plan.data > 1 and plan.num_microbatches > 1 and plan.sharding.stage < 3:
         assert copied.max_bytes - own.max_bytes == pytest.approx(4 * WORKLOAD.num_parameters, rel=0.05)
-
-
-def test_adding_gradients_to_wider_ones_costs_memory_traffic_in_every_micro_batch():
-    mixed = Precision("bfloat16", gradients="float32")
-    pure = Precision("bfloat16", gradients="bfloat16", reduce="float32")
-    slow, fast = (simulate(WORKLOAD, MACHINE, Plan(precision=each)).stages[0] for each in (mixed, pure))
-    added = (sum(slow.backward_ns) - sum(fast.backward_ns)) / 1e9
-    assert added == pytest.approx(10 * WORKLOAD.num_parameters / 1e12, rel=1e-3)
-
-
-def test_flat_buffers_copy_nothing_and_update_in_one_kernel():
-    slow = replace(MACHINE, device=replace(MACHINE.device, launch_s=1e-3))
-    plan = Plan(data=4, gradient_sync="flat")
-    copied, flat = (
-        simulate(WORKLOAD, replace(slow, software=Software(flat_buffers=on)), plan).stages[0] for on in (False, True)
-    )
-    assert copied.buckets[0].unpack_ns > 0 == flat.buckets[0].unpack_ns
-    size = 2 * WORKLOAD.num_parameters
-    assert flat.buckets[0].pack_ns == pytest.approx(max(2 * size / 1e12, 1e-3) * 1e9, abs=2)
-    assert copied.optimizer_ns == WORKLOAD.optimizer.num_kernels * 10**6
-    assert flat.optimizer_ns == pytest.approx(max(28 * WORKLOAD.num_parameters / 1e12, 1e-3) * 1e9, rel=1e-6)
 
 
 def test_stages_have_as_many_blocks_each_whatever_they_cost():
@@ -170,12 +122,3 @@ def test_recompute_that_stops_early_leaves_a_layers_last_product_out(tensor):
         sent, sent_early, sent_once = calls
         assert sent_early - sent_once == pytest.approx((sent - sent_once) / 2)  # one of a block's two sums
         assert saved > product_s
-
-
-def test_attention_of_single_warps_is_slower_on_hopper_alone():
-    warps, groups = Stack("warps", warp_attention=True), Stack("groups")
-    for name, part in (("dgx-h100", 0.629), ("dgx-h200", 0.629), ("dgx-a100", 1.0)):
-        slow, fast = (cluster(name, stack=each).device.attention_flops_per_s for each in (warps, groups))
-        assert slow == pytest.approx(part * fast)
-    assert stack("fsdp").warp_attention
-    assert not stack("transformer-engine").warp_attention

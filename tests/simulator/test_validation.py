@@ -22,8 +22,8 @@ TABLES = cache(report.derived)
 
 @pytest.fixture
 def few(monkeypatch):
-    """Three cases of one stack, so that a run takes a second."""
-    cases = [case for case in zero_bubble() if case.label.endswith("m=24")][:3]
+    """Two cases of one stack, so that a run takes a second."""
+    cases = [case for case in zero_bubble() if case.label.endswith("m=24")][:2]
     monkeypatch.setattr(report, "all_cases", lambda: cases)
     monkeypatch.setattr(report, "derived", TABLES)
     monkeypatch.setattr(report, "FITTED", {"megatron": ("matmul_fraction",)})
@@ -39,8 +39,6 @@ def test_errors_biases_and_choices():
     wrong = score([2.0, 1.0, 3.0], [1.0, 1.5, 2.0], ["a", "a", "a"])
     assert wrong.choice_cost == pytest.approx(0.5)
     assert wrong.choice_tau == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match="no row"):
-        score([], [], [])
     known = [([1, 2, 3], [6, 5, 4], -1), ([1, 1, 2], [1, 2, 3], 2 / 6**0.5), ([1, 1], [1, 2], None)]
     for one, other, tau in known:  # ties count for neither order
         assert kendall_tau(one, other) == (tau if tau is None else pytest.approx(tau))
@@ -49,23 +47,19 @@ def test_errors_biases_and_choices():
 def test_a_fit_finds_the_constants_that_made_the_times():
     """Times that a known stack gives are fitted from a wrong start; they say nothing of constants left alone."""
     true = replace(stack("megatron"), matmul_fraction=0.7, memory_fraction=0.5)
-    cases = [replace(case, measured_s=case.predict_s(true)) for case in zero_bubble()]
+    cases = [replace(case, measured_s=case.predict_s(true)) for case in list(zero_bubble())[::3]]
     found = fit_stack(cases, stack("megatron"), [CONSTANTS["matmul_fraction"], CONSTANTS["memory_fraction"]])
     assert found.matmul_fraction == pytest.approx(0.7, rel=0.02)
     assert found.memory_fraction == pytest.approx(0.5, rel=0.02)
     assert found.kernel_s == true.kernel_s
-
-
-def test_constants_stay_in_their_bounds():
-    cases = [replace(case, measured_s=case.measured_s / 10) for case in list(zero_bubble())[:3]]
+    cases = [replace(case, measured_s=case.measured_s / 10) for case in cases[:2]]
     found = fit_stack(cases, stack("megatron"), [CONSTANTS["matmul_fraction"], CONSTANTS["kernel_s"]])
-    assert found.matmul_fraction == CONSTANTS["matmul_fraction"].high
-    assert found.kernel_s == 0
+    assert (found.matmul_fraction, found.kernel_s) == (CONSTANTS["matmul_fraction"].high, 0)  # in their bounds
 
 
 def test_a_row_is_predicted_without_its_structure():
     """A structure whose times are doubled moves the constants of others, and not its own."""
-    cases = list(zero_bubble())
+    cases = [case for case in zero_bubble() if case.label.endswith(("m=24", "m=32"))]
     constants = [CONSTANTS["matmul_fraction"]]
     doubled = [replace(case, measured_s=2 * case.measured_s) if "1.5B 1F1B" in case.label else case for case in cases]
     before, after = (leave_out(each, stack("megatron"), constants) for each in (cases, doubled))
@@ -75,7 +69,7 @@ def test_a_row_is_predicted_without_its_structure():
     assert before != after
     more = [*cases, *(replace(case, family="other") for case in cases[:3])]  # families count alike
     weights = measure_slopes(more, stack("megatron"), constants).weights
-    assert [np.sum(each**2) for each in (weights[:12], weights[12:])] == pytest.approx([1, 1])
+    assert [np.sum(each**2) for each in (weights[:-3], weights[-3:])] == pytest.approx([1, 1])
 
 
 def test_validate_prints_scores_and_json(few, capsys, tmp_path):
@@ -171,9 +165,7 @@ NEAR = {
 def test_calibrated_predictions_stay_as_near_as_they_were(family):
     own = [case for case in report.all_cases() if case.family == family]
     own = own[:: -(-len(own) // 100)]  # of the 720 computed rows every eighth
-    measured = [case.measured_s for case in own]
-    found, sheet = (score([case.predict_s(measured=is_) for case in own], measured, [""] * len(own)) for is_ in (1, 0))
+    found = score([case.predict_s() for case in own], [case.measured_s for case in own], [""] * len(own))
     error, bias = NEAR[family]
     assert found.error < error
     assert abs(found.bias) < bias
-    assert found.error < sheet.error / 3

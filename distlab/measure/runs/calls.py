@@ -34,7 +34,7 @@ from distlab.plan.compression import Compression, exchanges
 from distlab.tensor_parallel.async_calls import SequenceGather, SequenceScatterSum, Sum
 from simulator import MeasuredCodec, fit_steps
 from simulator.hardware.cost import Steps, all_reduce_steps, reduce_scatter_steps
-from simulator.hardware.process_groups import group_of
+from simulator.hardware.rank_layout import group_of
 from simulator.units import to_s
 
 MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)

@@ -288,10 +288,7 @@ FAMILIES: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
         "qwen3": lambda f: _sizes(f, head_norms=True, head_size=128, windows=windows_behind(f)),
         "qwen3_vl_text": partial(_sizes, head_norms=True, head_size=128),
         "seed_oss": lambda f: _sizes(
-            f,
-            attention_biases=f.flag("attention_bias", True),
-            output_bias=f.flag("attention_out_bias"),
-            head_size=128,
+            f, attention_biases=f.flag("attention_bias", True), output_bias=f.flag("attention_out_bias"), head_size=128
         ),
         "glm": lambda f: _sizes(f, attention_biases=f.flag("attention_bias", True)),
         "glm4": lambda f: _sizes(f, attention_biases=f.flag("attention_bias"), num_norms=4),

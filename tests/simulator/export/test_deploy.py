@@ -15,7 +15,6 @@ DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "pytorchjob": "pytorchjob.json", "jobset": "jobset.json"}
 OPTIONS = Options(script="lessons/14_many_machines/lab.py --device cuda")
 PLAN = read_plan_file(DEPLOY / "plan.toml")
-HOSTS = ("node08", "node09")
 
 
 @pytest.mark.parametrize("tool", FILES)
@@ -48,28 +47,20 @@ def flags_of(words):
     return dict(word.removeprefix("--").split("=", 1) for word in words[:-3])
 
 
-def test_a_dry_run_of_the_script_starts_sixteen_ranks_at_one_address(dry_run):
+def test_a_dry_run_of_each_file_starts_sixteen_ranks_at_one_address(dry_run):
     job = {"SLURM_JOB_NODELIST": "node[08-09]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "4711"}
     flags = flags_of(dry_run(["bash"], (DEPLOY / "slurm.sbatch").read_text(), **job))
     assert flags == flags_of(dry_run(["bash", str(DEPLOY / "torchrun.sh")], HEAD="node08")) | {"rdzv-id": "4711"}
     assert int(flags["nnodes"]) * int(flags["nproc-per-node"]) == 16
     assert flags["rdzv-endpoint"] == "node08:29500"
-
-
-def test_a_dry_run_of_the_job_set_gives_each_pod_a_number(dry_run):
     (jobs,) = json.loads((DEPLOY / "jobset.json").read_text())["spec"]["replicatedJobs"]
     spec = jobs["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
-    found = [
-        flags_of(dry_run(container["command"], JOB_COMPLETION_INDEX=str(pod))) for pod in range(spec["completions"])
-    ]
-    assert [flags["node-rank"] for flags in found] == ["0", "1"]
-    assert len({flags["master-addr"] for flags in found}) == 1
-    assert sum(int(flags["nproc-per-node"]) for flags in found) == 16
-
-
-def test_a_dry_run_of_the_pytorch_job_leaves_the_numbers_to_its_operator(dry_run):
-    spec = json.loads((DEPLOY / "pytorchjob.json").read_text())["spec"]
+    pods = [flags_of(dry_run(container["command"], JOB_COMPLETION_INDEX=str(n))) for n in range(spec["completions"])]
+    assert [flags["node-rank"] for flags in pods] == ["0", "1"]
+    assert len({flags["master-addr"] for flags in pods}) == 1
+    assert sum(int(flags["nproc-per-node"]) for flags in pods) == 16
+    spec = json.loads((DEPLOY / "pytorchjob.json").read_text())["spec"]  # whose operator gives the numbers
     for replica in spec["pytorchReplicaSpecs"].values():
         (container,) = replica["template"]["spec"]["containers"]
         assert flags_of(dry_run(container["command"])) == {}
