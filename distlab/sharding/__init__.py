@@ -13,7 +13,6 @@ would take a part for the whole. `by_element` finds, by trying it, whether an op
 """
 
 from distlab.sharding.calls import gather_into as gather_into, scatter_sum as scatter_sum
-from distlab.sharding.fsdp.construct import build_sharded as build_sharded, draw_weights as draw_weights
 from distlab.sharding.fsdp.fully_shard import FullyShard as FullyShard
 from distlab.sharding.state.of_model import (
     ShardedState as ShardedState,

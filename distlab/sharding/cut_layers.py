@@ -38,6 +38,11 @@ class CutLayers(NamedTuple):
     splits: Mapping[str, Split]
     group: ProcessGroup | None
 
+    @classmethod
+    def of(cls, model: nn.Module) -> CutLayers:
+        """Return what is cut in a model; ask before its parameters move."""
+        return cls(splits_of(model), group_of_parts(model))
+
     def slab(self, name: str) -> Slab | None:
         """Return which ranges of the whole tensor this rank's part is; None: all of it."""
         split = self.splits.get(name)
@@ -96,11 +101,6 @@ class OwnPieces(NamedTuple):
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole model's tensors."""
         return {name: self.cut.whole_shape(name, shape) for name, (shape, _) in self.tensors.items()}
-
-
-def cut_layers_of(model: nn.Module) -> CutLayers:
-    """Return what is cut in a model; ask before its parameters move."""
-    return CutLayers(splits_of(model), group_of_parts(model))
 
 
 def clip_shards_(

@@ -182,7 +182,7 @@ def first_ranks_values():
 def looks():
     """Freed parameters answer what is known, and refuse what would be lost."""
     model = FullyShard(nn.Sequential(Block(), Block()))
-    module, weight, plain = model.module, model.module[1].linear.weight, nn.Sequential(Block(), Block())
+    module, weight = model.module, model.module[1].linear.weight
     names = ["0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias"]
     assert [name for name, _ in module.named_parameters()] == names
     assert [name for name, _ in model.named_parameters()] == ["shards.0", "shards.1"]
@@ -190,7 +190,6 @@ def looks():
     assert (weight.requires_grad, weight.numel(), weight.dim(), isinstance(weight, nn.Parameter)) == (True, 16, 2, True)
     assert "1.linear.weight" in repr(weight)
     state, gradient, lost = "full_state_dict(model)", "its gradient is in the shard", "a change of it would be lost"
-    around = nn.ModuleList([model])
     refused = [
         ("an optimizer updates shards: give it model.parameters()", lambda: torch.optim.AdamW(module.parameters())),
         (state, lambda: module.state_dict()),
@@ -206,8 +205,7 @@ def looks():
         (lost, lambda: module.load_state_dict({"1.linear.weight": torch.ones(4, 4)}, strict=False)),
         ("is not here now", lambda: module.double()),
         ("move and convert the module before FullyShard is built", lambda: model.double()),
-        ("this state has no shards", lambda: model.load_state_dict(plain.state_dict())),
-        ("call load_full_state_dict(model, state)", lambda: around.load_state_dict(plain.state_dict(prefix="0."))),
+        ("Missing key(s) in state_dict", lambda: model.load_state_dict(nn.Sequential(Block(), Block()).state_dict())),
     ]
     texts = [(words, message(action)) for words, action in refused]
     if dist.get_rank() == 0:  # one rank alone looks: the others would have to gather with it

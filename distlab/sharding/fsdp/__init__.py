@@ -9,6 +9,4 @@ Read in this order:
 4. `prefetch`: which unit is gathered next, and what happens when a rank runs a different one.
 5. `wrapping`: which parameters belong to a unit. `freed`: what stands in a module for a parameter that was freed.
 6. `fully_shard`: `FullyShard`, all of it for real models.
-
-`construct` builds a model that no rank could hold whole.
 """

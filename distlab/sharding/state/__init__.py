@@ -6,5 +6,5 @@ Read in this order:
 2. `parts`: what a rank and its optimizer keep, as parts, joined from parts that any number of ranks wrote, and whole.
 3. `of_model`: what programs call for a `FullyShard` model: `ShardedState`, `full_state_dict` and the like.
 
-`ShardedOptimizer`'s side is `distlab.sharding.zero.state`; a mesh's is `distlab.hybrid.state`.
+`ShardedOptimizer` has its own side; a mesh's is `distlab.hybrid.state`.
 """

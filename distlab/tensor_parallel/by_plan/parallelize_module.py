@@ -34,7 +34,6 @@ from distlab.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     agree_on,
-    linear_sizes,
     shapes_of,
 )
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
@@ -147,8 +146,6 @@ def _part_of(module: Any, style: str, sections: Sequence[int] | None, group: Pro
         return VocabularyParallelEmbedding(module, group)
     if style == "vocabulary":
         return ColumnParallelLinear.from_full(module, group, padded=True, join_output=True)
-    if style == "paired":
-        sections = (linear_sizes(module)[1] // 2,) * 2
     return ColumnParallelLinear.from_full(module, group, sections=sections)
 
 
