@@ -132,7 +132,7 @@ def built_in_shards():
         module = stack(WIDTH, DEPTH)
     model, draw = FullyShard(module), torch.Generator().manual_seed(0)
     for unit in model.units:
-        unit.fill([torch.randn(shape, generator=draw) / WIDTH**0.5 for shape in unit.layout.shapes])
+        unit.fill([torch.randn(shape, generator=draw) / (3 * WIDTH) ** 0.5 for shape in unit.layout.shapes])
     return model
 
 
