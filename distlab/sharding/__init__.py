@@ -16,9 +16,7 @@ from distlab.sharding.calls import gather_into as gather_into, scatter_sum as sc
 from distlab.sharding.fsdp.fully_shard import FullyShard as FullyShard
 from distlab.sharding.state.of_model import (
     ShardedState as ShardedState,
-    full_optimizer_state as full_optimizer_state,
     full_state_dict as full_state_dict,
-    load_full_optimizer_state as load_full_optimizer_state,
     load_full_state_dict as load_full_state_dict,
     load_sharded_state_dict as load_sharded_state_dict,
     sharded_state_dict as sharded_state_dict,

@@ -145,7 +145,7 @@ def fail_in_many_ways():
         attempt("got a second gradient before synchronize(): ", step(optimizer, times=2))
         optimizer.zero_grad()
         not_finite = step(optimizer, change=lambda loss: loss * (math.nan if rank == 1 else 1))
-        attempt("mean gradient that is not finite", not_finite)
+        attempt("got a gradient that is not finite (NaN or infinite): ", not_finite)
         assert found[-1][1].startswith(NotFiniteError.__name__)
         assert "first.weight" in found[-1][1]
         optimizer.zero_grad()

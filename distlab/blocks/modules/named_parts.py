@@ -180,16 +180,11 @@ class SavedShard:
         Raises:
             ValueError: it is something else, or of a different version.
         """
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        if not isinstance(state, Mapping) or (state.get("format"), state.get("version")) != (FORMAT, VERSION):
             raise ValueError(
-                f"this is not a saved shard (no format {FORMAT!r}); pass what sharded_state_dict() or a "
-                "ShardedOptimizer's state_dict() returned, or load a whole state with load_full_state_dict(). If an "
-                "earlier distlab saved it, load it there and save the whole state"
-            )
-        if state.get("version") != VERSION:
-            raise ValueError(
-                f"the saved shard has version {state.get('version')!r}; this distlab reads {VERSION}: load it with the "
-                "distlab that saved it, and save the full state there"
+                f"this is not a saved shard (format {FORMAT!r}, version {VERSION}); pass what sharded_state_dict() or "
+                "a ShardedOptimizer's state_dict() returned, or load a whole model with load_full_state_dict(). What a "
+                "different distlab saved, load there, and save the whole model"
             )
         try:
             parts = {name: SavedPart.from_dict(part) for name, part in state["parts"].items()}

@@ -7,9 +7,9 @@ In shards, which any number of ranks may load:
 3. `load_sharded_state_dict`: from the shards that *any* number of ranks saved.
 4. `ShardedState`: model and optimizer as one part of a checkpoint (`distlab.checkpoint`), one file per rank.
 
-Whole, for one file that anything can read: a different number of ranks, one process, a different program. It is put
-together one unit at a time, in host memory, because a rank that needs shards has no room for the whole model on its
-device. To load it is to load a save of one rank.
+The model whole (`full_state_dict`), for one file that anything can read: a different number of ranks, one process, a
+different program. It is put together one unit at a time, in host memory, because a rank that needs shards has no room
+for the whole model on its device. To load it is to load a save of one rank.
 
 Functions that communicate are collective: every rank of the group calls them, also where only one keeps the result. A
 program that calls them on rank 0 alone makes rank 0 wait for the others; the wait ends with the group's timeout. What
@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.comm import agree
 from distlab.comm.together import together
@@ -37,11 +36,8 @@ from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.state.parts import (
     Optimizer,
     SavedInShards,
-    gather_optimizer,
     gather_parts,
-    is_kept,
     prepare,
-    prepare_optimizer,
     read_shards,
     save_parts,
 )
@@ -172,7 +168,11 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
     Raises:
         ValueError: on every rank: ranks call it with other options, or `to_rank` is outside the group.
     """
-    keeps = is_kept("full_state_dict", model.group, to_rank)
+    agree(["full_state_dict", to_rank], model.group, what="the call of full_state_dict")
+    num_ranks = dist.get_world_size(model.group)
+    if to_rank is not None and not 0 <= to_rank < num_ranks:
+        raise ValueError(f"full_state_dict: rank {to_rank!r} is none of the group's 0..{num_ranks - 1}")
+    keeps = to_rank in (None, dist.get_rank(model.group))
     aliases, buffers = _state_of(model)
     own = pieces_of(model)
     whole = gather_parts(save_parts(own, None, parameters=True)[0], own.together, own.groups, keeps=keeps)
@@ -180,24 +180,6 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
         return {}
     found = {name: one.values[PARAMETER].view(one.shape) for name, one in whole.items()} | _copied(buffers)
     return {name: found[same] for name, same in aliases.items()}
-
-
-def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: int | None = None) -> dict[str, Any]:
-    """Return the optimizer's state for whole tensors, by their names, in host memory; every rank of the group calls it.
-
-    A plain optimizer of the same groups of the whole model loads it by its own `load_state_dict`.
-
-    Returns:
-        {"state": {name: {"exp_avg": whole tensor, "step": number}}, "param_groups": [{options, "params": [names]}]},
-        with the names in the order of `module.parameters()`; {} for a tensor that was never updated.
-
-    Cost: one all-gather per unit of all moments; where layers are cut, one more over the tensor ranks.
-
-    Raises:
-        ValueError: on every rank: the optimizer is of a different model, or keeps what belongs to no element.
-    """
-    names = _names_in_groups(model, optimizer)
-    return gather_optimizer(pieces_of(model), optimizer, names, "full_optimizer_state", to_rank) or {}
 
 
 def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None:
@@ -217,21 +199,6 @@ def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None
     refuse_together(model, "load the whole state", lambda: prepare_model(model, [_as_shard(model, state)]))()
 
 
-def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take up what `full_optimizer_state` returned, or a plain optimizer's `state_dict()`, on every rank.
-
-    Raises:
-        ValueError: on every rank: the state is of a different model, or the optimizer has other groups.
-    """
-    agree(["load_full_optimizer_state"], model.group, what="load_full_optimizer_state")
-    names = _names_in_groups(model, optimizer)
-    refuse_together(
-        model,
-        "load the optimizer's state",
-        lambda: prepare_optimizer(pieces_of(model), optimizer, names, state),
-    )()
-
-
 def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
     """Read a module's state as a save of one shard."""
     if not isinstance(state, Mapping):
@@ -249,14 +216,6 @@ def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
     own = {same: {PARAMETER: state[same]} for same in known.values() if same not in buffers}
     whole = whole_shard(own, None, {name: tuple(state[name].shape) for name in own})
     return dataclasses.replace(whole, buffers={name: state[name] for name in buffers})
-
-
-def _names_in_groups(model: FullyShard, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names in each group of an optimizer, in the order of `module.parameters()`."""
-    names = {id(unit.shard): unit.layout.names for unit in model.units}
-    places = {name: place for place, (name, _) in enumerate(every_parameter(model.module))}
-    groups = [[name for one in group["params"] for name in names.get(id(one), ())] for group in optimizer.param_groups]
-    return [sorted(group, key=places.__getitem__) for group in groups]
 
 
 def refuse_together(model: FullyShard, what: str, action: Callable[[], Result]) -> Result:

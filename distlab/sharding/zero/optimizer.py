@@ -40,7 +40,7 @@ from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import CutLayers, OwnPieces, clip_shards_
 from distlab.sharding.part import SCALER, OwnPiece
-from distlab.sharding.state.parts import SavedInShards, gather_optimizer, prepare, prepare_optimizer, save_parts
+from distlab.sharding.state.parts import SavedInShards, prepare, save_parts
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.trace import SpanWriter
 
@@ -125,8 +125,8 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
     """
 
     instead = (
-        "it has this rank's pieces, and its hooks are on this module. Save state_dict() on every rank, or "
-        "full_state_dict(); build a new one for a copy of the module"
+        "it has this rank's pieces, and its hooks are on this module. Save state_dict() on every rank; build a new one "
+        "for a copy of the module"
     )
 
     def __init__(
@@ -314,7 +314,7 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
             if got != expected:
                 raise ValueError(
                     f"rank {first.rank}: the state's {what} is {got}, expected {expected}; load the state of this "
-                    "model, rank and number of ranks, or a full one with load_full_state_dict"
+                    "model, rank and number of ranks, or the shards of all ranks with load_shards"
                 )
         self.load_shards([state_dict])
 
@@ -323,31 +323,6 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         first = self.buckets[0]
         parts, groups = save_parts(self._pieces(), self.optimizer, parameters=False)
         return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
-
-    def full_state_dict(self, *, to_rank: int | None = None) -> dict[str, Any] | None:
-        """Return the whole state, by names: {"state": {name: {key: value}}, "param_groups": [{..., "params": names}]}.
-
-        Every rank calls this. Groups have their parameters in the order of one process. So a plain optimizer, built of
-        the same groups of the whole model, loads it by its own `load_state_dict`.
-
-        Args:
-            to_rank: the only rank of the group that wants it; others get None. None: every rank does.
-
-        Shapes: pieces -> moments in the parameter's whole shape, in host memory.
-        Cost: one all-gather per bucket of all moments; where layers are cut, one more over the tensor ranks.
-        """
-        return gather_optimizer(self._pieces(), self.optimizer, self.group_names, "full_state_dict", to_rank)
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's pieces out of what `full_state_dict` returned, at any number of ranks.
-
-        Args:
-            state_dict: of `full_state_dict`, or of a plain optimizer of the same groups of the whole model.
-
-        Raises:
-            ValueError: the state is of other parameters or shapes; nothing was loaded then. The same on every rank.
-        """
-        self._taking(prepare_optimizer(self._pieces(), self.optimizer, self.group_names, state_dict))()
 
     def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
         """Assemble this rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
