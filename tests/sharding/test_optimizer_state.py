@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from equal import joined
 from optimizer_net import Net, adam, batch_of, run_steps, same
 from refused import message
 from torch import nn
@@ -159,15 +160,13 @@ def fail_in_many_ways():
     sparse = build(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))
     sparse.module(torch.tensor([1, 2])).sum().backward()
     attempt("0.weight (rank 0, 1). Build the layer with sparse=False", sparse.synchronize)
-    state, full, states = build().state_dict(), build().full_state_dict(), [None] * 2
+    state, states = build().state_dict(), [None] * 2
     dist.all_gather_object(states, state)
     other, few = {**state, "shard": 5}, {**state, "num_shards": 3}
-    del full["state"]["first.weight"]
     attempt("the state's rank is 5, expected", lambda: build().load_state_dict(other))
     attempt("the state's number of ranks is 3, expected 2", lambda: build().load_state_dict(few))
     attempt("were not given; pass the saved shards of all ranks", lambda: build().check_shards([states[1 - rank]]))
     attempt("this is not a saved shard", lambda: build().load_state_dict({"state": {}, "param_groups": []}))
-    attempt("nothing for first.weight", lambda: build().load_full_state_dict(full))
     return found
 
 
@@ -203,7 +202,7 @@ def resumed(stage):
     first = Net(0).state_dict()
     assert same(first, model.state_dict()), "the first rank gives its weights and buffers"
     run_steps(model, optimizer, range(2))
-    state, half = optimizer.state_dict(), optimizer.full_state_dict()
+    state, half = optimizer.state_dict(), joined(optimizer)
     start = {name: one.clone() for name, one in model.state_dict().items()}
     run_steps(model, optimizer, range(2, 4))
     other = Net(seed=5)
@@ -213,7 +212,7 @@ def resumed(stage):
     run_steps(other, again, range(2, 4))
     assert same(model.state_dict(), other.state_dict())
     assert not same(start, model.state_dict())
-    equal(again.full_state_dict(), optimizer.full_state_dict())
+    equal(joined(again), joined(optimizer))
     return state, half
 
 
@@ -223,7 +222,7 @@ def cut_anew(states):
     optimizer.check_shards(states)
     optimizer.load_shards(states)
     optimizer.close()
-    return optimizer.full_state_dict()
+    return joined(optimizer)
 
 
 def equal(one, other):

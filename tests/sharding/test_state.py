@@ -5,22 +5,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from equal import square
+from equal import joined, square
 from refused import message
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.rng import generator
 from distlab.sharding import (
     FullyShard,
-    full_optimizer_state,
+    ShardedState,
     full_state_dict,
-    load_full_optimizer_state,
     load_full_state_dict,
     load_sharded_state_dict,
     sharded_state_dict,
 )
 
-CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12)
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -69,9 +67,8 @@ def same(one, other):
 
 
 def whole(model, optimizer):
-    state = full_optimizer_state(model, optimizer)
-    groups = [{**group, "params": sorted(group["params"])} for group in state["param_groups"]]
-    return full_state_dict(model), state["state"], groups
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return full_state_dict(model), joined(ShardedState(model, optimizer))["state"], options
 
 
 def save(directory, optimizer_name, units=None, *, hybrid=False):
@@ -122,7 +119,7 @@ def test_four_ranks_two_three_and_one_hold_the_same_and_go_on(ranks, tmp_path, o
 def test_either_set_of_shards_of_hybrid_sharding_loads_anywhere_and_the_own_shard_is_enough(ranks, tmp_path):
     results = ranks(4).run(lambda: save(tmp_path, "adamw", hybrid=True))
     saved, later = results[0]
-    ways = [{"ranks": [0, 1], "hybrid": True}, {"ranks": [2, 3], "hybrid": True}, {"own": True, "hybrid": True}]
+    ways = [{"ranks": [2, 3], "hybrid": True}, {"own": True, "hybrid": True}]
     for found in ranks(4).run(lambda: [load(tmp_path, 4, "adamw", **how) for how in ways]):
         for before, after in found:
             assert same(before, saved)
@@ -132,41 +129,37 @@ def test_either_set_of_shards_of_hybrid_sharding_loads_anywhere_and_the_own_shar
 
 
 def full_both_ways(path):
-    """Whole states travel through one file."""
+    """The whole state travels through one file."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model, optimizer = sharded()
     train(model, optimizer, range(2))
     assert same(sharded_state_dict(model, optimizer), sharded_state_dict(model, optimizer)), "the same bytes"
-    everywhere, kept = full_state_dict(model), full_optimizer_state(model, optimizer)
-    to_last = full_state_dict(model, to_rank=num_ranks - 1)
-    assert to_last == {} or rank == num_ranks - 1
-    assert rank != num_ranks - 1 or same(to_last, everywhere)
+    everywhere, to_last = full_state_dict(model), full_state_dict(model, to_rank=num_ranks - 1)
+    assert same(to_last, everywhere if rank == num_ranks - 1 else {})
     if rank == 0:
-        torch.save((everywhere, kept), path)
+        torch.save(everywhere, path)
     plain = awkward(5)
     plain.load_state_dict(everywhere)  # it is what an unsharded module takes
     for units in (["blocks.0"], []):
-        other, _ = load_whole(everywhere, kept, units=units)
+        other = load_whole(everywhere, units=units)
         tokens = torch.randint(31, (2, 8), generator=generator(7, 0, "probe"))
         with torch.no_grad():
             assert torch.equal(other(tokens), plain(tokens))
 
 
-def load_whole(everywhere, kept, **options):
-    """Load whole states into a different model; they come back."""
-    model, optimizer = sharded(9, **options)
+def load_whole(everywhere, **options):
+    """Load a whole state into a different model; it comes back."""
+    model, _ = sharded(9, **options)
     load_full_state_dict(model, everywhere)
-    load_full_optimizer_state(model, optimizer, kept)
     assert same(full_state_dict(model), everywhere)
-    assert same(full_optimizer_state(model, optimizer)["state"], kept["state"])
-    return model, optimizer
+    return model
 
 
 @pytest.mark.equality("checkpoint")
 def test_the_whole_state_is_the_modules_own_and_comes_back(ranks, tmp_path):
     ranks(3).run(full_both_ways, tmp_path / "whole")
     for world_size in (1, 2):
-        ranks(world_size).run(lambda: load_whole(*torch.load(tmp_path / "whole", weights_only=True)) and None)
+        ranks(world_size).run(lambda: load_whole(torch.load(tmp_path / "whole", weights_only=True)) and None)
 
 
 class Counts(torch.nn.Linear):
@@ -184,17 +177,14 @@ def prepared():
     for step, found in enumerate((s.states, s.later)):
         train(s.model, s.optimizer, [step])
         dist.all_gather_object(found, sharded_state_dict(s.model, s.optimizer))
-    s.full, s.kept = full_state_dict(s.model), full_optimizer_state(s.model, s.optimizer)
+    s.full = full_state_dict(s.model)
     s.wide = FullyShard(awkward(hidden_size=16))
-    s.wide_optimizer = torch.optim.AdamW(p for p in s.wide.parameters() if p.requires_grad)
     s.half, s.half_optimizer = sharded(dtype=torch.bfloat16)
     s.one_unit, _ = sharded(units=[])
     s.by_shard = torch.optim.AdamW([{"params": [p]} for p in s.model.parameters() if p.requires_grad])
     s.foreign = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
     s.more = {**s.full, "head.weight": torch.zeros(2)}
     s.two = {**s.full, "output.weight": s.full["output.weight"] + 1}
-    (group,) = s.kept["param_groups"]
-    s.fewer = {**s.kept, "param_groups": [{**group, "params": group["params"][:2]}]}
     s.no_groups = [{**one, "groups": None, "digests": []} for one in s.states]
     s.counts = FullyShard(torch.nn.Sequential(torch.nn.Linear(2, 3), Counts(3, 3)))
     return s
@@ -222,12 +212,6 @@ REFUSED = [
     ("rank 2 is none of the group's 0..1", lambda s: full_state_dict(s.model, to_rank=2)),
     ("ranks disagree on the call of full_state_dict", lambda s: full_state_dict(s.model, to_rank=s.rank)),
     ("rank 0: head.weight is a tensor", lambda s: load_full_state_dict(s.model, s.full if s.rank else s.more)),
-    (
-        "exp_avg of token_embedding.weight is [31, 12]",
-        lambda s: load_full_optimizer_state(s.wide, s.wide_optimizer, s.kept),
-    ),
-    ("not an optimizer's state", lambda s: load_full_optimizer_state(s.model, s.optimizer, s.full)),
-    ("groups of [2] parameters, and this one of", lambda s: load_full_optimizer_state(s.model, s.optimizer, s.fewer)),
     (EXTRA, lambda s: full_state_dict(s.counts)),
     (EXTRA, lambda s: sharded_state_dict(s.counts)),
     (EXTRA, lambda s: load_full_state_dict(s.counts, {})),
