@@ -75,12 +75,9 @@ class Watch:
             parameter.register_post_accumulate_grad_hook(lambda _: self.look())
 
     def look(self):
-        alive = {}
-        for parameter in self.model.parameters():
-            for tensor in (parameter.grad, *self.optimizer.gradient_tensors):
-                if tensor is not None:
-                    alive[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(alive.values()))
+        tensors = [*(parameter.grad for parameter in self.model.parameters()), *self.optimizer.gradient_tensors]
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+        self.peak = max(self.peak, sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
 
 
 def measure_memory(num_layers=12, width=64):
@@ -92,7 +89,6 @@ def measure_memory(num_layers=12, width=64):
         watch = Watch(model, optimizer)
         for _ in range(3):
             model(torch.randn(2, width)).square().mean().backward()
-            watch.look()
             optimizer.synchronize()
             optimizer.step()
             watch.look()

@@ -122,13 +122,6 @@ def test_a_saved_shard_loads_without_running_code_and_keeps_its_digest():
         check_saves([back])
 
 
-def test_the_own_shard_alone_is_enough_where_nothing_moved():
-    saved = cut(TENSORS, [1], 3)
-    for layout in layouts(TENSORS, [1], 3):
-        for shard in range(3):
-            assert all(len(part.values) == 2 for _, part in pieces_of(saved[shard : shard + 1], layout, shard))
-
-
 def test_what_one_part_holds_is_a_view_only_where_it_may_be():
     (saved,) = cut(TENSORS, [], 1)
     part = saved.parts["layer 1"]
@@ -161,13 +154,7 @@ def other_save():
 
 FOUR = cut(TENSORS, [], 4)
 REFUSED = [
-    (
-        "1 elements of layer 0 were not given; pass",
-        lambda: join("layer 0", parts_of([*FOUR[:2], FOUR[3]], "layer 0"), 0, 15),
-    ),
-    ("8 elements of layer 0 were not given", lambda: join("layer 0", parts_of(FOUR[:1], "layer 0"), 0, 15)),
     ("shard 0 of 2 and shard 1 of 2 are from different saves", lambda: check_saves(other_save())),
-    ("shard 0 of 2 and shard 1 of 3 are from", lambda: check_saves([cut(TENSORS, [], 2)[0], cut(TENSORS, [], 3)[1]])),
     ("no saved shard was given", lambda: check_saves([])),
     ("shard 1 was changed after it was saved", lambda: check_saves(changed())),
     ("more is in the model and not in the saved state", lambda: fits(more=((1,), torch.float64))),
@@ -175,7 +162,10 @@ REFUSED = [
     ("layer 1 is [8] in the model and [7] in the saved", lambda: fits(**{"layer 1": ((8,), torch.float64)})),
     ("layer 2 is bfloat16 in the model and float64", lambda: fits(**{"layer 2": ((2, 2), torch.bfloat16)})),
     ("not a saved shard", lambda: SavedShard.from_dict({"weight": torch.zeros(2)})),
-    ("version 2; this distlab reads 1", lambda: SavedShard.from_dict({**FOUR[0].to_dict(), "version": 2})),
+    (
+        "not a saved shard (format 'distlab shards', version 1)",
+        lambda: SavedShard.from_dict({**FOUR[0].to_dict(), "version": 2}),
+    ),
     ("lacks a field", lambda: SavedShard.from_dict(without_start())),
 ]
 
