@@ -51,4 +51,4 @@ def test_sizes_that_make_no_model_are_refused():
         ("dropout is 1.0", lambda: GPTConfig(dropout=1.0)),
         ("13 tokens do not fit a context of 12", lambda: GPT(SMALL)(torch.zeros(1, 13, dtype=torch.long))),
     ):
-        assert message(call).startswith("ValueError") and words in message(call)
+        assert words in message(call)
