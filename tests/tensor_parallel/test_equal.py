@@ -80,7 +80,6 @@ BY_WORLD_SIZE = {
     2: RUNS
     | {
         "sgd, in parts": (("in parts", "sgd"), {"clip": True}),
-        "sgd, sequence parallel": (("sequence parallel", "sgd"), {"clip": True}),
         "adam, again": (("sequence parallel", "adam"), {}),
         "adam, recomputed": (("whole sequences", "adam"), {"recomputed": True}),
     },
