@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -148,31 +150,6 @@ class Normed(Odd):
         nn.utils.parametrizations.orthogonal(self.blocks[2])
 
 
-class Container(nn.Module):
-    """Adds to the list that it is given and hands on the dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.gain = nn.Sequential(linear(), nn.Tanh()), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x, info):
-        info["seen"].append(self.layer(x) * self.gain)
-        return {"x": (info["seen"][-1] * info["scale"][0],), "info": info}
-
-
-class Nested(Odd):
-    """Blocks that are called with dicts of lists, and answer with them; the loss looks at what the list holds, too."""
-
-    def __init__(self):
-        super().__init__(Container(), Container())
-
-    def forward(self, x):
-        info = {"scale": [2.0], "seen": []}
-        for block in self.blocks:
-            x = block(x, info)["x"][0]
-        return x + info["seen"][0].sin()
-
-
 class Boxed(nn.Linear):
     """Hands out its tensor through an iterator: nothing outside can see it."""
 
@@ -216,7 +193,7 @@ class Features(Odd):
         return F.mse_loss(getattr(model, "module", model).seen, rows.flip(-1))
 
 
-EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Nested, Hiding, Features)
+EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Hiding, Features)
 
 
 class ReadsOthers(Odd):
@@ -255,7 +232,25 @@ class Returning(Odd):
         return x * self.blocks[0](x)["row"]
 
 
+class Threads(Odd):
+    """Blocks in threads."""
+
+    def forward(self, x):
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(lambda block: block(x), self.blocks))
+
+
+class Functional(Odd):
+    """A block that is called with values which forward made."""
+
+    def forward(self, x):
+        values = {name: 0.9 * value for name, value in self.blocks[0].named_parameters()}
+        return torch.func.functional_call(self.blocks[0], values, (x,))
+
+
 REFUSED = {
+    Threads: "is called in a different thread than its model",
+    Functional: "blocks.0.weight (unit 'blocks.0') is not here now",
     ReadsOthers: "blocks.0.weight (unit 'blocks.0') is not here now: its unit frees its parameters outside",
     Returning: "unit 'blocks.0' returns a parameter, or a part of one",
     InPlace: "unit 'blocks.0': its forward changed a parameter in place",

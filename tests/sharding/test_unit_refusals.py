@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -60,6 +61,22 @@ def with_a_late_hook():
     return block
 
 
+class Marked(torch.Tensor):
+    """A tensor with a class of its own."""
+
+
+def of_a_class():
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Marked))
+    return layer
+
+
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(4, 4))
+
+
 def mixed():
     model = chain()
     model[0].double().bias = nn.Parameter(torch.zeros(6))
@@ -75,6 +92,8 @@ BAD = [
     ("gradients='float32'", lambda rank: FullyShard(chain(), precision=Precision(gradients="bfloat16"))),
     ("0 (LazyLinear): weight has no shape yet", lambda rank: FullyShard(nn.Sequential(nn.LazyLinear(4)))),
     ("bias has a hook on its gradient", lambda rank: FullyShard(with_a_late_hook())),
+    ("weight is a Marked, and a flat shard is cut from plain", lambda rank: FullyShard(nn.Sequential(of_a_class()))),
+    ("compiled by torch.jit, where nothing can be gathered", lambda rank: FullyShard(nn.Sequential(scripted()))),
     ("no part that 'heads' chooses", lambda rank: FullyShard(Stages(), units=["head", "heads"])),
     ("units: ['stages.0.act'] owns no parameters", lambda rank: FullyShard(Stages(), units="stages.0.act")),
     ("name its items: 'stages.1.*'", lambda rank: FullyShard(Stages(), units=["stages.1"])),

@@ -24,7 +24,9 @@ stages that equal one process). `make zoo` writes this page; the tests compare i
 BELOW = """## Outside of the list
 
 FullyShard wants each parameter that trains in exactly one unit: real numbers, plain, on one device, used in its unit's
-own forward and in its thread. What is not so is refused, as these small models are:
+own forward and in its thread. What is not so is refused. So are a parameter of a class of its own, a block that
+torch.jit compiled, runs in a thread of its own or is called by functional_call with other values, weights that forward
+changes, and parameters that a loss reads. And these small models:
 
 """
 END = """
