@@ -36,7 +36,7 @@ from distlab.sharding import (
     load_full_state_dict,
 )
 from distlab.sharding.state.parts import whole_tensor
-from distlab.tensor_parallel import full_state_dict as full_tensor_state, load_full_state_dict as load_full_tensor_state
+from distlab.tensor_parallel import full_state_dict as full_tensor_state, splits_of
 
 BATCH_SIZE = 7  # no world size above 1 divides it
 CONFIG = GPTConfig(vocab_size=257, context=12, num_layers=3, num_heads=2, hidden_size=24, tied=True)
@@ -382,10 +382,10 @@ class Zero:
         return {name: value.clone() for name, value in state.items()}, joined(self.part)
 
     def load_shards(self, model, shards):
-        if self.tensor is None:
-            self.model.load_state_dict(model)
-        else:
-            load_full_tensor_state(self.model, model, self.tensor)
+        splits, place = splits_of(self.model), (dist.get_world_size(self.tensor), dist.get_rank(self.tensor))
+        known = {n for n, _ in (*self.model.named_parameters(), *self.model.named_buffers())}  # a tie has one name
+        own = {name: splits[name].cut(model[name], *place) if name in splits else model[name] for name in known}
+        self.model.load_state_dict(own, strict=False)
         self.part.load_shards(shards)
 
 

@@ -47,12 +47,12 @@ def bad_files(tmp_path):
     (tmp_path / "short").write_text("hello")
     os.mkfifo(tmp_path / "pipe")
     return {
-        "missing": "does not exist",
-        ".": "is a directory",
-        "empty": "is empty",
+        "missing": "cannot be read: No such file",
+        ".": "is not a regular file",
+        "empty": "has 0 bytes",
         "binary": "binary .a NUL byte at 3",
         "latin": "is not UTF-8 .byte 3",
-        "short": "has 5 bytes; a context of 16 needs at least 17",
+        "short": "has 5 bytes, and a context of 16 needs at least 17",
         "pipe": "not a regular file",
         "short/below": "cannot be read",
         "nul\0": "cannot be read",

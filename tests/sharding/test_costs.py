@@ -72,7 +72,7 @@ def gather_and_scatter():
         if name == "call":
             full[rank * L : (rank + 1) * L] = shard
             own = full[rank * L : (rank + 1) * L]
-            _, sent = sent_elements(lambda full=full, own=own: gather_into(full, own, async_op=True).wait())
+            _, sent = sent_elements(lambda full=full, own=own: gather_into(full, own))
         else:
             with NewMemory(full, shard) as memory:
                 _, sent = sent_elements(lambda full=full: DirectGather(full, shard).finish())
