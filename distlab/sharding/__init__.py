@@ -18,7 +18,5 @@ from distlab.sharding.state.of_model import (
     ShardedState as ShardedState,
     full_state_dict as full_state_dict,
     load_full_state_dict as load_full_state_dict,
-    load_sharded_state_dict as load_sharded_state_dict,
-    sharded_state_dict as sharded_state_dict,
 )
 from distlab.sharding.zero.optimizer import PlainSharded as PlainSharded, ShardedOptimizer as ShardedOptimizer

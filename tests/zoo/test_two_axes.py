@@ -13,7 +13,7 @@ from zoo_kinds import KINDS
 from zoo_techniques import adamw, axes
 
 from distlab.comm import recorded
-from distlab.sharding import full_state_dict, load_full_state_dict, load_sharded_state_dict, sharded_state_dict
+from distlab.sharding import full_state_dict, load_full_state_dict
 from distlab.tensor_parallel import parallelize_module
 
 STOP, STEPS = 2, 4
@@ -114,9 +114,9 @@ def faults_and_costs():
     """Return what each fault says, and the bytes that a norm sends."""
     tensor, data, number = axes()
     one, kind = made(Fully, "ViT, fused qkv", tensor, data)
-    states, others = [None] * 4, [None] * 4
-    dist.all_gather_object(states, sharded_state_dict(one.model, one.optimizer))
-    load_sharded_state_dict(one.model, states, one.optimizer)
+    states = [None] * 4
+    dist.all_gather_object(states, one.part.shard_state())
+    one.part.load_shards(states)
     train(one, kind, [0], number, 2)
     backward(one, kind, 1, number, 2)
     with recorded() as clip:
@@ -125,14 +125,10 @@ def faults_and_costs():
     if dist.get_rank() == 3:
         for unit in one.model.units:
             unit.shard.grad.to_local()[:] = float("nan")
-    dist.all_gather_object(others, sharded_state_dict(one.model, one.optimizer))
     state = full_state_dict(one.model)
     wrong = {**state, "patch_embed.weight": state["patch_embed.weight"][1:]}
-    mixed, half = [*states[:2], *others[2:]], [states[number ^ 1]]
     return sent, {
         "(rank 3)": message(lambda: one.model.clip_gradients_(1.0)),
-        "are from different saves": message(lambda: load_sharded_state_dict(one.model, mixed, one.optimizer)),
-        "were not given": message(lambda: load_sharded_state_dict(one.model, half, one.optimizer)),
         "in the saved state": message(lambda: load_full_state_dict(one.model, wrong)),
     }
 

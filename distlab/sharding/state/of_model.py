@@ -1,11 +1,8 @@
 """The state of a `FullyShard` model and its optimizer, in shards or whole, for any number of ranks.
 
-In shards, which any number of ranks may load:
-
-1. `shard_state`: this rank's shard, which says what it holds (see `named_parts`). Ranks exchange nothing.
-2. `sharded_state_dict`: the same, and the ranks' digests, so that shards of two saves are never taken for one.
-3. `load_sharded_state_dict`: from the shards that *any* number of ranks saved.
-4. `ShardedState`: model and optimizer as one part of a checkpoint (`distlab.checkpoint`), one file per rank.
+In shards, which any number of ranks may load: `ShardedState`, model and optimizer as one part of a checkpoint
+(`distlab.checkpoint`), one file per rank. `shard_state` is this rank's shard, which says what it holds (see
+`named_parts`); `prepare_model` takes up the shards that *any* number of ranks saved. Ranks exchange nothing.
 
 The model whole (`full_state_dict`), for one file that anything can read: a different number of ranks, one process, a
 different program. It is put together one unit at a time, in host memory, because a rank that needs shards has no room
@@ -38,7 +35,6 @@ from distlab.sharding.state.parts import (
     SavedInShards,
     gather_parts,
     prepare,
-    read_shards,
     save_parts,
 )
 
@@ -62,46 +58,6 @@ def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[s
     shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
     tied = {name: same for name, same in aliases.items() if name != same}
     return SavedShard(shard, num_shards, parts, groups, _copied(buffers), aliases=tied).to_dict()
-
-
-def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Return this rank's shard, with the digests of all shards of this save; every rank of the group calls it.
-
-    The dictionary holds plain values and tensors in host memory: save it with torch.save, one file per rank.
-
-    Cost: one all-gather of 64 bytes per rank; this rank's shards are hashed.
-
-    Raises:
-        ValueError: on every rank, when a rank has an optimizer of a different model, or one whose state cannot be cut.
-    """
-    agree(["sharded_state_dict", optimizer is not None], model.group, what="sharded_state_dict (with an optimizer)")
-    state = refuse_together(model, "save the shards", lambda: shard_state(model, optimizer))
-    saved = SavedShard.from_dict(state).copied()
-    digests = [""] * saved.num_shards
-    dist.all_gather_object(digests, saved.digest(), group=model.group)
-    return dataclasses.replace(saved, digests=tuple(digests)).to_dict()
-
-
-def load_sharded_state_dict(
-    model: FullyShard, states: Sequence[Mapping[str, Any]], optimizer: Optimizer | None = None
-) -> None:
-    """Load a state that any number of ranks saved, with any units. Every rank of the group calls this.
-
-    Args:
-        model: of the same tensors; nothing of it has changed when an error is raised.
-        states: what `sharded_state_dict` returned on all ranks, in any order. A rank that had the same shard then may
-            pass its own alone.
-        optimizer: takes its state from the same shards.
-
-    Cost: only the outcome of the checks is exchanged.
-    Error: exact.
-
-    Raises:
-        ValueError: on every rank, with the text of the ranks that refused: a different model or precision, a missing
-            shard, shards of two saves, or an optimizer of other groups.
-    """
-    agree(["load_sharded_state_dict", optimizer is not None], model.group, what="load_sharded_state_dict")
-    refuse_together(model, "load the shards", lambda: prepare_model(model, read_shards(states), optimizer))()
 
 
 def prepare_model(
