@@ -17,9 +17,8 @@ from torch.distributed import ProcessGroup
 
 from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradient_hook import GradientBucket, GradientHook, Pending
-from distlab.blocks.gradients.flat_gradients import GradientSlots, TimedWork
+from distlab.blocks.gradients.flat_gradients import HALF, GradientSlots, TimedWork
 from distlab.blocks.gradients.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED
-from distlab.blocks.gradients.reduce import HALF
 from distlab.comm.p2p import needs_batches
 from distlab.comm.shared_memory.group import zeros
 from distlab.trace import SpanWriter

@@ -93,15 +93,6 @@ class OwnPieces(NamedTuple):
         pieces = [piece for *_, own in held for piece in own]
         return cls(pieces, tensors, cut, group, [layout.names for layout, *_ in held])
 
-    @property
-    def groups(self) -> list[ProcessGroup | None]:
-        """The ranks that share out what is here, then those that cut the whole of it."""
-        return [self.group, *([] if self.cut.group is None else [self.cut.group])]
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the whole model's tensors."""
-        return {name: self.cut.whole_shape(name, shape) for name, (shape, _) in self.tensors.items()}
-
 
 def clip_shards_(
     named: Iterable[tuple[str, nn.Parameter]],

@@ -24,10 +24,10 @@ from distlab.plan import Precision
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import CutLayers, clip_shards_
 from distlab.sharding.fsdp.flat_unit import Options, Unit
-from distlab.sharding.fsdp.freed import STATE, names_of_others, refuse_others
 from distlab.sharding.fsdp.gradient import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
 from distlab.sharding.fsdp.prefetch import Order
+from distlab.sharding.fsdp.resharded import STATE, names_of_others, refuse_others
 from distlab.sharding.fsdp.step import step_on_pieces
 from distlab.sharding.fsdp.wrapping import ROOT, UnitMembers, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter

@@ -1,8 +1,8 @@
 """The state of a `FullyShard` model and its optimizer, in shards or whole, for any number of ranks.
 
 In shards, which any number of ranks may load: `ShardedState`, model and optimizer as one part of a checkpoint
-(`distlab.checkpoint`), one file per rank. `shard_state` is this rank's shard, which says what it holds (see
-`named_parts`); `prepare_model` takes up the shards that *any* number of ranks saved. Ranks exchange nothing.
+(`distlab.checkpoint`), one file per rank. A shard says what it holds (see `named_parts`), so that *any* number of ranks
+may take it up. Ranks exchange nothing.
 
 The model whole (`full_state_dict`), for one file that anything can read: a different number of ranks, one process, a
 different program. It is put together one unit at a time, in host memory, because a rank that needs shards has no room
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,8 @@ from distlab.blocks.modules.named_parts import PARAMETER, SavedShard, whole_shar
 from distlab.comm import agree
 from distlab.comm.together import together
 from distlab.sharding.cut_layers import OwnPieces
-from distlab.sharding.fsdp.freed import FreedParameter, names_of_others
 from distlab.sharding.fsdp.fully_shard import FullyShard
+from distlab.sharding.fsdp.resharded import ReshardedParameter, names_of_others
 from distlab.sharding.state.parts import (
     Optimizer,
     SavedInShards,
@@ -38,52 +38,11 @@ from distlab.sharding.state.parts import (
     save_parts,
 )
 
-Result = TypeVar("Result")
-
 
 def pieces_of(model: FullyShard) -> OwnPieces:
     """Return what this rank holds: pieces of all units."""
     held = [(unit.layout, unit.shard.dtype, unit.shard.pieces) for unit in model.units]
     return OwnPieces.of(held, model.cut, model.group)
-
-
-def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Return this rank's shard of the model, and of the optimizer's state: views; nothing is sent.
-
-    Raises:
-        ValueError: the optimizer is of a different model, or keeps what cannot be cut.
-    """
-    aliases, buffers = _state_of(model)
-    parts, groups = save_parts(pieces_of(model), optimizer, parameters=True)
-    shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
-    tied = {name: same for name, same in aliases.items() if name != same}
-    return SavedShard(shard, num_shards, parts, groups, _copied(buffers), aliases=tied).to_dict()
-
-
-def prepare_model(
-    model: FullyShard, saved: Sequence[SavedShard], optimizer: Optimizer | None = None
-) -> Callable[[], None]:
-    """Check saved shards against a model and assemble this rank's; return a function that loads it.
-
-    Raises:
-        ValueError: they do not fit; nothing has changed.
-    """
-    load = prepare(pieces_of(model), optimizer, saved, parameters=True)
-    rank = dist.get_rank(model.group)
-    own = min(saved, key=lambda one: (one.shard != rank, one.shard))  # buffers: its own, or those of the first shard
-    here, there = _state_of(model)[1], own.buffers or {}
-    for name in [*here, *there]:
-        mine, its = (list(one[name].shape) if name in one else "nothing" for one in (here, there))
-        if mine != its:
-            raise ValueError(f"buffer {name} is {mine} in the model, {its} in the saved state of a different model")
-
-    @torch.no_grad()
-    def take() -> None:
-        load()
-        for name, buffer in here.items():
-            buffer.copy_(there[name])
-
-    return take
 
 
 class ShardedState(SavedInShards):
@@ -99,12 +58,39 @@ class ShardedState(SavedInShards):
         self.model, self.optimizer = model, optimizer
 
     def shard_state(self) -> dict[str, Any]:
-        """Return this rank's state: views, to save or copy before the next update."""
-        return shard_state(self.model, self.optimizer)
+        """Return this rank's state: views, to save or copy before the next update; nothing is sent.
+
+        Raises:
+            ValueError: the optimizer is of a different model, or keeps what cannot be cut.
+        """
+        aliases, buffers = _state_of(self.model)
+        parts, groups = save_parts(pieces_of(self.model), self.optimizer, parameters=True)
+        place = dist.get_rank(self.model.group), dist.get_world_size(self.model.group)
+        tied = {name: same for name, same in aliases.items() if name != same}
+        return SavedShard(*place, parts, groups, _copied(buffers), aliases=tied).to_dict()
 
     def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
-        """Assemble this rank's pieces and buffers from saved shards; return a function that loads them."""
-        return prepare_model(self.model, saved, self.optimizer)
+        """Assemble this rank's pieces and buffers from saved shards; return a function that loads them.
+
+        Raises:
+            ValueError: they do not fit; nothing has changed.
+        """
+        load = prepare(pieces_of(self.model), self.optimizer, saved, parameters=True)
+        rank = dist.get_rank(self.model.group)
+        own = min(saved, key=lambda one: (one.shard != rank, one.shard))  # buffers: its own, or the first shard's
+        here, there = _state_of(self.model)[1], own.buffers or {}
+        for name in [*here, *there]:
+            mine, its = (list(one[name].shape) if name in one else "nothing" for one in (here, there))
+            if mine != its:
+                raise ValueError(f"buffer {name} is {mine} in the model, {its} in the saved state of a different model")
+
+        @torch.no_grad()
+        def take() -> None:
+            load()
+            for name, buffer in here.items():
+                buffer.copy_(there[name])
+
+        return take
 
 
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:
@@ -131,7 +117,8 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
     keeps = to_rank in (None, dist.get_rank(model.group))
     aliases, buffers = _state_of(model)
     own = pieces_of(model)
-    whole = gather_parts(save_parts(own, None, parameters=True)[0], own.together, own.groups, keeps=keeps)
+    groups = [own.group, *([] if own.cut.group is None else [own.cut.group])]  # those who share, those who cut it
+    whole = gather_parts(save_parts(own, None, parameters=True)[0], own.together, groups, keeps=keeps)
     if not keeps:
         return {}
     found = {name: one.values[PARAMETER].view(one.shape) for name, one in whole.items()} | _copied(buffers)
@@ -152,7 +139,14 @@ def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None
         ValueError: on every rank: the state is of a different model or a different precision.
     """
     agree(["load_full_state_dict"], model.group, what="load_full_state_dict")
-    refuse_together(model, "load the whole state", lambda: prepare_model(model, [_as_shard(model, state)]))()
+    take: list[Callable[[], None]] = []
+    what, part = "load the whole state", ShardedState(model)
+    in_group = partial(together, lambda: take.append(part.prepare_shards([_as_shard(model, state)])), model.group)
+    if model.replicas is None:
+        in_group(what=what)
+    else:
+        together(lambda: in_group(what=what), model.replicas, what=what)
+    take[0]()
 
 
 def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
@@ -174,21 +168,6 @@ def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
     return dataclasses.replace(whole, buffers={name: state[name] for name in buffers})
 
 
-def refuse_together(model: FullyShard, what: str, action: Callable[[], Result]) -> Result:
-    """Run an action that changes nothing on every rank; where it refuses on one, refuse on all with the same text.
-
-    Raises:
-        ValueError: on every rank of the group and of its replicas, when the action raised ValueError on any.
-    """
-    kept: list[Result] = []
-    in_group = partial(together, lambda: kept.append(action()), model.group, what=what)
-    if model.replicas is None:
-        in_group()
-    else:
-        together(lambda: in_group() and None, model.replicas, what=what)
-    return kept[0]
-
-
 def _state_of(model: FullyShard) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return every name of the module's state, with the one under which its shards know it (tied: the first); buffers.
 
@@ -204,8 +183,8 @@ def _state_of(model: FullyShard) -> tuple[dict[str, str], dict[str, Tensor]]:
             raise ValueError(
                 f"{path} has an extra state (get_extra_state), which shards do not save; keep it in a buffer"
             )
-    aliases = {name: one.label if isinstance(one, FreedParameter) else name for name, one in state.items()}
-    return aliases, {name: one for name, one in state.items() if not isinstance(one, FreedParameter)}
+    aliases = {name: one.label if isinstance(one, ReshardedParameter) else name for name, one in state.items()}
+    return aliases, {name: one for name, one in state.items() if not isinstance(one, ReshardedParameter)}
 
 
 def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

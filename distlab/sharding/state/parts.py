@@ -120,8 +120,11 @@ def prepare(
     for shard in saved:
         for name, part in shard.parts.items():
             parts.setdefault(name, []).append(part)
-    kinds = {name: own.tensors[name][1] if parameters else None for name in own.tensors}
-    check_tensors(parts, {name: (shape, kinds[name]) for name, shape in own.whole_shapes().items()})
+    expected = {
+        name: (own.cut.whole_shape(name, shape), dtype if parameters else None)
+        for name, (shape, dtype) in own.tensors.items()
+    }
+    check_tensors(parts, expected)
 
     def wanted(part: SavedPart) -> SavedPart:
         keys = [key for key in part.values if (parameters if key == PARAMETER else optimizer is not None)]

@@ -36,6 +36,7 @@ from distlab.blocks.modules.named_parts import SavedShard, apart, per_element
 from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.collectives import DirectGather
 from distlab.comm import agree
+from distlab.plan.require import chosen
 from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import CutLayers, OwnPieces, clip_shards_
@@ -147,7 +148,9 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         self.cut = CutLayers.of(module)
         options = {"stage": stage, "bucket_bytes": bucket_bytes, "split": split, "unused": unused}
         agree_on_build(named := parameters_to_shard(module), group, **options, check_finite=check_finite)
-        _check_options(stage, split, unused)
+        chosen("stage (3 is FullyShard)", str(stage), ("1", "2"))
+        chosen("split", split, ("elements", "tensors"))
+        chosen("unused", unused, ("error", "zeros"))
         trained = [(name, one) for name, one in named if one.requires_grad]
         if not trained:
             raise ValueError("no parameter of the module requires a gradient; there is nothing to update")
@@ -303,19 +306,8 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         """Take back what `state_dict` returned on this rank.
 
         Raises:
-            ValueError: it is of a different model, a different rank or a different number of ranks.
+            ValueError: it is of a different model, or does not hold this rank's elements.
         """
-        first = self.buckets[0]
-        saved = SavedShard.from_dict(state_dict)
-        for what, got, expected in (
-            ("number of ranks", saved.num_shards, first.num_ranks),
-            ("rank", saved.shard, first.rank),
-        ):
-            if got != expected:
-                raise ValueError(
-                    f"rank {first.rank}: the state's {what} is {got}, expected {expected}; load the state of this "
-                    "model, rank and number of ranks, or the shards of all ranks with load_shards"
-                )
         self.load_shards([state_dict])
 
     def shard_state(self) -> dict[str, Any]:
@@ -353,7 +345,11 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         optimizer, self.group_names = group_pieces(trained, pieces, make_optimizer)
         options = sorted(f"{key}={value}" for key, value in optimizer.defaults.items())
         agree([type(optimizer).__name__, options, self.group_names], self.group, what="optimizer")
-        check_by_element(optimizer, self.split)
+        name, needs = type(optimizer).__name__, what_it_needs(optimizer)
+        if self.split == "elements" and needs == "tensors":
+            raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
+        if needs == "all":
+            raise ValueError(f"{name} looks at all parameters at once, and each rank has some; use it without sharding")
         return optimizer
 
 
@@ -393,27 +389,3 @@ def group_pieces(
     for group, members in zip(groups, names, strict=True):
         group[:] = [own[name].parameter for name in members if name in own]
     return optimizer, names
-
-
-def check_by_element(optimizer: torch.optim.Optimizer, split: str) -> None:
-    """Refuse an optimizer that looks at more than its own piece.
-
-    Raises:
-        ValueError: its update of a piece differs from its update of the whole.
-    """
-    name, needs = type(optimizer).__name__, what_it_needs(optimizer)
-    if split == "elements" and needs == "tensors":
-        raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
-    if needs == "all":
-        raise ValueError(f"{name} looks at all parameters at once, and each rank has some; use it without sharding")
-
-
-def _check_options(stage: int, split: str, unused: str) -> None:
-    for name, value, allowed in (
-        ("stage", stage, (1, 2)),
-        ("split", split, ("elements", "tensors")),
-        ("unused", unused, ("error", "zeros")),
-    ):
-        if value not in allowed:
-            more = f"{', '.join(map(str, allowed))}{'; for stage 3 use FullyShard' if name == 'stage' else ''}"
-            raise ValueError(f"{name} is {value!r}; choose one of {more}")

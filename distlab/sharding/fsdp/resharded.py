@@ -36,15 +36,15 @@ INSTEAD = {
 }
 
 
-class FreedParameter(NotHere):
+class ReshardedParameter(NotHere):
     """A parameter without memory; see above."""
 
     unit = ""
 
     @staticmethod
-    def __new__(cls: type, unit: Unit, tensor: int) -> FreedParameter:  # noqa: PYI034
+    def __new__(cls: type, unit: Unit, tensor: int) -> ReshardedParameter:  # noqa: PYI034
         """Make one that torch takes for a parameter: tensor number so many of a unit."""
-        one: FreedParameter = Tensor._make_wrapper_subclass(
+        one: ReshardedParameter = Tensor._make_wrapper_subclass(
             cls,
             unit.layout.shapes[tensor],
             dtype=unit.compute_dtype,
@@ -83,7 +83,7 @@ def names_of_others(module: nn.Module, units: list[Unit], shards: nn.ParameterLi
             yield f"shards.{number}"
     for path, one in module.named_modules():
         for attribute, parameter in one._parameters.items():
-            if parameter is not None and not isinstance(parameter, FreedParameter):
+            if parameter is not None and not isinstance(parameter, ReshardedParameter):
                 yield f"{path}.{attribute}" if path else attribute
 
 
