@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distlab.blocks.clip import clip_gradients_
 from distlab.blocks.data import ByteCorpus, python_documentation, rank_slice
 from distlab.blocks.models import GPT, GPTConfig
+from distlab.blocks.modules.named_parts import SavedShard
 from distlab.comm import recorded
 from distlab.data_parallel import (
     Bucketed,
@@ -31,12 +32,11 @@ from distlab.sharding import (
     FullyShard,
     ShardedOptimizer,
     ShardedState,
-    full_optimizer_state,
     full_state_dict,
-    load_full_optimizer_state,
     load_full_state_dict,
 )
-from distlab.tensor_parallel import full_state_dict as full_tensor_state, load_full_state_dict as load_full_tensor_state
+from distlab.sharding.state.parts import whole_tensor
+from distlab.tensor_parallel import full_state_dict as full_tensor_state, splits_of
 
 BATCH_SIZE = 7  # no world size above 1 divides it
 CONFIG = GPTConfig(vocab_size=257, context=12, num_layers=3, num_heads=2, hidden_size=24, tied=True)
@@ -344,6 +344,16 @@ def averaging(way, model, bucket_bytes):
     return {"bucketed": Bucketed, "overlapped": Overlapped}[way](model, None, bucket_bytes).synchronize
 
 
+def joined(part):
+    """Return, by names of tensors, what an optimizer keeps: the shards of all ranks, put together."""
+    shards = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, SavedShard.from_dict(part.shard_state()).copied().to_dict())
+    saved = [SavedShard.from_dict(one).parts for one in shards]
+    whole = {name: whole_tensor(name, [one[name] for one in saved]) for name in saved[0]}
+    state = {n: {k: v.view(one.shape) for k, v in one.values.items() if k != "parameter"} for n, one in whole.items()}
+    return {"state": {name: kept | dict(whole[name].numbers) for name, kept in state.items()}}
+
+
 class Fully:
     """FullyShard over a module, with what a test does with it."""
 
@@ -353,13 +363,10 @@ class Fully:
         self.part = ShardedState(self.model, self.optimizer)
 
     def full(self):
-        return full_state_dict(self.model), full_optimizer_state(self.model, self.optimizer)
-
-    def load(self, model, optimizer):
-        load_full_state_dict(self.model, model)
-        load_full_optimizer_state(self.model, self.optimizer, optimizer)
+        return full_state_dict(self.model), joined(self.part)
 
     def load_shards(self, model, shards):
+        load_full_state_dict(self.model, model)
         self.part.load_shards(shards)
 
 
@@ -372,17 +379,13 @@ class Zero:
 
     def full(self):
         state = self.model.state_dict() if self.tensor is None else full_tensor_state(self.model, self.tensor)
-        return {name: value.clone() for name, value in state.items()}, self.optimizer.full_state_dict()
-
-    def load(self, model, optimizer):
-        if self.tensor is None:
-            self.model.load_state_dict(model)
-        else:
-            load_full_tensor_state(self.model, model, self.tensor)
-        self.optimizer.load_full_state_dict(optimizer)
+        return {name: value.clone() for name, value in state.items()}, joined(self.part)
 
     def load_shards(self, model, shards):
-        self.load(model, self.optimizer.full_state_dict())
+        splits, place = splits_of(self.model), (dist.get_world_size(self.tensor), dist.get_rank(self.tensor))
+        known = {n for n, _ in (*self.model.named_parameters(), *self.model.named_buffers())}  # a tie has one name
+        own = {name: splits[name].cut(model[name], *place) if name in splits else model[name] for name in known}
+        self.model.load_state_dict(own, strict=False)
         self.part.load_shards(shards)
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch._dynamo import utils
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.comm import Ranks
 from distlab.data_parallel import DataParallel
 from distlab.pipeline import Pipeline, split_sequential
 from distlab.plan import make_schedule
@@ -23,7 +22,7 @@ from distlab.tensor_parallel import (
     vocabulary_parallel_cross_entropy,
 )
 
-UPDATES = 3
+UPDATES, BACKEND = 3, "aot_eager"
 CONFIG = GPTConfig(vocab_size=13, context=6, num_layers=2, num_heads=2, hidden_size=8)
 
 
@@ -48,17 +47,17 @@ def batch(step, size=12):
     return inputs, torch.randn(size, 4, dtype=torch.float64, generator=draw)
 
 
-def compiled(model, how, backend="aot_eager"):
+def compiled(model, how):
     """Compile all of a model, each of its blocks, in place, or their forward."""
     if how == "whole":
-        return torch.compile(model, backend=backend)
+        return torch.compile(model, backend=BACKEND)
     for number, block in enumerate(model):
         if how == "blocks":
-            model[number] = torch.compile(block, backend=backend)
+            model[number] = torch.compile(block, backend=BACKEND)
         elif how == "in place":
-            block.compile(backend=backend)
+            block.compile(backend=BACKEND)
         elif how == "forward":
-            block.forward = torch.compile(block.forward, backend=backend)
+            block.forward = torch.compile(block.forward, backend=BACKEND)
     return model
 
 
@@ -83,27 +82,27 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def data_parallel(how, backend):
+def data_parallel(how):
     torch._dynamo.reset()
-    model = compiled(layers(), how, backend)
+    model = compiled(layers(), how)
     replicas = DataParallel(model, bucket_bytes=100)
     on_own_rows(model, replicas.synchronize, replicas.zero_grad, adamw(model))
     return plain_names(model.state_dict())
 
 
-def fully_shard(how, backend):
+def fully_shard(how):
     torch._dynamo.reset()
-    model = FullyShard(compiled(layers(), "not" if how == "whole" else how, backend))
-    called = torch.compile(model, backend=backend) if how == "whole" else model
+    model = FullyShard(compiled(layers(), "not" if how == "whole" else how))
+    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
     on_own_rows(called, model.synchronize, model.zero_grad, adamw(model))
     return plain_names(full_sharded_state(model))
 
 
-def pipeline(how, backend, name, recompute=False):
+def pipeline(how, name, recompute=False):
     torch._dynamo.reset()
     schedule = make_schedule(name, dist.get_world_size(), 4)
     stages = split_sequential(layers(), schedule.num_stages)
-    mine = {n: compiled(stages[n], how, backend) for n, home in enumerate(schedule.home) if home == dist.get_rank()}
+    mine = {n: compiled(stages[n], how) for n, home in enumerate(schedule.home) if home == dist.get_rank()}
     runs = Pipeline(mine, schedule, loss=nn.functional.mse_loss, recompute=recompute)
     optimizer = adamw(runs)
     for step in range(UPDATES):
@@ -117,14 +116,14 @@ def pipeline(how, backend, name, recompute=False):
     return plain_names({n: v for stage in mine.values() for n, v in stage.state_dict().items()})
 
 
-def tensor_parallel(how, backend):
+def tensor_parallel(how):
     torch._dynamo.reset()
     model = GPT(CONFIG, generator(0, 0, "weights")).double()
     model = parallelize(model, dist.group.WORLD)
-    called = torch.compile(model, backend=backend) if how == "whole" else model
+    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
     if how == "blocks":
         for block in model.blocks:
-            block.compile(backend=backend)
+            block.compile(backend=BACKEND)
     optimizer = adamw(model)
     for step in range(UPDATES):
         tokens = torch.randint(13, (2, 6), generator=generator(step, 0, "tokens"))
@@ -134,12 +133,12 @@ def tensor_parallel(how, backend):
     return full_state_dict(model, dist.group.WORLD)
 
 
-def by_plan(how, backend):
+def by_plan(how):
     torch._dynamo.reset()
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     model = parallelize_module(whole, {"0": "column", "2": "row"}, example=(torch.ones(2, 4).double(),))
-    called = torch.compile(model, backend=backend) if how == "whole" else model
+    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
     optimizer = adamw(model)
     for step in range(UPDATES):
         inputs, targets = batch(step)
@@ -157,46 +156,28 @@ def run(cases):
     found = {}
     for case in cases:
         utils.counters.clear()
-        found[case] = CASES[case[0]](*case)
+        found[case] = CASES[case[0]](case[1])
         assert case[1] == "not" or utils.counters["stats"]["unique_graphs"], f"{case}: nothing was compiled"
     return found
 
 
 CASES = {
-    "data parallel": lambda _, *how: data_parallel(*how),
-    "fully shard": lambda _, *how: fully_shard(*how),
-    "one_f_one_b": lambda name, *how: pipeline(*how, name),
-    "zb_h1": lambda name, *how: pipeline(*how, name),
-    "recompute": lambda _, *how: pipeline(*how, "one_f_one_b", recompute=True),
-    "tensor parallel": lambda _, *how: tensor_parallel(*how),
-    "by plan": lambda _, *how: by_plan(*how),
+    "data parallel": data_parallel,
+    "fully shard": fully_shard,
+    "one_f_one_b": lambda how: pipeline(how, "one_f_one_b"),
+    "zb_h1": lambda how: pipeline(how, "zb_h1"),
+    "recompute": lambda how: pipeline(how, "one_f_one_b", recompute=True),
+    "tensor parallel": tensor_parallel,
+    "by plan": by_plan,
 }
 
 
-def check(ranks, names, ways, backend="aot_eager"):
-    for name in names:
-        for found in ranks.run(run, [(name, how, backend) for how in ("not", *ways)]):
-            for how in ways:
-                assert same(found[name, how, backend], found[name, "not", backend]), (name, how)
-
-
-@pytest.mark.parametrize("name", ["data parallel", "by plan"])
+@pytest.mark.soak_where(name=set(CASES) - {"data parallel"})
+@pytest.mark.parametrize("name", CASES)
 def test_a_compiled_model_trains_as_it_does_without(ranks, name):
-    check(ranks(2), [name], ["whole"])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", [name for name in CASES if name != "by plan"])
-def test_compiled_models_train_as_they_do_without(ranks, name):
-    check(ranks(2), [name], ["blocks"] if name == "tensor parallel" else WAYS)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1300)
-def test_kernels_that_inductor_wrote_train_as_without():
-    with Ranks(2, timeout_s=1200) as ranks:  # compiling takes longer than ranks of other tests may
-        for name in CASES:
-            check(ranks, [name], ["whole"], "inductor")
+    ways = {"tensor parallel": ["blocks"], "by plan": ["whole"], "data parallel": ["whole"]}
+    for found in ranks(2).run(run, [(name, how) for how in ("not", *ways.get(name, WAYS))]):
+        assert all(same(got, found[name, "not"]) for got in found.values())
 
 
 class Drops(Block):
@@ -228,6 +209,7 @@ def recomputed(model, how, order):
 
 
 @pytest.mark.soak_where(how=("whole", "blocks", "forward"))
+@pytest.mark.soak_where(order=("torch",))
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("order", ["first", "last", "torch"])
 def test_compile_and_recompute_in_one_process(how, order):

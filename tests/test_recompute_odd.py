@@ -71,7 +71,6 @@ def spectral():
 
 
 MAKE = {
-    "batch norm": lambda: nn.BatchNorm1d(4),
     "cumulative batch norm": lambda: nn.BatchNorm1d(4, momentum=None),
     "its kernel": ByKernel,
     "own buffers": Own,
@@ -80,7 +79,7 @@ MAKE = {
     "attention": Attends,
 }
 # torch's checkpoint runs forward twice and leaves what that wrote; numbers of other generators are drawn anew.
-TORCH_DIFFERS = {"batch norm", "cumulative batch norm", "its kernel", "own buffers", "spectral norm", "random numbers"}
+TORCH_DIFFERS = {*MAKE} - {"attention"}
 
 
 def train(module, call):
@@ -194,8 +193,6 @@ class Backbone(nn.Module):
 
 DEEP = [f"stages.{stage}.blocks.{block}" for stage in (0, 1) for block in (0, 1)]
 CHOICES = [
-    (Block, DEEP),
-    ("stages.*.blocks.*", DEEP),
     ("stages.1.blocks.[1-9]", DEEP[3:]),
     (lambda name, module: isinstance(module, Block) and name.endswith("0"), DEEP[::2]),
     (["stem", Block, "head.*"], ["stem", *DEEP, "head.0"]),

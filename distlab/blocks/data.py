@@ -37,31 +37,23 @@ def read_text(path: str | Path, context: int = 1) -> bytes:
     Raises:
         ValueError: one line that says what is wrong with the file and what to pass instead.
     """
-    name = str(path)
+    wrong, data = "", b""
     try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISREG(mode):  # reading a pipe or a device may never end
+        if stat.S_ISREG(os.stat(path).st_mode):
             data = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"data file {name!r} does not exist; pass the path of a text file") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data file {name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-        raise ValueError(f"data file {name!r} is {kind}; pass the path of one text file")
-    if not data:
-        raise ValueError(f"data file {name!r} is empty; pass a text file of at least {context + 1} bytes")
-    if b"\0" in data:
-        raise ValueError(f"data file {name!r} is binary (a NUL byte at {data.index(0)}); pass a text file in UTF-8")
-    try:
-        data.decode()
+            data.decode()
+        else:  # reading a pipe or a device may never end
+            wrong = "is not a regular file"
     except UnicodeDecodeError as error:
-        raise ValueError(f"data file {name!r} is not UTF-8 (byte {error.start}); pass a text file in UTF-8") from None
-    if len(data) < context + 1:
-        raise ValueError(
-            f"data file {name!r} has {len(data)} bytes; a context of {context} needs at least {context + 1}: "
-            "pass a longer text or a shorter context"
-        )
+        wrong = f"is not UTF-8 (byte {error.start})"
+    except (OSError, ValueError) as error:
+        wrong = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if b"\0" in data:
+        wrong = f"is binary (a NUL byte at {data.index(0)})"
+    elif not wrong and len(data) < context + 1:
+        wrong = f"has {len(data)} bytes, and a context of {context} needs at least {context + 1}"
+    if wrong:
+        raise ValueError(f"data file {str(path)!r} {wrong}; pass the path of a text in UTF-8")
     return data
 
 

@@ -27,9 +27,8 @@ from torch.distributed import ProcessGroup
 
 from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradient_hook import GradientBucket, GradientHook, Pending
-from distlab.blocks.gradients.flat_gradients import GradientSlots, SendInBackward, TimedWork, refuse_second
+from distlab.blocks.gradients.flat_gradients import HALF, GradientSlots, SendInBackward, TimedWork, refuse_second
 from distlab.blocks.gradients.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED, Reports, gather_reports
-from distlab.blocks.gradients.reduce import HALF
 from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.moved import NotCopied
 from distlab.blocks.replicate import Registered, agree_on_build

@@ -20,9 +20,10 @@ from distlab.hybrid.build import Built, counts_here
 from distlab.hybrid.gradients import GradientAveraging, WholeGradients
 from distlab.hybrid.layout import Layout
 from distlab.hybrid.shards import ShardedParameters, ShardedStates
+from distlab.sharding import ShardedState
 from distlab.sharding.cut_layers import CutLayers, OwnPieces
 from distlab.sharding.part import OwnPiece
-from distlab.sharding.state.of_model import pieces_of, prepare_model, shard_state
+from distlab.sharding.state.of_model import pieces_of
 from distlab.sharding.state.parts import gather_parts, prepare, save_parts
 
 
@@ -85,7 +86,7 @@ class HybridState:
         averaging = self._averaging
         if isinstance(averaging, ShardedParameters):
             pairs = zip(averaging.models.values(), averaging.optimizers, strict=True)
-            shards = [shard_state(model, optimizer) for model, optimizer in pairs]
+            shards = [ShardedState(*pair).shard_state() for pair in pairs]
         else:
             one = averaging.optimizers[0] if isinstance(averaging, WholeGradients) else None
             parts, groups = save_parts(self._whole_pieces(), one, parameters=True)
@@ -144,7 +145,9 @@ class HybridState:
         if isinstance(averaging, ShardedParameters):
             pairs = zip(averaging.models.values(), averaging.optimizers, strict=True)
             return [
-                prepare_model(model, _of(pieces_of(model).tensors, saved), optimizer if optimizers else None)
+                ShardedState(model, optimizer if optimizers else None).prepare_shards(
+                    _of(pieces_of(model).tensors, saved)
+                )
                 for model, optimizer in pairs
             ]
         one = averaging.optimizers[0] if optimizers and isinstance(averaging, WholeGradients) else None

@@ -5,8 +5,8 @@ this reading order:
 
 1. `half`: the plainest mixed precision, `autocast`. Parameters stay float32, matrix products run in half.
 2. `master_weights`: small updates to half-precision parameters vanish. `MasterWeights` updates float32 copies.
-3. `distlab.blocks.gradients.reduce`: sums over ranks lose bits. `all_reduce_in_float32` rounds once, for the same
-   bytes; `Float32Reduce` puts it between data parallelism and the wire.
+3. `distlab.blocks.gradients.flat_gradients`: sums over ranks lose bits. `all_reduce_in_float32` rounds once, for the
+   same bytes; `Float32Reduce` puts it between data parallelism and the wire.
 4. `loss_scaler`: float16 cannot hold small gradients (below 6e-8 they are 0) nor large ones (above 65,504 they are
    infinite). `LossScaler` multiplies the loss so that gradients fall between, finds the factor by trying, and skips the
    step that overflowed: on all ranks or on none. bfloat16 has float32's range and needs none.
@@ -14,7 +14,7 @@ this reading order:
 A step with everything: scale the loss, backward, average, accumulate in the masters, unscale, clip, step, update.
 """
 
-from distlab.blocks.gradients.reduce import (
+from distlab.blocks.gradients.flat_gradients import (
     Float32Reduce as Float32Reduce,
     all_reduce_in_float32 as all_reduce_in_float32,
 )

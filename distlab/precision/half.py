@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distlab.blocks.gradients.reduce import HALF as HALF
+from distlab.blocks.gradients.flat_gradients import HALF as HALF
 
 
 def as_dtype(name: str | torch.dtype) -> torch.dtype:

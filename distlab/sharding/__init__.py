@@ -13,15 +13,10 @@ would take a part for the whole. `by_element` finds, by trying it, whether an op
 """
 
 from distlab.sharding.calls import gather_into as gather_into, scatter_sum as scatter_sum
-from distlab.sharding.fsdp.construct import build_sharded as build_sharded, draw_weights as draw_weights
 from distlab.sharding.fsdp.fully_shard import FullyShard as FullyShard
 from distlab.sharding.state.of_model import (
     ShardedState as ShardedState,
-    full_optimizer_state as full_optimizer_state,
     full_state_dict as full_state_dict,
-    load_full_optimizer_state as load_full_optimizer_state,
     load_full_state_dict as load_full_state_dict,
-    load_sharded_state_dict as load_sharded_state_dict,
-    sharded_state_dict as sharded_state_dict,
 )
 from distlab.sharding.zero.optimizer import PlainSharded as PlainSharded, ShardedOptimizer as ShardedOptimizer

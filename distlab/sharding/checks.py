@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from distlab.blocks.gradient_hook import LinearHook
-from distlab.blocks.modules.every_parameter import every_parameter, hidden_parameters, layers_of
+from distlab.blocks.modules.every_parameter import every_parameter, layers_of
 
 
 def parameters_to_shard(module: nn.Module, *, plain: bool = False) -> list[tuple[str, nn.Parameter]]:
@@ -27,7 +27,9 @@ def parameters_to_shard(module: nn.Module, *, plain: bool = False) -> list[tuple
     Raises:
         ValueError: the text names the first parameter that no shard can hold.
     """
-    hidden = [name for name, parameter in hidden_parameters(module) if parameter.requires_grad]
+    named = every_parameter(module)
+    shown = {*module.parameters()} & {parameter for _, parameter in module.named_parameters()}
+    hidden = [name for name, parameter in named if parameter.requires_grad and parameter not in shown]
     if hidden:
         more = f" and {len(hidden) - 1} more" if hidden[1:] else ""
         raise ValueError(
@@ -36,7 +38,6 @@ def parameters_to_shard(module: nn.Module, *, plain: bool = False) -> list[tuple
         )
     if plain:
         _refuse_odd(module)
-    named = every_parameter(module)
     _refuse_overlaps(named)
     devices = {str(parameter.device) for _, parameter in named}
     if plain and len(devices) != 1:

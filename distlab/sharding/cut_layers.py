@@ -38,6 +38,11 @@ class CutLayers(NamedTuple):
     splits: Mapping[str, Split]
     group: ProcessGroup | None
 
+    @classmethod
+    def of(cls, model: nn.Module) -> CutLayers:
+        """Return what is cut in a model; ask before its parameters move."""
+        return cls(splits_of(model), group_of_parts(model))
+
     def slab(self, name: str) -> Slab | None:
         """Return which ranges of the whole tensor this rank's part is; None: all of it."""
         split = self.splits.get(name)
@@ -87,20 +92,6 @@ class OwnPieces(NamedTuple):
         }
         pieces = [piece for *_, own in held for piece in own]
         return cls(pieces, tensors, cut, group, [layout.names for layout, *_ in held])
-
-    @property
-    def groups(self) -> list[ProcessGroup | None]:
-        """The ranks that share out what is here, then those that cut the whole of it."""
-        return [self.group, *([] if self.cut.group is None else [self.cut.group])]
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the whole model's tensors."""
-        return {name: self.cut.whole_shape(name, shape) for name, (shape, _) in self.tensors.items()}
-
-
-def cut_layers_of(model: nn.Module) -> CutLayers:
-    """Return what is cut in a model; ask before its parameters move."""
-    return CutLayers(splits_of(model), group_of_parts(model))
 
 
 def clip_shards_(

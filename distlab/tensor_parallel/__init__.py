@@ -35,9 +35,7 @@ from distlab.tensor_parallel.parallelize import (
     ParallelGPT as ParallelGPT,
     clip_tensor_parallel_ as clip_tensor_parallel_,
     full_state_dict as full_state_dict,
-    load_full_state_dict as load_full_state_dict,
     parallelize as parallelize,
-    tensor_parallel_norm as tensor_parallel_norm,
 )
 from distlab.tensor_parallel.sequence import (
     SequenceParallelNorm as SequenceParallelNorm,

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from distlab.blocks.modules.local_compute import is_replaced
-from distlab.blocks.modules.split import Split
+from distlab.blocks.modules.split import Split, is_replaced
 from distlab.blocks.replicate import broadcast_each
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
@@ -60,7 +59,13 @@ class _ParallelLinear(nn.Module):
             splits |= {"weight": replace(splits["weight"], dim=1 - splits["weight"].dim)}
             self.local_kind = None  # its weight is not laid out as that of an nn.Linear
         self.splits = splits
-        splits["weight"].check(dist.get_world_size(group), group_rank(group), type(self).__name__)
+        num_ranks = dist.get_world_size(group)
+        uneven = [] if splits["weight"].padded else [size for size in splits["weight"].sections if size % num_ranks]
+        if uneven:
+            raise ValueError(
+                f"rank {group_rank(group)}: {type(self).__name__}: {uneven[0]} features cannot be split over "
+                f"{num_ranks} ranks; pass a size that is a multiple of {num_ranks}, or use fewer ranks"
+            )
         take_parts(self, full, group=group, splits=splits)
 
     @property
@@ -92,9 +97,6 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: x is a part of the sequence.
         join_output: give every rank all features.
         overlap: backward sums x's gradient during the weight's product; not where `local_compute` is replaced.
-
-    Raises:
-        ValueError: t does not divide the features, or ranks disagree on the layer.
     """
 
     join_output = False
@@ -139,7 +141,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return join_features(y, self.group)[..., : self.out_features] if self.join_output else y
 
     def local_compute(self, x: Tensor) -> Tensor:
-        """Make this rank's features of what the ranks begin with; see `distlab.blocks.modules.local_compute`."""
+        """Make this rank's features of what the ranks begin with; see `LocalCompute`."""
         return F.linear(x, self._rows, self.bias)
 
 
@@ -161,9 +163,6 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: give each rank a part of the sequence.
         num_parts: without sequence_parallel, sum in this many parts, each during the product of the next.
         overlap: off, or where `local_compute` is replaced, each exchange is a function of its own: see `functions`.
-
-    Raises:
-        ValueError: t does not divide the features, or ranks disagree on the layer.
     """
 
     num_parts = 1
@@ -197,7 +196,7 @@ class RowParallelLinear(_ParallelLinear):
         return end(self.local_compute(x), self.group)
 
     def local_compute(self, x: Tensor) -> Tensor:
-        """Make this rank's summand of all features; see `distlab.blocks.modules.local_compute`."""
+        """Make this rank's summand of all features; see `LocalCompute`."""
         return F.linear(x, self._rows, None if self.bias is None else add_once(self.bias, self.group))
 
 

@@ -14,7 +14,6 @@ Symbols: t ranks; L layers; B samples, S positions, H features, V tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import cast
 
@@ -23,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.clip import Gradient, clip_counted_, counted_norm
+from distlab.blocks.clip import Gradient, clip_counted_
 from distlab.blocks.models import GPT, Block, FeedForward
-from distlab.blocks.modules.split import Split, splits_of
+from distlab.blocks.modules.split import splits_of
 from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.async_calls import check_sequence
 from distlab.tensor_parallel.attention import ParallelAttention, check_heads
@@ -196,81 +195,45 @@ def _whole(
     )
 
 
-def tensor_parallel_norm(model: nn.Module, group: ProcessGroup | None = None) -> Tensor:
-    """Return the norm that one process would find for the gradients of the whole model; equal on every rank.
-
-    The squares of parts are summed over ranks. A parameter that every rank holds whole has the same gradient on all:
-    one rank counts it for all.
-
-    Cost: an all-reduce of 8 bytes.
-    Error: as one process', up to the order of additions.
-    """
-    return counted_norm(_gradients(model, group), [group])
-
-
 def clip_tensor_parallel_(
     model: nn.Module, max_norm: float, group: ProcessGroup | None = None, *, check_finite: bool = True
 ) -> Tensor:
     """Scale gradients in place so that the whole model's norm is at most `max_norm`; return the norm that it had.
 
-    Cost: as `tensor_parallel_norm`.
+    It is the norm that one process would find: the squares of parts are summed over ranks. A parameter that every rank
+    holds whole has the same gradient on all: one rank counts it for all. A norm of math.inf measures alone.
+
+    Cost: an all-reduce of 8 bytes.
+    Error: as one process', up to the order of additions; equal on every rank.
 
     Raises:
         ValueError: max_norm is not a positive number.
         NotFiniteError: the norm is not finite, on every rank; nothing is changed.
     """
-    return clip_counted_(_gradients(model, group), max_norm, [group], check_finite=check_finite)
-
-
-def _gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator[Gradient]:
     split, counts_whole = splits_of(model), group_rank(group) == 0
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            yield Gradient(name, parameter.grad, name in split or counts_whole)
+    gradients = [
+        Gradient(name, one.grad, name in split or counts_whole)
+        for name, one in model.named_parameters()
+        if one.grad is not None
+    ]
+    return clip_counted_(gradients, max_norm, [group], check_finite=check_finite)
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
     """Return the state of the model that was split, whole, on every rank: what one process would save.
 
+    A cut model takes no whole state: load it before the cut, which keeps rank 0's weights.
+
     Cost: an all-gather of each parameter that is split.
     """
-    state = {}
-    num_ranks = dist.get_world_size(group)
-    for name, value, split in _state_of(model):
-        value = value.detach().clone(memory_format=torch.contiguous_format)
+    state, num_ranks = {}, dist.get_world_size(group)
+    for name, value in model.state_dict(keep_vars=True).items():  # a tied weight comes under each of its names
+        path, _, own = name.rpartition(".")
+        split = getattr(model.get_submodule(path), "splits", {}).get(own)
+        state[name] = value.detach().clone(memory_format=torch.contiguous_format)
         if split is not None:
             parts = [torch.empty_like(value) for _ in range(num_ranks)]
             if num_ranks > 1:
-                dist.all_gather(parts, value, group=group)
-            value = split.join(parts if num_ranks > 1 else [value])
-        state[name] = value
+                dist.all_gather(parts, state[name], group=group)
+            state[name] = split.join(parts if num_ranks > 1 else [state[name]])
     return state
-
-
-@torch.no_grad()
-def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Load a state that `full_state_dict` or one process made: each rank keeps its parts. Nothing is sent.
-
-    Raises:
-        ValueError: names or shapes that are not the model's.
-    """
-    rank, num_ranks, places = group_rank(group), dist.get_world_size(group), _state_of(model)
-    here = {name: list(split.whole_shape(value.shape) if split else value.shape) for name, value, split in places}
-    there = {name: list(value.shape) for name, value in state.items()}
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            raise ValueError(
-                f"rank {rank}: {name} is {there.get(name, 'nothing')} in the state and {here.get(name, 'nothing')} in "
-                "the model; pass the state of the same model"
-            )
-    for name, value, split in places:
-        value.copy_(split.cut(state[name], num_ranks, rank) if split else state[name])
-
-
-def _state_of(model: nn.Module) -> list[tuple[str, Tensor, Split | None]]:
-    """List names, values and splits; a tied weight under each of its names, as in a state_dict."""
-    found = []
-    for name, value in model.state_dict(keep_vars=True).items():
-        path, _, own = name.rpartition(".")
-        found.append((name, value, getattr(model.get_submodule(path), "splits", {}).get(own)))
-    return found

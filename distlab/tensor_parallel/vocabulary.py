@@ -79,7 +79,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return end(x, self.group)
 
     def local_compute(self, tokens: Tensor) -> Tensor:
-        """Look rows of this rank up; see `distlab.blocks.modules.local_compute`."""
+        """Look rows of this rank up; see `LocalCompute`."""
         return F.embedding(tokens, self.weight)
 
 

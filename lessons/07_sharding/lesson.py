@@ -772,7 +772,7 @@ show_bars(shown, "ms", "What travels over PCIe makes the step long", "a step by 
 # %% [markdown]
 # A whole state dict is what you publish; a 70B model's takes minutes to put together and needs one rank with memory for
 # it. To go on training, save shards: each rank its own, all at the same time. The library does both, and
-# `load_sharded_state_dict` cuts saved shards anew when the number of ranks has changed.
+# `ShardedState` cuts saved shards anew when the number of ranks has changed.
 
 
 # %%

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from refused import message
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.rng import generator
@@ -42,20 +43,12 @@ def test_dropout_acts_only_in_training():
     assert torch.equal(model(tokens), model(tokens))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_heads": 5}, "5 heads do not divide hidden_size 128"),
-        ({"num_layers": 0}, "num_layers is 0"),
-        ({"vocab_size": 2.5}, "vocab_size is 2.5"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
-    ],
-)
-def test_sizes_that_make_no_model_are_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
-        GPTConfig(**changes)
-
-
-def test_a_sequence_longer_than_the_context_is_refused():
-    with pytest.raises(ValueError, match="13 tokens do not fit a context of 12"):
-        GPT(SMALL)(torch.zeros(1, 13, dtype=torch.long))
+def test_sizes_that_make_no_model_are_refused():
+    for words, call in (
+        ("5 heads do not divide hidden_size 128", lambda: GPTConfig(num_heads=5)),
+        ("num_layers is 0", lambda: GPTConfig(num_layers=0)),
+        ("vocab_size is 2.5", lambda: GPTConfig(vocab_size=2.5)),
+        ("dropout is 1.0", lambda: GPTConfig(dropout=1.0)),
+        ("13 tokens do not fit a context of 12", lambda: GPT(SMALL)(torch.zeros(1, 13, dtype=torch.long))),
+    ):
+        assert words in message(call)

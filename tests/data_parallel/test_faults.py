@@ -102,8 +102,13 @@ CASES = [  # what is done before a backward pass and after it, whether training 
     (nothing, second_under_no_sync, True, [SECOND, "head.", "(rank 0, 1"]),
     (added, nothing, False, ["extra.weight was added after", "extra.bias was", "(rank 1)", "close() this one"]),
     (replaced, nothing, False, ["head.weight was added after DataParallel was built", "(rank 0, 1"]),
-    (nothing, not_finite, True, ["NotFiniteError", "step 42: not finite", "1 gradient: middle.bias (rank 0, 1)"]),
-    (not_finite_accumulated, nothing, True, ["NotFiniteError", "step 0", "5 gradients", "words.weight (rank 1)"]),
+    (
+        nothing,
+        not_finite,
+        True,
+        ["NotFiniteError", "step 42: 1 parameter got a gradient that is not", "middle.bias (rank 0, 1)"],
+    ),
+    (not_finite_accumulated, nothing, True, ["NotFiniteError", "step 0", "5 parameters", "words.weight (rank 1)"]),
     (
         everything,
         nothing,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -148,45 +150,6 @@ class Normed(Odd):
         nn.utils.parametrizations.orthogonal(self.blocks[2])
 
 
-class Listed(Odd):
-    """Lists of parameters in the root; dicts of blocks in the list; a call with the parameters it has."""
-
-    def __init__(self):
-        super().__init__(*(nn.ModuleDict({"up": linear()}) for _ in range(2)))
-        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
-
-    def forward(self, x):
-        for block, weight in zip(self.blocks, self.weights, strict=True):
-            x = block["up"](x @ weight).tanh()
-        last = self.blocks[0]["up"]
-        return torch.func.functional_call(last, dict(last.named_parameters()), (x,))
-
-
-class Container(nn.Module):
-    """Adds to the list that it is given and hands on the dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.gain = nn.Sequential(linear(), nn.Tanh()), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x, info):
-        info["seen"].append(self.layer(x) * self.gain)
-        return {"x": (info["seen"][-1] * info["scale"][0],), "info": info}
-
-
-class Nested(Odd):
-    """Blocks that are called with dicts of lists, and answer with them; the loss looks at what the list holds, too."""
-
-    def __init__(self):
-        super().__init__(Container(), Container())
-
-    def forward(self, x):
-        info = {"scale": [2.0], "seen": []}
-        for block in self.blocks:
-            x = block(x, info)["x"][0]
-        return x + info["seen"][0].sin()
-
-
 class Boxed(nn.Linear):
     """Hands out its tensor through an iterator: nothing outside can see it."""
 
@@ -230,7 +193,7 @@ class Features(Odd):
         return F.mse_loss(getattr(model, "module", model).seen, rows.flip(-1))
 
 
-EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Listed, Nested, Hiding, Features)
+EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Hiding, Features)
 
 
 class ReadsOthers(Odd):
@@ -245,6 +208,20 @@ class OfWeight(nn.Linear):
         return {"row": self.weight[0]}
 
 
+class Growing(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(1.1)
+        return super().forward(x)
+
+
+class InPlace(Odd):
+    """A block that changes its own weight in forward, as an embedding with max_norm does."""
+
+    def __init__(self):
+        super().__init__(Growing(WIDTH, WIDTH))
+
+
 class Returning(Odd):
     """A block that returns a part of its own weight."""
 
@@ -255,18 +232,26 @@ class Returning(Odd):
         return x * self.blocks[0](x)["row"]
 
 
-class MaxNorm(Odd):
-    """An embedding that changes its own weight in forward."""
-
-    def __init__(self):
-        super().__init__(nn.Embedding(ROWS, WIDTH, max_norm=0.5))
+class Threads(Odd):
+    """Blocks in threads."""
 
     def forward(self, x):
-        return x * self.blocks[0](torch.arange(len(x)))
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(lambda block: block(x), self.blocks))
+
+
+class Functional(Odd):
+    """A block that is called with values which forward made."""
+
+    def forward(self, x):
+        values = {name: 0.9 * value for name, value in self.blocks[0].named_parameters()}
+        return torch.func.functional_call(self.blocks[0], values, (x,))
 
 
 REFUSED = {
+    Threads: "is called in a different thread than its model",
+    Functional: "blocks.0.weight (unit 'blocks.0') is not here now",
     ReadsOthers: "blocks.0.weight (unit 'blocks.0') is not here now: its unit frees its parameters outside",
     Returning: "unit 'blocks.0' returns a parameter, or a part of one",
-    MaxNorm: "unit 'blocks.0': its forward changed a parameter in place",
+    InPlace: "unit 'blocks.0': its forward changed a parameter in place",
 }

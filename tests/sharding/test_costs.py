@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
-from optimizer_net import Net, adam, run_steps
+from optimizer_net import Net, adam
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,13 +17,10 @@ from distlab.sharding import (
     FullyShard,
     PlainSharded,
     ShardedOptimizer,
-    full_optimizer_state,
     full_state_dict,
     gather_into,
     load_full_state_dict,
-    load_sharded_state_dict,
     scatter_sum,
-    sharded_state_dict,
 )
 from distlab.sharding.plain import cut_shard, layout_of, plain_step
 from distlab.sharding.zero.scatter_in_backward import owners_of
@@ -73,7 +70,7 @@ def gather_and_scatter():
         if name == "call":
             full[rank * L : (rank + 1) * L] = shard
             own = full[rank * L : (rank + 1) * L]
-            _, sent = sent_elements(lambda full=full, own=own: gather_into(full, own, async_op=True).wait())
+            _, sent = sent_elements(lambda full=full, own=own: gather_into(full, own))
         else:
             with NewMemory(full, shard) as memory:
                 _, sent = sent_elements(lambda full=full: DirectGather(full, shard).finish())
@@ -159,22 +156,13 @@ def states():
     module = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
     module.register_buffer("seen", torch.arange(3.0))
     model = FullyShard(module, units=["0", "1"])
-    optimizer = adam(model.parameters())
     model(torch.ones(2, 8)).sum().backward()
     model.synchronize()
-    optimizer.step()
-    found = {"shards": [4 * unit.layout.shard_size for unit in model.units], "unit": []}
+    found = {"shards": [4 * unit.layout.shard_size for unit in model.units]}
     _, found["clip"] = calls_of(lambda: model.clip_gradients_(1.0))
     state, found["full"] = calls_of(lambda: full_state_dict(model))
-    _, found["moments"] = calls_of(lambda: full_optimizer_state(model, optimizer))
     _, found["load"] = calls_of(lambda: load_full_state_dict(model, state))
-    again = full_state_dict(model)
-    shard, found["save shards"] = calls_of(lambda: sharded_state_dict(model, optimizer))
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, shard)
-    _, found["load shards"] = calls_of(lambda: load_sharded_state_dict(model, everyone, optimizer))
-    final = full_state_dict(model)
-    assert all(torch.equal(state[name], other[name]) for other in (again, final) for name in state)
+    assert all(torch.equal(state[name], value) for name, value in full_state_dict(model).items())
     return found
 
 
@@ -184,33 +172,19 @@ def test_states_send_what_they_say(ranks):
         checks = found["load"]  # what the ranks call and whether any of them refuses
         assert {op for op, _ in checks} == {"all_gather"}
         assert sum(num_bytes for _, num_bytes in checks) < 100
-        assert found["load shards"] == checks
-        for name, num_values in (("full", 1), ("moments", 2)):
-            parts = found[name][-3 * len(found["shards"]) :]  # for each unit: names and types, how long they are, bytes
-            assert parts[::3] == [("all_gather", 8)] * len(found["shards"])
-            for (op, num_bytes), shard in zip(parts[2::3], found["shards"], strict=True):
-                assert op == "all_gather"
-                assert 0 <= num_bytes - num_values * shard < 2 * num_values * 16, "16 bytes apart"
+        parts = found["full"][-3 * len(found["shards"]) :]  # for each unit: names and types, how long they are, bytes
+        assert parts[::3] == [("all_gather", 8)] * len(found["shards"])
+        for (op, num_bytes), shard in zip(parts[2::3], found["shards"], strict=True):
+            assert op == "all_gather"
+            assert 0 <= num_bytes - shard < 2 * 16, "16 bytes apart"
         assert len(found["full"]) == len(found["shards"]) * 3 + 1  # the call itself is compared
-        *_, (op, num_bytes) = found["save shards"]
-        assert op == "all_gather"
-        assert 64 <= num_bytes < 64 + 32  # the digest, and what says that it is a text
-        assert found["save shards"][: len(checks)] == checks
 
 
-def test_sharded_optimizers_begin_and_save_with_the_calls_they_say(ranks):
+def test_sharded_optimizers_begin_with_the_broadcasts_they_say(ranks):
     def measure():
-        model = Net()
-        optimizer, start = calls_of(lambda: ShardedOptimizer(model, adam, bucket_bytes=1_000))
-        run_steps(model, optimizer, [0])
-        _, saved = calls_of(optimizer.full_state_dict)
-        shares = [bucket.num_bytes // dist.get_world_size() for bucket in optimizer.buckets]
-        return start, saved, [bucket.num_bytes for bucket in optimizer.buckets], shares
+        optimizer, start = calls_of(lambda: ShardedOptimizer(Net(), adam, bucket_bytes=1_000))
+        return [size for op, size in start if op == "broadcast"], [bucket.num_bytes for bucket in optimizer.buckets]
 
     frozen, buffer = 5 * 8, 5 * 8
-    for start, saved, buckets, shares in ranks(2).run(measure):
-        assert [size for op, size in start if op == "broadcast"] == [*buckets, frozen, buffer]
-        parts = saved[-3 * len(shares) :]
-        assert {op for op, _ in parts} == {"all_gather"}
-        for (_, num_bytes), share in zip(parts[2::3], shares, strict=True):
-            assert 0 <= num_bytes - 2 * share < 8 * 2 * 16, "both moments of Adam, 16 bytes apart"
+    for sent, buckets in ranks(2).run(measure):
+        assert sent == [*buckets, frozen, buffer]

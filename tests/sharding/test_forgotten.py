@@ -51,7 +51,6 @@ def too_early():
     optimizer = adamw(model.parameters())
     loss_of(model, 0).backward()
     texts = [message(optimizer.step), message(lambda: model.clip_gradients_(1.0))]
-    texts.append(message(lambda: torch._foreach_add_([model.units[0].shard], [model.units[0].shard.grad])))
     texts += [message(lambda zero=zero: zero(set_to_none=False)) for zero in (optimizer.zero_grad, model.zero_grad)]
     model.zero_grad()
     with model.no_sync():
@@ -71,10 +70,10 @@ def too_early():
     return texts, unmoved, message(optimizer.step)
 
 
-def given_up(wraps, **options):
+def given_up(wraps):
     """A loop that gives some steps up: one fails in backward, one has a loss of no use, one stops under no_sync."""
     module = net()
-    model = FullyShard(module, **options) if wraps else module
+    model = FullyShard(module, offload=True, reshard_after_forward=False) if wraps else module
     no_sync = model.no_sync if wraps else contextlib.nullcontext
     optimizer = adamw(model.parameters())
     for step in range(6):
@@ -125,7 +124,7 @@ def test_a_unit_whose_gradients_are_on_their_way_says_so_and_its_own_zero_grad_f
     def all_of_it():
         return (
             too_early(),
-            [given_up(True), given_up(True, offload=True, reshard_after_forward=False)],
+            given_up(True),
             [computed_again(True, True), computed_again(True, False)],
             other_ways_to_a_gradient(),
         )
@@ -135,8 +134,7 @@ def test_a_unit_whose_gradients_are_on_their_way_says_so_and_its_own_zero_grad_f
         assert all("the gradients of FullyShard's shards are on their way" in text for text in texts)
         assert unmoved
         assert right == goes_on == "no error"
-        for got in forgotten:
-            equal(got, given_up(False))
+        equal(forgotten, given_up(False))
         for got in again:
             equal(got, computed_again(False, False))
         assert "shards.0 was added after FullyShard was built, or replaced by a different tensor (by f" in others[0]
@@ -167,55 +165,39 @@ def by_zero(**options):
     return wrap
 
 
-HANDS = {
-    "DataParallel": lambda model: (DataParallel(model).synchronize, adamw(model.parameters())),
-    "stage 1": by_zero(unused="zeros"),
-    "whole tensors": by_zero(stage=2, split="tensors", unused="zeros"),
-}
+HANDS = [  # how it is done, and whether gradients are forgotten before
+    (lambda model: (DataParallel(model).synchronize, adamw(model.parameters())), True),
+    (by_zero(unused="zeros"), False),
+    (by_zero(stage=2, split="tensors", unused="zeros"), True),
+    (by_zero(stage=2, unused="zeros"), False),
+]
 
 
 def test_gradients_that_are_set_by_hand_are_averaged(ranks):
     def alone(model):
         return lambda: None, adamw(model.parameters())
 
-    def each():
-        return {(name, zeroes): by_hand(wrap, zeroes) for name, wrap in HANDS.items() for zeroes in (True, False)}
-
-    for found in ranks(3).run(each):
-        for (_, zeroes), got in found.items():
+    for found in ranks(3).run(lambda: [by_hand(*one) for one in HANDS]):
+        for (_, zeroes), got in zip(HANDS, found, strict=True):
             equal(got, by_hand(alone, zeroes))
 
 
-class Lookahead:
-    """As people write it: around any optimizer, with slow values of the parameters in its groups."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.slow = [one.detach().clone() for one in self.parameters()]
-
-    def parameters(self):
-        return [one for group in self.optimizer.param_groups for one in group["params"]]
-
-    @torch.no_grad()
-    def step(self):
-        self.optimizer.step()
-        for slow, fast in zip(self.slow, self.parameters(), strict=True):
-            slow.add_(fast.detach() - slow, alpha=0.5)
-            fast.copy_(slow)
-
-
 def around(split):
+    """Change pieces after a step, as an optimizer around it (Lookahead) does."""
     model = nn.Sequential(nn.Linear(4, 1))  # the last rank of three owns nothing where tensors are dealt out
     sharded = ShardedOptimizer(model, sgd, split=split)
     texts = []
-    for optimizer in (sharded, Lookahead(sharded), sharded):
+    for changes in (False, True, False):
         sharded.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         with torch.no_grad():
             model[0].weight.clamp_(-1, 1)  # on all ranks
         texts.append(message(sharded.synchronize))
         if texts[-1] == "no error":
-            optimizer.step()
+            sharded.step()
+        with torch.no_grad():
+            for _, piece in sharded.named_pieces() if changes else ():
+                piece.mul_(0.5)
     return texts
 
 
@@ -263,7 +245,7 @@ def copies():
     sharded = FullyShard(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)), units=["0"])
     module, other = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
     things = {"full_state_dict(model) returns the whole state": sharded}
-    things["Save state_dict() on every rank, or full_state_dict()"] = ShardedOptimizer(module, sgd)
+    things["Save state_dict() on every rank; build a new one"] = ShardedOptimizer(module, sgd)
     things["Save or copy the module"] = DataParallel(other)
     texts = [(words, message(lambda way=way, one=one: way(one))) for words, one in things.items() for way in ways]
     texts.append(("full_state_dict(model)", message(lambda: copy.deepcopy(sharded.module[0]))))

@@ -74,12 +74,9 @@ class Watch:
             parameter.register_post_accumulate_grad_hook(lambda _: self.look())
 
     def look(self):
-        alive = {}
-        for parameter in self.model.parameters():
-            for tensor in (parameter.grad, *self.optimizer.gradient_tensors):
-                if tensor is not None:
-                    alive[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(alive.values()))
+        tensors = [*(parameter.grad for parameter in self.model.parameters()), *self.optimizer.gradient_tensors]
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+        self.peak = max(self.peak, sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
 
 
 def measure_memory(num_layers=12, width=64):
@@ -91,7 +88,6 @@ def measure_memory(num_layers=12, width=64):
         watch = Watch(model, optimizer)
         for _ in range(3):
             model(torch.randn(2, width)).square().mean().backward()
-            watch.look()
             optimizer.synchronize()
             optimizer.step()
             watch.look()
@@ -128,7 +124,7 @@ def fail_in_many_ways():
 
         return call
 
-    attempt("choose one of 1, 2; for stage 3 use FullyShard", lambda: build(stage=3))
+    attempt("stage (3 is FullyShard) is '3'; choose one of 1, 2", lambda: build(stage=3))
     attempt("ranks disagree on stage, bucket_bytes, split, unused, check_finite", lambda: build(stage=1 + rank))
     attempt("split is 'rows'; choose one of elements, tensors", lambda: build(split="rows"))
     attempt("unused is 'ignore'", lambda: build(unused="ignore"))
@@ -145,7 +141,7 @@ def fail_in_many_ways():
         attempt("got a second gradient before synchronize(): ", step(optimizer, times=2))
         optimizer.zero_grad()
         not_finite = step(optimizer, change=lambda loss: loss * (math.nan if rank == 1 else 1))
-        attempt("mean gradient that is not finite", not_finite)
+        attempt("got a gradient that is not finite (NaN or infinite): ", not_finite)
         assert found[-1][1].startswith(NotFiniteError.__name__)
         assert "first.weight" in found[-1][1]
         optimizer.zero_grad()
@@ -159,15 +155,11 @@ def fail_in_many_ways():
     sparse = build(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))
     sparse.module(torch.tensor([1, 2])).sum().backward()
     attempt("0.weight (rank 0, 1). Build the layer with sparse=False", sparse.synchronize)
-    state, full, states = build().state_dict(), build().full_state_dict(), [None] * 2
+    state, states = build().state_dict(), [None] * 2
     dist.all_gather_object(states, state)
-    other, few = {**state, "shard": 5}, {**state, "num_shards": 3}
-    del full["state"]["first.weight"]
-    attempt("the state's rank is 5, expected", lambda: build().load_state_dict(other))
-    attempt("the state's number of ranks is 3, expected 2", lambda: build().load_state_dict(few))
-    attempt("were not given; pass the saved shards of all ranks", lambda: build().check_shards([states[1 - rank]]))
+    attempt("are from different saves", lambda: build().load_state_dict({**state, "shard": 5}))
+    attempt("were not given; pass the saved shards of all ranks", lambda: build().load_state_dict(states[1 - rank]))
     attempt("this is not a saved shard", lambda: build().load_state_dict({"state": {}, "param_groups": []}))
-    attempt("nothing for first.weight", lambda: build().load_full_state_dict(full))
     return found
 
 
@@ -182,7 +174,7 @@ def more_ranks_than_elements():
     seen = []
 
     def make(given):
-        seen.extend(one.origin for one in given)
+        seen.extend(one.shape for one in given)
         return adam(given)
 
     optimizer = ShardedOptimizer(model, make, stage=2)
@@ -191,52 +183,16 @@ def more_ranks_than_elements():
     norm = optimizer.clip_gradients_(1e9)
     optimizer.step()
     optimizer.close()
-    assert seen == [("weight", (1, 1))], "groups are made of whole parameters on every rank"
+    assert seen == [(1, 1)], "groups are made of whole parameters on every rank"
     assert norm.item() == pytest.approx(2.0)  # the mean of 0, 2 and 4
     return model.weight.item()
 
 
-def resumed(stage):
-    """Save after two steps, go on; then go on from what was saved in a new optimizer of a model that is elsewhere."""
-    model = Net(dist.get_rank())
-    optimizer = ShardedOptimizer(model, adam, stage=stage, split="tensors", bucket_bytes=700)
-    first = Net(0).state_dict()
-    assert same(first, model.state_dict()), "the first rank gives its weights and buffers"
-    run_steps(model, optimizer, range(2))
-    state, half = optimizer.state_dict(), optimizer.full_state_dict()
-    start = {name: one.clone() for name, one in model.state_dict().items()}
-    run_steps(model, optimizer, range(2, 4))
-    other = Net(seed=5)
-    again = ShardedOptimizer(other, adam, stage=stage, split="tensors", bucket_bytes=700)
-    other.load_state_dict(start)
-    again.load_state_dict(state)
-    run_steps(other, again, range(2, 4))
-    assert same(model.state_dict(), other.state_dict())
-    assert not same(start, model.state_dict())
-    equal(again.full_state_dict(), optimizer.full_state_dict())
-    return state, half
+def test_a_rank_may_own_nothing_and_the_first_rank_gives_its_values(ranks):
+    def both():
+        model = Net(dist.get_rank())
+        ShardedOptimizer(model, adam).close()
+        assert same(Net(0).state_dict(), model.state_dict()), "weights and buffers"
+        return more_ranks_than_elements()
 
-
-def cut_anew(states):
-    """Take up the shards of three ranks in parts of elements; return the whole state."""
-    optimizer = ShardedOptimizer(Net(), adam, stage=1, bucket_bytes=1_000)
-    optimizer.check_shards(states)
-    optimizer.load_shards(states)
-    optimizer.close()
-    return optimizer.full_state_dict()
-
-
-def equal(one, other):
-    assert one["state"].keys() == other["state"].keys()
-    for name, entry in one["state"].items():
-        assert all(torch.equal(value, other["state"][name][key]) for key, value in entry.items()), name
-
-
-def test_whole_tensors_go_on_bit_for_bit_and_any_number_of_ranks_cuts_their_shards_anew(ranks):
-    results = ranks(3).run(lambda: (more_ranks_than_elements(), resumed(1), resumed(2)))
-    assert len({value for value, *_ in results}) == 1
-    states, half = [state for _, (state, _), _ in results], results[0][1][1]
-    assert all(entry["step"] == 2 for entry in half["state"].values())
-    for world_size in (1, 2, 4):
-        for full in ranks(world_size).run(cut_anew, states):
-            equal(full, half)
+    assert len(set(ranks(3).run(both))) == 1

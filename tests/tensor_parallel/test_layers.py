@@ -162,19 +162,9 @@ def check_functions():
     x = draw(BATCH, LENGTH, 5).requires_grad_()
     y = functions.join_sequence(functions.split_sequence(x))
     upward = draw(*y.shape, what="upward")
-    (y * upward).sum().backward()
+    y.backward(upward)
     assert torch.equal(y, x)
     assert torch.equal(x.grad, upward)
-
-
-def check_drawn():
-    """A layer that draws its own weights has those of nn.Linear on rank 0."""
-    torch.manual_seed(5 + dist.get_rank())
-    made = ColumnParallelLinear.from_full(nn.Linear(6, HIDDEN), dist.group.WORLD)
-    torch.manual_seed(5)
-    whole = nn.Linear(6, HIDDEN)
-    assert torch.equal(made.weight, part_of(whole.weight, 0))
-    assert torch.equal(made.bias, part_of(whole.bias, 0))
 
 
 def check_autocast():
@@ -195,7 +185,6 @@ def test_layers_equal_those_they_were_cut_from(ranks, world_size):
         check_linear()
         check_attention()
         check_vocabulary()
-        check_drawn()
         check_autocast()
         x = torch.ones(2, HIDDEN)  # wants no gradient: nothing is sent for it
         y = ColumnParallelLinear.from_full(nn.Linear(HIDDEN, HIDDEN))(x)

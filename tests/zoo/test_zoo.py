@@ -14,14 +14,8 @@ LATE = "late.weight was added after"
 HIDDEN = "leaves out embed.weight and 1 more, which would train in shards and not in one process"
 REFUSED = {
     ("FullyShard", "complex parameters"): "view_as_real",
-    ("FullyShard", "parameter of a class of its own"): "marked is a Marked, and a flat shard is cut from plain tensors",
     ("FullyShard", "hook on a parameter's gradient"): "has a hook on its gradient, and a flat shard has the gradients",
     ("FullyShard", "block under vmap"): "unit 'blocks.0' is called in a transform of torch.func",
-    ("FullyShard", "blocks in threads"): "is called in a different thread than its model",
-    ("FullyShard", "block of torch.jit"): "compiled by torch.jit.*shard the Python module",
-    ("FullyShard", "functional_call of a block"): r"blocks.0.0.weight \(unit 'blocks.0'\) is not here now",
-    ("FullyShard", "weights changed in forward"): "a change of it would be lost",
-    ("FullyShard", "parameter read outside of forward"): "log_scales .* is not here now",
     **{(technique, "two parameters in one memory"): OVERLAP for technique in ("ZeRO-1", "ZeRO-2", "FullyShard")},
     **{(technique, "layer made in forward"): LATE for technique in ("DataParallel", "ZeRO-1", "ZeRO-2", "FullyShard")},
     **{(technique, "two backward passes"): TWICE for technique in ("DataParallel", "ZeRO-1", "ZeRO-2")},

@@ -16,7 +16,7 @@ from distlab.tensor_parallel import PLANS
 
 BATCH = 12  # for 1, 2, 3 and 4 ranks
 TIED = "its head is tied to its embedding, in a different stage"
-OWN_LOSS = "its loss reads the model"
+OWN_LOSS = "its loss runs backward"
 SHOWS = "a stage of it shows what it hides"
 EACH_FORWARD = "it changes at each forward, and each micro-batch is one"
 BATCH_NORM = "BatchNorm sees micro-batches"
@@ -150,14 +150,8 @@ KINDS = {
 }
 OUTSIDE = {  # what some technique refuses, and the first words in which it does so: below it is for FullyShard alone
     "complex parameters": Kind(odd.Complex, "images", of_logits, stages=cut_before("head")),
-    "parameter of a class of its own": Kind(odd.OwnTensors, "images", of_logits, stages=cut_before("head")),
     "hook on a parameter's gradient": Kind(odd.ParameterHooks, "images", of_logits, stages=cut_before("head")),
     "block under vmap": Kind(odd.Mapped, "images", of_logits, stages=cut_before("head")),
-    "blocks in threads": Kind(odd.Threads, "images", of_logits, stages=cut_before("head")),
-    "block of torch.jit": Kind(odd.Scripted, "images", of_logits, stages=cut_before("head")),
-    "functional_call of a block": Kind(odd.Functional, "images", of_logits, stages=cut_before("head")),
-    "weights changed in forward": Kind(odd.Clamped, "images", of_logits, stages=cut_before("head")),
-    "parameter read outside of forward": Kind(odd.Uncertain, "images", odd.weighted, alone=OWN_LOSS),
     "two parameters in one memory": Kind(odd.Overlap, "images", of_logits, stages=cut_before("head")),
     "layer made in forward": Kind(odd.MadeInForward, "images", of_logits, alone=EACH_FORWARD),
     "two backward passes": Kind(odd.Odd, "images", odd.two_backwards, alone=OWN_LOSS),

@@ -1,12 +1,8 @@
 """LoRA, and small models that do one thing each which some technique refuses."""
 
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 
 CLASSES, WIDTH = 5, 8
 
@@ -66,41 +62,6 @@ class Mapped(Odd):
         return torch.vmap(super().body)(x)
 
 
-class Threads(Odd):
-    """Two branches in two threads."""
-
-    def body(self, x):
-        with ThreadPoolExecutor(2) as pool:
-            return x + sum(pool.map(lambda block: block(x), self.blocks))
-
-
-class Scripted(Odd):
-    """A block that torch.jit compiled."""
-
-    def __init__(self):
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.blocks[0] = torch.jit.script(self.blocks[0])
-
-
-class Clamped(Odd):
-    """Weights that forward keeps small."""
-
-    def body(self, x):
-        for block in self.blocks:
-            block[0].weight.data.clamp_(-0.2, 0.2)
-        return super().body(x)
-
-
-class Functional(Odd):
-    """A block that is called with parameters which forward made."""
-
-    def body(self, x):
-        values = {name: 0.9 * value for name, value in self.blocks[0].named_parameters()}
-        return x + functional_call(self.blocks[0], values, (x,)) + self.blocks[1](x)
-
-
 class MadeInForward(Odd):
     """A layer that the first forward makes."""
 
@@ -138,36 +99,6 @@ class ParameterHooks(Odd):
         super().__init__()
         self.blocks[0][0].weight.register_hook(lambda gradient: 0.5 * gradient)
         self.head.bias.register_hook(lambda gradient: 2 * gradient)
-
-
-class Uncertain(Odd):
-    """The weights of two losses are parameters of the model, which the loss reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.log_scales = nn.Parameter(torch.tensor([0.1, -0.2]))
-
-
-def weighted(call, images, targets):
-    logits, model = call(images), getattr(call, "module", call)
-    one, other = F.cross_entropy(logits, targets), logits.square().mean()
-    scales = model.log_scales
-    return (one * (-scales[0]).exp() + other * (-scales[1]).exp() + scales.sum()).squeeze()
-
-
-class Marked(torch.Tensor):
-    """A tensor with a class of its own."""
-
-
-class OwnTensors(Odd):
-    """A parameter of a class of tensors of the model's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.marked = nn.Parameter(torch.randn(WIDTH).as_subclass(Marked))
-
-    def body(self, x):
-        return super().body(x + self.marked.as_subclass(torch.Tensor))
 
 
 class Hides(Odd):

@@ -24,7 +24,9 @@ stages that equal one process). `make zoo` writes this page; the tests compare i
 BELOW = """## Outside of the list
 
 FullyShard wants each parameter that trains in exactly one unit: real numbers, plain, on one device, used in its unit's
-own forward and in its thread. What is not so is refused, as these small models are:
+own forward and in its thread. What is not so is refused. So are a parameter of a class of its own, a block that
+torch.jit compiled, runs in a thread of its own or is called by functional_call with other values, weights that forward
+changes, and parameters that a loss reads. And these small models:
 
 """
 END = """
@@ -43,15 +45,18 @@ Not supported, without a try:
 - FullyShard: one optimizer for two models that name a tensor alike (build one for each); a state saved or
   loaded inside of `summon()` or of forward.
 - Offload of the optimizer alone: `FullyShard(offload=True)` keeps shards, gradients and state in the host's memory.
-- `build_sharded`: start values from anything else than a seed and each weight's name.
+- FullyShard of a module on the meta device: its shards are zeros. Give each of `model.units` its values with `fill`,
+  one unit after the other on every rank, or load a state; buffers are set before.
 - Torch's tools on shards (`clip_grad_norm_`, `GradScaler`, sums and norms by hand) are refused: use `clip_gradients_`
   and `distlab.precision.LossScaler`. Hooks of an optimizer see this rank's part.
 - Not refused, and of this rank's part alone: `numel`, `len` and `shape` of a shard. Whole parameters are there
   `with model.summon() as module:`.
 - Tensor parallel: ranks whose dropout is seeded differently are told only when whole weights drift apart.
 - `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy; heads that are
-  counted by an attribute with a name of its own (call it `num_heads`); `example=` under autocast; sequence
-  parallelism between its layers, which the package's GPT has (`parallelize(..., sequence_parallel=True)`).
+  counted by an attribute with a name of its own (call it `num_heads`); one layer that makes query, key and value side
+  by side for each head (GPT-NeoX, BLOOM), or with fewer keys; a gate that is half of a layer's output (`chunk(2)`);
+  `example=` under autocast; sequence parallelism between its layers, which the package's GPT has
+  (`parallelize(..., sequence_parallel=True)`). Leave such layers out of the plan: they stay whole.
 """
 
 

@@ -11,7 +11,7 @@ Symbols: P parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -51,10 +51,8 @@ FAULTS = {
         "got no gradient on some rank of the group",
         'Use them in the loss on every rank, freeze them with requires_grad_(False), or pass unused="zeros"',
     ),
-    NOT_FINITE: ("has a mean gradient that is not finite (NaN or infinite)", "Skip the update, or lower the rate"),
+    NOT_FINITE: ("got a gradient that is not finite (NaN or infinite)", "Skip the update, or lower the learning rate"),
 }
-
-
 COMPLAINS = 2  # in the table of statuses: a rank has sentences to tell
 
 
@@ -73,45 +71,35 @@ class Reports(NamedTuple):
         """Return whether no rank used a parameter."""
         return all(row[parameter] == UNUSED for row in self.statuses)
 
-    def named(self, status: GradientStatus, names: Sequence[str], *, with_ranks: bool = True) -> list[str]:
-        """Return the names of the parameters that have a status on some rank, and on which ranks."""
-        found = []
-        for parameter, name in enumerate(names):
-            ranks = [rank for rank, row in enumerate(self.statuses) if row[parameter] == status]
-            if ranks:
-                found.append(f"{name}{_on(ranks)}" if with_ranks else name)
-        return found
-
-    def sentences(self, wrong: Iterable[GradientStatus], names: Sequence[str]) -> list[str]:
-        """Return a sentence for each fault that some rank reported: the fault, its parameters, and what to do."""
-        texts = []
-        for status in wrong:
-            # The rank that owns a shard finds what is not finite in it, whichever rank it came from: name no rank.
-            found = self.named(status, names, with_ranks=status is not NOT_FINITE)
-            what, advice = FAULTS[status]
-            if found:
-                texts.append(f"{_count(found, 'parameter')} {what}: {'; '.join(found)}. {advice}")
-        return texts
-
-    def error(self, names: Sequence[str], *, unused: str, step: int) -> RuntimeError | None:
-        """Return the error that every rank must raise, or None.
+    def error(self, names: Sequence[str], *, unused: str, step: int, of_means: bool = False) -> RuntimeError | None:
+        """Return the error that every rank must raise, or None: each fault, its parameters and ranks, and what to do.
 
         Args:
             names: of the parameters, in the order of `statuses`.
             unused: whether a parameter without a gradient is an "error".
             step: number of the step, for the text.
+            of_means: the rank that owns a mean finds what is not finite in it, whichever rank it came from.
         """
         holders: dict[str, list[int]] = {}
         for rank, complaints in enumerate(self.complaints):
             for complaint in complaints:
                 holders.setdefault(complaint, []).append(rank)
-        wrong = (SPARSE, TWICE, UNUSED) if unused == "error" else (SPARSE, TWICE)
-        texts = [f"{text}{_on(ranks)}" for text, ranks in holders.items()] + self.sentences(wrong, names)
-        found = self.named(NOT_FINITE, names)
-        if not found:
-            return RuntimeError(" Also: ".join(texts)) if texts else None
-        text = f"step {step}: not finite (NaN or infinite) {_count(found, 'gradient')}: {'; '.join(found)}"
-        return NotFiniteError(" Also: ".join([f"{text}. Skip the update, or lower the learning rate", *texts]))
+        texts, kind = [f"{complaint}{_on(ranks)}" for complaint, ranks in holders.items()], RuntimeError
+        for status, (what, advice) in FAULTS.items():
+            wrong = {
+                name: [rank for rank, row in enumerate(self.statuses) if row[parameter] == status]
+                for parameter, name in enumerate(names)
+            }
+            told = [
+                name if of_means and status is NOT_FINITE else f"{name}{_on(ranks)}"
+                for name, ranks in wrong.items()
+                if ranks and (status is not UNUSED or unused == "error")
+            ]
+            if told:
+                count = f"{len(told)} parameter{'s' if told[1:] else ''}"
+                texts.append(f"{count} {what}: {'; '.join(told)}. {advice}")
+                kind = NotFiniteError if status is NOT_FINITE else kind
+        return kind(f"step {step}: {' Also: '.join(texts)}") if texts else None
 
 
 def gather_reports(statuses: Sequence[int], complaints: list[str], group: ProcessGroup | None = None) -> Reports:
@@ -161,21 +149,14 @@ def find_faults(
     table = table.to(group_device(group))
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     seen = table.cpu()
-    if bool((seen == COMPLAINS).any()):
-        told = gather_reports(statuses, list(complaints), group).error([], unused=unused, step=step)
-        return RuntimeError(f"rank {dist.get_rank(group)}: step {step}: {told}")
     wrong = [fault for fault in FAULTS if (fault is not UNUSED or unused == "error") and bool(seen[fault].any())]
     if not wrong:
         used: list[bool] = seen[[one for one in GradientStatus if one is not UNUSED]].any(dim=0).tolist()
         return used
-    texts = gather_reports(statuses, [], group).sentences(wrong, names)
-    kind = NotFiniteError if NOT_FINITE in wrong else RuntimeError
-    return kind(f"rank {dist.get_rank(group)}: step {step}: {' Also: '.join(texts)}")
+    error = gather_reports(statuses, list(complaints), group).error(names, unused=unused, step=step, of_means=True)
+    assert error is not None, "the table has told of it"
+    return type(error)(f"rank {dist.get_rank(group)}: {error}")
 
 
 def _on(ranks: list[int]) -> str:
     return f" (rank {', '.join(map(str, ranks))})"
-
-
-def _count(found: list[str], noun: str) -> str:
-    return f"{len(found)} {noun}{'s' if len(found) > 1 else ''}"

@@ -2,7 +2,7 @@
 
 Read `blocks` (the parts that are sharded or recomputed one by one) and `structures` (tensors in whatever a model takes
 and returns). `every_parameter` also names what a model does not show. `trial` runs a forward of a copy;
-`earlier_buffers` keeps what modules remembered before a function ran. For tensor parallelism: `local_compute` (what a
-rank computes by itself) and `split` (how a tensor lies on tensor ranks). `moved` refuses parameters whose values went
-elsewhere; `named_parts` is the format of saved shards.
+`earlier_buffers` keeps what modules remembered before a function ran. For tensor parallelism: `split`, how a tensor
+lies on tensor ranks, and what a rank computes by itself. `moved` refuses parameters whose values went elsewhere;
+`named_parts` is the format of saved shards.
 """

@@ -9,8 +9,7 @@ from inspect import getclosurevars
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 SMALL = 65_536  # elements of a buffer that is kept whether it was written or not
 
@@ -18,8 +17,8 @@ SMALL = 65_536  # elements of a buffer that is kept whether it was written or no
 class EarlierBuffers:
     """The buffers of a function's modules as they were before its first run.
 
-    A buffer that was written has a new version, but batch norm's kernel writes without telling. So small buffers are
-    kept in any case.
+    A buffer that was written has a new version. Batch norm's kernel writes and gives no new version. So small buffers
+    are kept in any case.
 
     Args:
         function: a module, one of its methods, or a function that names modules.
@@ -36,39 +35,32 @@ class EarlierBuffers:
     def forget_unwritten(self) -> None:
         """Keep only what the second run must begin with."""
         self._before = [
-            one
-            for one in self._before
-            if _is_replaced(*one[:3]) or one[2]._version != one[4] or one[2].numel() <= SMALL
+            (module, name, buffer, value, version)
+            for module, name, buffer, value, version in self._before
+            if module._buffers.get(name) is not buffer or buffer._version != version or buffer.numel() <= SMALL
         ]
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Give the modules the buffers that the first run began with; put today's back afterwards."""
-        today = {id(module): (module, dict(module._buffers.items())) for module, *_ in self._before}
+        today = {module: dict(module._buffers) for module, *_ in self._before}
         values = [(buffer, buffer.detach().clone()) for _, _, buffer, _, _ in self._before]
         try:
             for module, name, buffer, before, _ in self._before:
                 buffer.data.copy_(before)  # .data: autograd need not hear of a change that is undone
-                if _is_replaced(module, name, buffer):
-                    module._buffers[name] = buffer
+                module._buffers[name] = buffer
             yield
         finally:
             for buffer, value in values:
                 buffer.data.copy_(value)
-            for module, buffers in today.values():
-                if not isinstance(module, torch.jit.ScriptModule):
-                    module._buffers.clear()
-                    module._buffers.update(buffers)
-
-
-def _is_replaced(module: nn.Module, name: str, buffer: Tensor) -> bool:
-    """Return whether a module has a different tensor under this name now; scripted modules keep theirs."""
-    return not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer
+            for module, buffers in today.items():
+                module._buffers.clear()
+                module._buffers.update(buffers)
 
 
 def modules_of(function: Any) -> list[nn.Module]:
     """Return all modules that a function is, belongs to, is given in advance, or names; with those inside of them."""
-    found: dict[int, nn.Module] = {}
+    found: dict[nn.Module, None] = {}
     todo, seen = [function], set()
     while todo:
         one = todo.pop()
@@ -76,15 +68,15 @@ def modules_of(function: Any) -> list[nn.Module]:
             continue
         seen.add(id(one))
         if isinstance(one, nn.Module):
-            found |= {id(module): module for module in one.modules()}
+            found |= dict.fromkeys(one.modules())
         elif isinstance(one, partial):
             todo += [one.func, *one.args, *one.keywords.values()]
         elif isinstance(one, MethodType):
-            todo += [one.__self__] if isinstance(one.__self__, nn.Module) else [one.__self__, one.__func__]
+            todo += [one.__self__, one.__func__]
         elif isinstance(one, FunctionType):
             known: list[Any] = [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
             with suppress(ValueError):  # a name that has no value yet
                 names = getclosurevars(one)
                 known += [*names.nonlocals.values(), *names.globals.values()]
             todo += [value for value in known if isinstance(value, nn.Module | MethodType | partial)]
-    return list(found.values())
+    return list(found)

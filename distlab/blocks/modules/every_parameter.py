@@ -22,12 +22,6 @@ def every_parameter(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for parameter, name in named.items()]
 
 
-def hidden_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Name the parameters that `parameters()` or `named_parameters()` leaves out."""
-    shown = {*module.parameters()} & {parameter for _, parameter in module.named_parameters()}
-    return [(name, parameter) for name, parameter in every_parameter(module) if parameter not in shown]
-
-
 def layers_of(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and all inside of it with their names, each once, also what `named_modules()` leaves out."""
     if id(module) not in seen:

@@ -10,8 +10,6 @@ Everything here works on plain dictionaries, and ranks exchange nothing.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,7 +144,6 @@ class SavedShard:
         groups: the optimizer's options and the names of its tensors, one dictionary per group; None where no
             optimizer was saved.
         buffers: of the module, whole: each rank has its own.
-        digests: of all shards of the same save, in order; empty where the ranks did not compare.
         aliases: other names of tensors that a module has under several, each with the name used in parts.
     """
 
@@ -155,7 +152,6 @@ class SavedShard:
     parts: Mapping[str, SavedPart]
     groups: Sequence[Mapping[str, Any]] | None = None
     buffers: Mapping[str, Tensor] | None = None
-    digests: tuple[str, ...] = ()
     aliases: Mapping[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,7 +165,6 @@ class SavedShard:
             "parts": parts,
             "groups": None if self.groups is None else [dict(group) for group in self.groups],
             "buffers": dict(self.buffers or {}),
-            "digests": list(self.digests),
             **({"aliases": dict(self.aliases)} if self.aliases else {}),
         }
 
@@ -180,22 +175,16 @@ class SavedShard:
         Raises:
             ValueError: it is something else, or of a different version.
         """
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        if not isinstance(state, Mapping) or (state.get("format"), state.get("version")) != (FORMAT, VERSION):
             raise ValueError(
-                f"this is not a saved shard (no format {FORMAT!r}); pass what sharded_state_dict() or a "
-                "ShardedOptimizer's state_dict() returned, or load a whole state with load_full_state_dict(). If an "
-                "earlier distlab saved it, load it there and save the whole state"
-            )
-        if state.get("version") != VERSION:
-            raise ValueError(
-                f"the saved shard has version {state.get('version')!r}; this distlab reads {VERSION}: load it with the "
-                "distlab that saved it, and save the full state there"
+                f"this is not a saved shard (format {FORMAT!r}, version {VERSION}); pass what ShardedState or "
+                "ShardedOptimizer saved, or load a whole model with load_full_state_dict(). What a different distlab "
+                "saved, load there, and save the whole model"
             )
         try:
             parts = {name: SavedPart.from_dict(part) for name, part in state["parts"].items()}
-            digests, others = tuple(state["digests"]), state.get("aliases")
             where = int(state["shard"]), int(state["num_shards"])
-            return cls(*where, parts, state["groups"], state["buffers"], digests, others)
+            return cls(*where, parts, state["groups"], state["buffers"], state.get("aliases"))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the saved shard lacks a field ({error!r}); save it again") from None
 
@@ -203,12 +192,6 @@ class SavedShard:
         """Return the same in host memory of its own, which training does not change."""
         own = {n: {key: v.to("cpu", copy=True) for key, v in part.values.items()} for n, part in self.parts.items()}
         return replace(self, parts={name: replace(part, values=own[name]) for name, part in self.parts.items()})
-
-    def digest(self) -> str:
-        """Return a hash of everything in it, except the digests of the save."""
-        hashed = hashlib.sha256()
-        _feed(hashed, {**self.to_dict(), "digests": []})
-        return hashed.hexdigest()
 
 
 def whole_shard(
@@ -266,46 +249,22 @@ def apart(
     return rows, {key: value for key, value in kept.items() if key not in rows}
 
 
-def _feed(hashed: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        hashed.update(f"{value.dtype}{list(value.shape)}".encode())
-        hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    elif isinstance(value, Mapping):
-        for key in value:
-            hashed.update(repr(key).encode())
-            _feed(hashed, value[key])
-    elif isinstance(value, list | tuple):
-        hashed.update(f"{len(value)}".encode())
-        for item in value:
-            _feed(hashed, item)
-    else:
-        hashed.update(json.dumps(value, default=repr).encode())
-
-
 def check_saves(saved: Sequence[SavedShard]) -> None:
-    """Refuse shards that were not saved together, or that changed since; each tensor rank's are a save of their own.
+    """Refuse shards that were not saved together; each tensor rank's are a save of their own.
 
     Raises:
-        ValueError: no shards, a different number of shards, different saves, or changed values, with the shards.
+        ValueError: no shards, or a different number of shards.
     """
     if not saved:
         raise ValueError("no saved shard was given; pass the shards of all ranks of the job that saved")
-    of_rank: dict[str, list[SavedShard]] = {}
+    first: dict[str, SavedShard] = {}
     for one in saved:
-        of_rank.setdefault(str({name: part.slab for name, part in one.parts.items()}), []).append(one)
-        if not 0 <= one.shard < one.num_shards:
-            raise ValueError(f"a saved shard calls itself shard {one.shard} of {one.num_shards}; save it again")
-        if one.digests and one.digest() != one.digests[one.shard]:
+        other = first.setdefault(str({name: part.slab for name, part in one.parts.items()}), one)
+        if other.num_shards != one.num_shards or not 0 <= one.shard < one.num_shards:
             raise ValueError(
-                f"shard {one.shard} was changed after it was saved (its SHA-256 differs); use a different save"
+                f"shard {other.shard} of {other.num_shards} and shard {one.shard} of {one.num_shards} are from "
+                "different saves; pass the shards of one"
             )
-    for first, *others in of_rank.values():
-        for other in others:
-            if (other.num_shards, other.digests) != (first.num_shards, first.digests):
-                raise ValueError(
-                    f"shard {first.shard} of {first.num_shards} and shard {other.shard} of {other.num_shards} are from "
-                    "different saves; pass the shards of one"
-                )
 
 
 def check_tensors(

@@ -3,13 +3,17 @@
 Pure functions of tensors, with nothing behind them that communicates; and the parameters of a model told apart into
 those that are cut and those that every rank holds whole. Tensor parallelism cuts them; what shards a model that was cut
 must know.
+
+A tensor-parallel layer is a Linear or an Embedding with an exchange before or after it. A pipeline that computes weight
+gradients later wants a different backward for that middle part. It need not know what is sent, and the layer need not
+know about the pipeline. They meet in `LocalCompute`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,19 +37,6 @@ class Split:
     dim: int
     sections: tuple[int, ...]
     padded: bool = False
-
-    def check(self, num_ranks: int, rank: int, what: str) -> None:
-        """Refuse sections that do not divide.
-
-        Raises:
-            ValueError: naming the first that does not.
-        """
-        uneven = [size for size in self.sections if size % num_ranks]
-        if uneven and not self.padded:
-            raise ValueError(
-                f"rank {rank}: {what}: {uneven[0]} features cannot be split over {num_ranks} ranks; pass a size "
-                f"that is a multiple of {num_ranks}, or use fewer ranks"
-            )
 
     def cut(self, full: Tensor, num_ranks: int, rank: int) -> Tensor:
         """Return this rank's part, in memory of its own.
@@ -105,3 +96,27 @@ def group_of_parts(model: nn.Module) -> ProcessGroup | None:
         return None
     group: Any = cut.group
     return dist.group.WORLD if group is None else group
+
+
+@runtime_checkable
+class LocalCompute(Protocol):
+    """A layer whose forward calls `self.local_compute`, once, and sends what it sends outside of that call.
+
+    A caller may replace it (`layer.local_compute = ...`) by one that computes the same with a different backward.
+    The layer asks `is_replaced` before it takes a shorter way that computes and sends at once.
+
+    Attributes:
+        local_kind: nn.Linear or nn.Embedding: `local_compute` computes what this kind of layer does, with the layer's
+            own `weight` and `bias`. The bias' gradient is the sum of the output's, even where this rank's output leaves
+            it out. None: this layer is not called; its parameters are used in a different way.
+    """
+
+    local_kind: type[nn.Module] | None
+
+    def local_compute(self, x: Tensor) -> Tensor:
+        """Compute the plain layer's output; nothing is sent."""
+
+
+def is_replaced(layer: nn.Module) -> bool:
+    """Return whether a layer's `local_compute` was replaced."""
+    return "local_compute" in vars(layer)

@@ -7,7 +7,7 @@ some may be hidden.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, ModuleType
@@ -70,12 +70,10 @@ def replace(value: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind in (dict, OrderedDict):
         items = {key: replace(item, change) for key, item in value.items()}
-        return value if _same(items.values(), value.values()) else kind(items)
+        return value if all(items[key] is value[key] for key in value) else kind(items)
     if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         parts = [replace(item, change) for item in value]
-        return value if _same(parts, value) else kind(*parts) if hasattr(value, "_fields") else kind(parts)
+        if all(one is other for one, other in zip(parts, value, strict=True)):
+            return value
+        return kind(*parts) if hasattr(value, "_fields") else kind(parts)
     return change(value)
-
-
-def _same(some: Collection[Any], others: Collection[Any]) -> bool:
-    return all(one is other for one, other in zip(some, others, strict=True))

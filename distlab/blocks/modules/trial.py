@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ def call_a_copy(module: nn.Module, arguments: Sequence[Any], device: torch.devic
     known: dict[int, Any] = {id(one): _stand_in(one, device) for one in _tensors(module)}
     if dist.is_initialized():
         known |= {id(group): group for group in dist.distributed_c10d._world.pg_map}
-    with keep_random_state(), _eager():
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with keep_random_state(), eager:
         try:
             twin = copy.deepcopy(module, known)
         except Exception as error:
@@ -73,13 +74,3 @@ def _stand_in(one: Tensor, device: torch.device) -> Tensor:
     else:
         made = one.detach().clone()
     return nn.Parameter(made, one.requires_grad) if isinstance(one, nn.Parameter) else made
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled functions without their compiled code; only where the compiler is in use."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

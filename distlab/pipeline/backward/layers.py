@@ -1,7 +1,7 @@
 """The layers whose weight gradient can wait, a rule for each: what I computes, and notes, and what W computes.
 
 A rule holds for one exact type. A subclass may compute something else, so it has none. But a layer that sends
-something before and after such a computation may say so itself (`modules.local_compute`): the rule then holds for the
+something before and after such a computation may say so itself (`modules.split`): the rule then holds for the
 middle, and what is sent backward is sent in I.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from distlab.blocks.modules.local_compute import LocalCompute
+from distlab.blocks.modules.split import LocalCompute
 
 
 class Notes(NamedTuple):

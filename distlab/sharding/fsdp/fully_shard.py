@@ -22,12 +22,12 @@ from distlab.comm.agree import group_device
 from distlab.comm.device import CopyStream
 from distlab.plan import Precision
 from distlab.sharding.checks import parameters_to_shard
-from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
+from distlab.sharding.cut_layers import CutLayers, clip_shards_
 from distlab.sharding.fsdp.flat_unit import Options, Unit
-from distlab.sharding.fsdp.freed import STATE, names_of_others, refuse_others, refuse_whole_state
 from distlab.sharding.fsdp.gradient import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
 from distlab.sharding.fsdp.prefetch import Order
+from distlab.sharding.fsdp.resharded import STATE, names_of_others, refuse_others
 from distlab.sharding.fsdp.step import step_on_pieces
 from distlab.sharding.fsdp.wrapping import ROOT, UnitMembers, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
@@ -54,7 +54,7 @@ class FullyShard(NotCopied, nn.Module):
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
-            device none are, and shards are zeros until the caller fills them.
+            device none are, and shards are zeros until the caller fills each of `units` (`Unit.fill`) or loads a state.
         group: ranks that hold a shard each; None is all.
         units: submodules to gather one by one: names, classes, patterns ("layers.*") or functions (`find_blocks`); None
             takes all lists' items. What several of these share belongs to the root, and so does what no unit holds.
@@ -114,7 +114,7 @@ class FullyShard(NotCopied, nn.Module):
         device = group_device(group) if named[0][1].device.type == "meta" else named[0][1].device
         shared = CopyStream(device), CopyStream(device), GradientMemory(group, device)
         self._options = Options(group, replicas, device, precision, offload, spans, *shared)
-        self.step, self.is_summoned, self.cut = 0, False, cut_layers_of(module)
+        self.step, self.is_summoned, self.cut = 0, False, CutLayers.of(module)
         self.units: list[Unit] = []
         self._watched = [self._wrap(module, name, found, reshard_after_forward) for name in (ROOT, *names)]
         self.order = Order(list(self._watched), prefetch, group)
@@ -125,7 +125,6 @@ class FullyShard(NotCopied, nn.Module):
         buffers = [buffer for buffer in module.buffers() if buffer.device.type != "meta"]
         for ranks in everyone:
             broadcast_each(buffers, ranks)
-        self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
         step_on_pieces()
 
     def _wrap(

@@ -78,13 +78,9 @@ def note_unused(shard: FlatShard, total: Tensor, unused_here: set[int], *, adds:
     Shapes: total [L]
     """
     parts = zip(shard.pieces, shard.cut(total), strict=True) if unused_here else ()
-    found = {piece.slot for piece, part in parts if piece.slot in unused_here and is_marked(part[0])}
+    mine = ((piece.slot, part[0]) for piece, part in parts if piece.slot in unused_here)
+    found = {slot for slot, number in mine if number == 0 and torch.signbit(number)}
     shard.unused = found.intersection(shard.unused) if adds else found
-
-
-def is_marked(number: Tensor) -> bool:
-    """Return whether a number is -0.0."""
-    return bool((number == 0) & torch.signbit(number))
 
 
 class GradientMemory:

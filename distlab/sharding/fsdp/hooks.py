@@ -23,7 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from distlab.blocks.modules.moved import NotHere
 from distlab.blocks.modules.structures import EMPTY, find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
-from distlab.sharding.fsdp.freed import FreedParameter, refuse_others
+from distlab.sharding.fsdp.resharded import ReshardedParameter, refuse_others
 
 Views = list[tuple[Tensor, ...]]
 
@@ -114,7 +114,7 @@ class WatchedModule:
         self.open = 0
         self.stays = False
         self._calls: list[Running] = []
-        self._freed = [[FreedParameter(unit, at) for at in range(len(unit.layout.names))] for unit in units]
+        self._resharded = [[ReshardedParameter(unit, at) for at in range(len(unit.layout.names))] for unit in units]
         why = "FullyShard gathers and frees parameters, which no compiled graph can do"
         self.hooks: list[Any] = [
             module.register_forward_pre_hook(
@@ -152,8 +152,8 @@ class WatchedModule:
                 put(place.module, place.attribute, tensors[place.tensor])
 
     def hide(self) -> None:
-        """Put a `FreedParameter` where the modules look for each parameter."""
-        self.show(self._freed)
+        """Put a `ReshardedParameter` where the modules look for each parameter."""
+        self.show(self._resharded)
 
     def settle(self) -> None:
         """Free the units after a forward, unless a different call of them runs or they are to stay."""
@@ -227,7 +227,7 @@ class WatchedModule:
                 unit.layout.names[place.tensor]
                 for unit in self.units
                 for place in unit.members.places
-                if not isinstance(place.module._parameters.get(place.attribute), FreedParameter)
+                if not isinstance(place.module._parameters.get(place.attribute), ReshardedParameter)
             )
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

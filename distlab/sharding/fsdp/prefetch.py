@@ -135,6 +135,6 @@ class Order:
                 other.start_gather()
             one.settle()
 
-    def _compare(self, coming: str) -> None:
+    def _compare(self, pending: str) -> None:
         names = [one.name or "root" for one in self.begun]
-        agree([*names, coming], self.group, what="the units that this forward pass runs, in order")
+        agree([*names, pending], self.group, what="the units that this forward pass runs, in order")

@@ -76,10 +76,9 @@ def _check(optimizer: Optimizer, shards: list[FlatShard]) -> None:
     empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
     if empty:
         raise ValueError(
-            f"{rank}: group {empty[0]} of the optimizer has no parameters. Was it made by names or shapes? "
-            "FullyShard's are flat shards, 'shards.0', in which parameters of several names lie: all are in one group "
-            "now. Use ShardedOptimizer, whose groups are made of whole parameters; or groups of whole units, by "
-            "model.units[i].name and .shard; or leave the empty group out"
+            f"{rank}: group {empty[0]} of the optimizer has no parameters. By names or shapes all flat shards "
+            "('shards.0') are in one group. Use ShardedOptimizer, whose groups are made of whole parameters; or groups "
+            "of whole units, by model.units[i].name and .shard; or leave the empty group out"
         )
     if what_it_needs(optimizer) != "elements":
         raise ValueError(

@@ -1,15 +1,12 @@
 """The state of a `FullyShard` model and its optimizer, in shards or whole, for any number of ranks.
 
-In shards, which any number of ranks may load:
+In shards, which any number of ranks may load: `ShardedState`, model and optimizer as one part of a checkpoint
+(`distlab.checkpoint`), one file per rank. A shard says what it holds (see `named_parts`), so that *any* number of ranks
+may take it up. Ranks exchange nothing.
 
-1. `shard_state`: this rank's shard, which says what it holds (see `named_parts`). Ranks exchange nothing.
-2. `sharded_state_dict`: the same, and the ranks' digests, so that shards of two saves are never taken for one.
-3. `load_sharded_state_dict`: from the shards that *any* number of ranks saved.
-4. `ShardedState`: model and optimizer as one part of a checkpoint (`distlab.checkpoint`), one file per rank.
-
-Whole, for one file that anything can read: a different number of ranks, one process, a different program. It is put
-together one unit at a time, in host memory, because a rank that needs shards has no room for the whole model on its
-device. To load it is to load a save of one rank.
+The model whole (`full_state_dict`), for one file that anything can read: a different number of ranks, one process, a
+different program. It is put together one unit at a time, in host memory, because a rank that needs shards has no room
+for the whole model on its device. To load it is to load a save of one rank.
 
 Functions that communicate are collective: every rank of the group calls them, also where only one keeps the result. A
 program that calls them on rank 0 alone makes rank 0 wait for the others; the wait ends with the group's timeout. What
@@ -21,117 +18,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.named_parts import PARAMETER, SavedShard, whole_shard
 from distlab.comm import agree
 from distlab.comm.together import together
 from distlab.sharding.cut_layers import OwnPieces
-from distlab.sharding.fsdp.freed import FreedParameter, names_of_others
 from distlab.sharding.fsdp.fully_shard import FullyShard
+from distlab.sharding.fsdp.resharded import ReshardedParameter, names_of_others
 from distlab.sharding.state.parts import (
     Optimizer,
     SavedInShards,
-    gather_optimizer,
     gather_parts,
-    is_kept,
     prepare,
-    prepare_optimizer,
-    read_shards,
     save_parts,
 )
-
-Result = TypeVar("Result")
 
 
 def pieces_of(model: FullyShard) -> OwnPieces:
     """Return what this rank holds: pieces of all units."""
     held = [(unit.layout, unit.shard.dtype, unit.shard.pieces) for unit in model.units]
     return OwnPieces.of(held, model.cut, model.group)
-
-
-def shard_state(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Return this rank's shard of the model, and of the optimizer's state: views; nothing is sent.
-
-    Raises:
-        ValueError: the optimizer is of a different model, or keeps what cannot be cut.
-    """
-    aliases, buffers = _state_of(model)
-    parts, groups = save_parts(pieces_of(model), optimizer, parameters=True)
-    shard, num_shards = dist.get_rank(model.group), dist.get_world_size(model.group)
-    tied = {name: same for name, same in aliases.items() if name != same}
-    return SavedShard(shard, num_shards, parts, groups, _copied(buffers), aliases=tied).to_dict()
-
-
-def sharded_state_dict(model: FullyShard, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Return this rank's shard, with the digests of all shards of this save; every rank of the group calls it.
-
-    The dictionary holds plain values and tensors in host memory: save it with torch.save, one file per rank.
-
-    Cost: one all-gather of 64 bytes per rank; this rank's shards are hashed.
-
-    Raises:
-        ValueError: on every rank, when a rank has an optimizer of a different model, or one whose state cannot be cut.
-    """
-    agree(["sharded_state_dict", optimizer is not None], model.group, what="sharded_state_dict (with an optimizer)")
-    state = refuse_together(model, "save the shards", lambda: shard_state(model, optimizer))
-    saved = SavedShard.from_dict(state).copied()
-    digests = [""] * saved.num_shards
-    dist.all_gather_object(digests, saved.digest(), group=model.group)
-    return dataclasses.replace(saved, digests=tuple(digests)).to_dict()
-
-
-def load_sharded_state_dict(
-    model: FullyShard, states: Sequence[Mapping[str, Any]], optimizer: Optimizer | None = None
-) -> None:
-    """Load a state that any number of ranks saved, with any units. Every rank of the group calls this.
-
-    Args:
-        model: of the same tensors; nothing of it has changed when an error is raised.
-        states: what `sharded_state_dict` returned on all ranks, in any order. A rank that had the same shard then may
-            pass its own alone.
-        optimizer: takes its state from the same shards.
-
-    Cost: only the outcome of the checks is exchanged.
-    Error: exact.
-
-    Raises:
-        ValueError: on every rank, with the text of the ranks that refused: a different model or precision, a missing
-            shard, shards of two saves, or an optimizer of other groups.
-    """
-    agree(["load_sharded_state_dict", optimizer is not None], model.group, what="load_sharded_state_dict")
-    refuse_together(model, "load the shards", lambda: prepare_model(model, read_shards(states), optimizer))()
-
-
-def prepare_model(
-    model: FullyShard, saved: Sequence[SavedShard], optimizer: Optimizer | None = None
-) -> Callable[[], None]:
-    """Check saved shards against a model and assemble this rank's; return a function that loads it.
-
-    Raises:
-        ValueError: they do not fit; nothing has changed.
-    """
-    load = prepare(pieces_of(model), optimizer, saved, parameters=True)
-    rank = dist.get_rank(model.group)
-    own = min(saved, key=lambda one: (one.shard != rank, one.shard))  # buffers: its own, or those of the first shard
-    here, there = _state_of(model)[1], own.buffers or {}
-    for name in [*here, *there]:
-        mine, its = (list(one[name].shape) if name in one else "nothing" for one in (here, there))
-        if mine != its:
-            raise ValueError(f"buffer {name} is {mine} in the model, {its} in the saved state of a different model")
-
-    @torch.no_grad()
-    def take() -> None:
-        load()
-        for name, buffer in here.items():
-            buffer.copy_(there[name])
-
-    return take
 
 
 class ShardedState(SavedInShards):
@@ -147,12 +58,39 @@ class ShardedState(SavedInShards):
         self.model, self.optimizer = model, optimizer
 
     def shard_state(self) -> dict[str, Any]:
-        """Return this rank's state: views, to save or copy before the next update."""
-        return shard_state(self.model, self.optimizer)
+        """Return this rank's state: views, to save or copy before the next update; nothing is sent.
+
+        Raises:
+            ValueError: the optimizer is of a different model, or keeps what cannot be cut.
+        """
+        aliases, buffers = _state_of(self.model)
+        parts, groups = save_parts(pieces_of(self.model), self.optimizer, parameters=True)
+        place = dist.get_rank(self.model.group), dist.get_world_size(self.model.group)
+        tied = {name: same for name, same in aliases.items() if name != same}
+        return SavedShard(*place, parts, groups, _copied(buffers), aliases=tied).to_dict()
 
     def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
-        """Assemble this rank's pieces and buffers from saved shards; return a function that loads them."""
-        return prepare_model(self.model, saved, self.optimizer)
+        """Assemble this rank's pieces and buffers from saved shards; return a function that loads them.
+
+        Raises:
+            ValueError: they do not fit; nothing has changed.
+        """
+        load = prepare(pieces_of(self.model), self.optimizer, saved, parameters=True)
+        rank = dist.get_rank(self.model.group)
+        own = min(saved, key=lambda one: (one.shard != rank, one.shard))  # buffers: its own, or the first shard's
+        here, there = _state_of(self.model)[1], own.buffers or {}
+        for name in [*here, *there]:
+            mine, its = (list(one[name].shape) if name in one else "nothing" for one in (here, there))
+            if mine != its:
+                raise ValueError(f"buffer {name} is {mine} in the model, {its} in the saved state of a different model")
+
+        @torch.no_grad()
+        def take() -> None:
+            load()
+            for name, buffer in here.items():
+                buffer.copy_(there[name])
+
+        return take
 
 
 def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[str, Tensor]:
@@ -172,32 +110,19 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
     Raises:
         ValueError: on every rank: ranks call it with other options, or `to_rank` is outside the group.
     """
-    keeps = is_kept("full_state_dict", model.group, to_rank)
+    agree(["full_state_dict", to_rank], model.group, what="the call of full_state_dict")
+    num_ranks = dist.get_world_size(model.group)
+    if to_rank is not None and not 0 <= to_rank < num_ranks:
+        raise ValueError(f"full_state_dict: rank {to_rank!r} is none of the group's 0..{num_ranks - 1}")
+    keeps = to_rank in (None, dist.get_rank(model.group))
     aliases, buffers = _state_of(model)
     own = pieces_of(model)
-    whole = gather_parts(save_parts(own, None, parameters=True)[0], own.together, own.groups, keeps=keeps)
+    groups = [own.group, *([] if own.cut.group is None else [own.cut.group])]  # those who share, those who cut it
+    whole = gather_parts(save_parts(own, None, parameters=True)[0], own.together, groups, keeps=keeps)
     if not keeps:
         return {}
     found = {name: one.values[PARAMETER].view(one.shape) for name, one in whole.items()} | _copied(buffers)
     return {name: found[same] for name, same in aliases.items()}
-
-
-def full_optimizer_state(model: FullyShard, optimizer: Optimizer, *, to_rank: int | None = None) -> dict[str, Any]:
-    """Return the optimizer's state for whole tensors, by their names, in host memory; every rank of the group calls it.
-
-    A plain optimizer of the same groups of the whole model loads it by its own `load_state_dict`.
-
-    Returns:
-        {"state": {name: {"exp_avg": whole tensor, "step": number}}, "param_groups": [{options, "params": [names]}]},
-        with the names in the order of `module.parameters()`; {} for a tensor that was never updated.
-
-    Cost: one all-gather per unit of all moments; where layers are cut, one more over the tensor ranks.
-
-    Raises:
-        ValueError: on every rank: the optimizer is of a different model, or keeps what belongs to no element.
-    """
-    names = _names_in_groups(model, optimizer)
-    return gather_optimizer(pieces_of(model), optimizer, names, "full_optimizer_state", to_rank) or {}
 
 
 def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None:
@@ -214,22 +139,14 @@ def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None
         ValueError: on every rank: the state is of a different model or a different precision.
     """
     agree(["load_full_state_dict"], model.group, what="load_full_state_dict")
-    refuse_together(model, "load the whole state", lambda: prepare_model(model, [_as_shard(model, state)]))()
-
-
-def load_full_optimizer_state(model: FullyShard, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take up what `full_optimizer_state` returned, or a plain optimizer's `state_dict()`, on every rank.
-
-    Raises:
-        ValueError: on every rank: the state is of a different model, or the optimizer has other groups.
-    """
-    agree(["load_full_optimizer_state"], model.group, what="load_full_optimizer_state")
-    names = _names_in_groups(model, optimizer)
-    refuse_together(
-        model,
-        "load the optimizer's state",
-        lambda: prepare_optimizer(pieces_of(model), optimizer, names, state),
-    )()
+    take: list[Callable[[], None]] = []
+    what, part = "load the whole state", ShardedState(model)
+    in_group = partial(together, lambda: take.append(part.prepare_shards([_as_shard(model, state)])), model.group)
+    if model.replicas is None:
+        in_group(what=what)
+    else:
+        together(lambda: in_group(what=what), model.replicas, what=what)
+    take[0]()
 
 
 def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
@@ -251,29 +168,6 @@ def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
     return dataclasses.replace(whole, buffers={name: state[name] for name in buffers})
 
 
-def _names_in_groups(model: FullyShard, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names in each group of an optimizer, in the order of `module.parameters()`."""
-    names = {id(unit.shard): unit.layout.names for unit in model.units}
-    places = {name: place for place, (name, _) in enumerate(every_parameter(model.module))}
-    groups = [[name for one in group["params"] for name in names.get(id(one), ())] for group in optimizer.param_groups]
-    return [sorted(group, key=places.__getitem__) for group in groups]
-
-
-def refuse_together(model: FullyShard, what: str, action: Callable[[], Result]) -> Result:
-    """Run an action that changes nothing on every rank; where it refuses on one, refuse on all with the same text.
-
-    Raises:
-        ValueError: on every rank of the group and of its replicas, when the action raised ValueError on any.
-    """
-    kept: list[Result] = []
-    in_group = partial(together, lambda: kept.append(action()), model.group, what=what)
-    if model.replicas is None:
-        in_group()
-    else:
-        together(lambda: in_group() and None, model.replicas, what=what)
-    return kept[0]
-
-
 def _state_of(model: FullyShard) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return every name of the module's state, with the one under which its shards know it (tied: the first); buffers.
 
@@ -289,8 +183,8 @@ def _state_of(model: FullyShard) -> tuple[dict[str, str], dict[str, Tensor]]:
             raise ValueError(
                 f"{path} has an extra state (get_extra_state), which shards do not save; keep it in a buffer"
             )
-    aliases = {name: one.label if isinstance(one, FreedParameter) else name for name, one in state.items()}
-    return aliases, {name: one for name, one in state.items() if not isinstance(one, FreedParameter)}
+    aliases = {name: one.label if isinstance(one, ReshardedParameter) else name for name, one in state.items()}
+    return aliases, {name: one for name, one in state.items() if not isinstance(one, ReshardedParameter)}
 
 
 def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,22 +28,18 @@ from distlab.blocks.modules.named_parts import (
     check_saves,
     check_tensors,
     per_element,
-    whole_shard,
 )
-from distlab.comm import agree
 from distlab.comm.agree import group_device
-from distlab.comm.together import together
 from distlab.sharding.calls import gather_into
 from distlab.sharding.cut_layers import OwnPieces
 from distlab.sharding.fsdp.step import on_pieces
 from distlab.sharding.part import OwnPiece
 
 Optimizer = torch.optim.Optimizer
-State = dict[str, dict[str, Any]]  # by tensor name, what an optimizer keeps of it
 Groups = Sequence[Mapping[str, Any]]  # of an optimizer: options, and the names of tensors
 
 
-def _kept_by(optimizer: Optimizer, pieces: Sequence[OwnPiece]) -> tuple[list[list[str]], State]:
+def _kept_by(optimizer: Optimizer, pieces: Sequence[OwnPiece]) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
     """Return the names of the pieces in each group of an optimizer, and what it keeps of each.
 
     Raises:
@@ -124,8 +120,11 @@ def prepare(
     for shard in saved:
         for name, part in shard.parts.items():
             parts.setdefault(name, []).append(part)
-    kinds = {name: own.tensors[name][1] if parameters else None for name in own.tensors}
-    check_tensors(parts, {name: (shape, kinds[name]) for name, shape in own.whole_shapes().items()})
+    expected = {
+        name: (own.cut.whole_shape(name, shape), dtype if parameters else None)
+        for name, (shape, dtype) in own.tensors.items()
+    }
+    check_tensors(parts, expected)
 
     def wanted(part: SavedPart) -> SavedPart:
         keys = [key for key in part.values if (parameters if key == PARAMETER else optimizer is not None)]
@@ -312,19 +311,6 @@ def read_shards(states: Sequence[Mapping[str, Any]]) -> list[SavedShard]:
     return saved
 
 
-def is_kept(what: str, group: ProcessGroup | None, to_rank: int | None) -> bool:
-    """Return whether this rank keeps what all gather, which is the same call on every rank.
-
-    Raises:
-        ValueError: on every rank: ranks make different calls, or `to_rank` is outside the group.
-    """
-    agree([what, to_rank], group, what=f"the call of {what}")
-    num_ranks = dist.get_world_size(group)
-    if to_rank is not None and not 0 <= to_rank < num_ranks:
-        raise ValueError(f"{what}: rank {to_rank!r} is none of the group's 0..{num_ranks - 1}")
-    return to_rank in (None, dist.get_rank(group))
-
-
 def gather_parts(
     parts: Mapping[str, SavedPart],
     names: Iterable[Iterable[str]],
@@ -385,78 +371,3 @@ def _exchanged(held: Sequence[tuple[str, SavedPart]], group: ProcessGroup | None
             here = {key: row[slice(*next(ends))].view(dtype) for key, dtype in kinds.items()}
             found.append((name, replace(part, values=here)))
     return found
-
-
-def gather_optimizer(
-    own: OwnPieces, optimizer: Optimizer, names: Sequence[Sequence[str]], what: str, to_rank: int | None
-) -> dict[str, Any] | None:
-    """Return an optimizer's state by the names of whole tensors, as a plain optimizer loads it; all ranks call this.
-
-    Args:
-        own: what this rank holds.
-        optimizer: updates it.
-        names: of the tensors of each group, in the order of one process.
-        what: the name of the call.
-        to_rank: the only rank of the group that wants it, or None: others get None.
-
-    Raises:
-        ValueError: on every rank: ranks make different calls, or a rank's optimizer keeps what cannot be cut.
-    """
-    keeps = is_kept(what, own.group, to_rank)
-    kept: list[Any] = []
-    together(lambda: kept.append(save_parts(own, optimizer, parameters=False)), own.group, what=what)
-    parts, groups = kept[0]
-    whole = gather_parts(parts, own.together, own.groups, keeps=keeps)
-    if not keeps:
-        return None
-    state = {name: {key: value.view(one.shape) for key, value in one.values.items()} for name, one in whole.items()}
-    return {
-        "state": {name: state[name] | copy.deepcopy(dict(whole[name].numbers)) for its in names for name in its},
-        "param_groups": [
-            {**{key: value for key, value in one.items() if key != "names"}, "params": list(its)}
-            for one, its in zip(groups, names, strict=True)
-        ],
-    }
-
-
-def prepare_optimizer(
-    own: OwnPieces, optimizer: Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
-) -> Callable[[], None]:
-    """Take this rank's part out of what `gather_optimizer` or a plain optimizer gave; return what loads it.
-
-    Raises:
-        ValueError: the state is of other parameters, shapes or groups; nothing has changed.
-    """
-    kept, groups = by_names(state, names)
-    return prepare(own, optimizer, [whole_shard(kept, groups, own.whole_shapes())], parameters=False)
-
-
-def by_names(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> tuple[State, list[dict[str, Any]]]:
-    """Return an optimizer's state and its groups by the names of parameters.
-
-    Args:
-        state_dict: of a plain optimizer (parameters by numbers), or of a sharded one (by names already).
-        names: of the parameters in each group, in the order in which the plain optimizer was given them.
-
-    Raises:
-        ValueError: the state has other groups, groups of other sizes, or lacks a name.
-    """
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError("this is not an optimizer's state (no 'state' and 'param_groups'); pass its state_dict()")
-    groups = state_dict["param_groups"]
-    sizes, expected = [len(group["params"]) for group in groups], [len(group) for group in names]
-    if sizes != expected:
-        raise ValueError(
-            f"the saved optimizer has groups of {sizes} parameters, and this one of {expected}; build it as it was "
-            "when the state was saved"
-        )
-    places: dict[Any, str] = {}
-    named = []
-    for group, own in zip(groups, names, strict=True):
-        here = [one if isinstance(one, str) else name for one, name in zip(group["params"], own, strict=True)]
-        places |= dict(zip(group["params"], here, strict=True))
-        for given in group["params"]:
-            if isinstance(given, str) and given not in state_dict["state"]:
-                raise ValueError(f"the full state has nothing for {given}; load the state of this model")
-        named.append({**{key: group[key] for key in group if key not in ("params", "param_names")}, "names": here})
-    return {places.get(key, str(key)): dict(kept) for key, kept in state_dict["state"].items()}, named

@@ -2,5 +2,5 @@
 
 Read `optimizer` (`PlainSharded`, then `ShardedOptimizer`), `scatter_in_backward` (when buckets are sent),
 `shard_bucket` (one bucket's way, and the memory lent to it). `gradients.gradient_status` makes one error on
-all ranks. `state` is what is saved.
+all ranks.
 """

@@ -12,7 +12,7 @@ tell the others. Read from top to bottom:
 3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
    during backward, so whole gradients are never in memory at once.
 
-Then `group_pieces` (the optimizer of pieces), `scatter_in_backward` (when buckets go), `shard_bucket` (how), `state`.
+Then `group_pieces` (the optimizer of pieces), `scatter_in_backward` (when buckets go), `shard_bucket` (how).
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,16 +32,17 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.gradients.flat_gradients import refuse_second
 from distlab.blocks.gradients.gradient_status import find_faults
 from distlab.blocks.modules.moved import NotCopied
-from distlab.blocks.modules.named_parts import apart, per_element
+from distlab.blocks.modules.named_parts import SavedShard, apart, per_element
 from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.collectives import DirectGather
 from distlab.comm import agree
+from distlab.plan.require import chosen
 from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
-from distlab.sharding.cut_layers import clip_shards_, cut_layers_of
+from distlab.sharding.cut_layers import CutLayers, OwnPieces, clip_shards_
 from distlab.sharding.part import SCALER, OwnPiece
+from distlab.sharding.state.parts import SavedInShards, prepare, save_parts
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
-from distlab.sharding.zero.state import SavesShards
 from distlab.trace import SpanWriter
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -79,7 +80,7 @@ class PlainSharded:
             dist.broadcast(parameter.detach(), group_src=index % num_ranks, group=self.group)
 
 
-class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
+class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
     """ZeRO-1 and ZeRO-2 for real models: average, update and exchange, each rank for its own part.
 
         optimizer = ShardedOptimizer(module, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), stage=2)
@@ -97,8 +98,8 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
 
     Args:
         module: the model; frozen parameters are left alone, a tied parameter counts once.
-        make_optimizer: builds the optimizer of the parameters that it is given. They are whole, so groups by `p.dim()`
-            or by name (`p.origin.name`) are those of one process; the optimizer then gets this rank's pieces of them.
+        make_optimizer: builds the optimizer of the parameters that it is given. They are the module's own, whole, so
+            groups by `p.dim()` or by name are those of one process; the optimizer then gets this rank's pieces of them.
         group: ranks that own a part each; None is all ranks.
         stage: 1 keeps whole gradients until the update, 2 frees them as soon as they are summed.
         bucket_bytes: capacity of a bucket.
@@ -125,8 +126,8 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
     """
 
     instead = (
-        "it has this rank's pieces, and its hooks are on this module. Save state_dict() on every rank, or "
-        "full_state_dict(); build a new one for a copy of the module"
+        "it has this rank's pieces, and its hooks are on this module. Save state_dict() on every rank; build a new one "
+        "for a copy of the module"
     )
 
     def __init__(
@@ -144,10 +145,12 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
     ) -> None:
         self.module, self.group, self.stage, self.split, self._has_means = module, group, stage, split, False
         self.unused, self.check_finite, self.spans, self.step_number = unused, check_finite, spans, 0
-        self.cut = cut_layers_of(module)
+        self.cut = CutLayers.of(module)
         options = {"stage": stage, "bucket_bytes": bucket_bytes, "split": split, "unused": unused}
         agree_on_build(named := parameters_to_shard(module), group, **options, check_finite=check_finite)
-        _check_options(stage, split, unused)
+        chosen("stage (3 is FullyShard)", str(stage), ("1", "2"))
+        chosen("split", split, ("elements", "tensors"))
+        chosen("unused", unused, ("error", "zeros"))
         trained = [(name, one) for name, one in named if one.requires_grad]
         if not trained:
             raise ValueError("no parameter of the module requires a gradient; there is nothing to update")
@@ -295,21 +298,59 @@ class ShardedOptimizer(NotCopied, SavesShards, torch.optim.Optimizer):
         """Remove the hooks from the module; its backward passes are no longer watched."""
         self._scattering.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard of the state, in host memory; every rank saves its own, and nothing is sent."""
+        return SavedShard.from_dict(self.shard_state()).copied().to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: it is of a different model, or does not hold this rank's elements.
+        """
+        self.load_shards([state_dict])
+
+    def shard_state(self) -> dict[str, Any]:
+        """Return this rank's shard, for a checkpoint: views, to save or copy before the next update."""
+        first = self.buckets[0]
+        parts, groups = save_parts(self._pieces(), self.optimizer, parameters=False)
+        return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
+
+    def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
+        """Assemble this rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
+
+        Raises:
+            ValueError: they do not fit, or shards are missing.
+        """
+        return self._taking(prepare(self._pieces(), self.optimizer, saved, parameters=False))
+
+    def _taking(self, take: Callable[[], None]) -> Callable[[], None]:
+        def taking() -> None:
+            take()
+            self._note_values()  # whoever loads a state loads the parameters too, on all ranks
+
+        return taking
+
+    def _note_values(self) -> None:
+        """Take what the buckets hold now for equal on all ranks: only `step` sends what changes."""
+        self._versions = [bucket.whole._version for bucket in self.buckets]
+
+    def _pieces(self) -> OwnPieces:
+        held = [(bucket.layout, bucket.kind[0], bucket.pieces) for bucket in self.buckets]
+        return OwnPieces.of(held, self.cut, self.group)
+
     def _make(self, trained: list[tuple[str, nn.Parameter]], make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
         """Build the optimizer of the own pieces, and make sure that all ranks built the same."""
         pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
         optimizer, self.group_names = group_pieces(trained, pieces, make_optimizer)
         options = sorted(f"{key}={value}" for key, value in optimizer.defaults.items())
         agree([type(optimizer).__name__, options, self.group_names], self.group, what="optimizer")
-        check_by_element(optimizer, self.split)
+        name, needs = type(optimizer).__name__, what_it_needs(optimizer)
+        if self.split == "elements" and needs == "tensors":
+            raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
+        if needs == "all":
+            raise ValueError(f"{name} looks at all parameters at once, and each rank has some; use it without sharding")
         return optimizer
-
-
-class PieceOrigin(NamedTuple):
-    """Name and shape of a parameter: `p.origin`, for `make_optimizer` to tell them apart."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 def group_pieces(
@@ -328,8 +369,6 @@ def group_pieces(
     Raises:
         ValueError: the optimizer is of other parameters.
     """
-    for name, parameter in named:
-        parameter.origin = PieceOrigin(name, tuple(parameter.shape))  # type: ignore[attr-defined]
     optimizer = make_optimizer([parameter for _, parameter in named])
     known, own = {id(parameter): name for name, parameter in named}, {piece.name: piece for piece in pieces}
     groups = [group["params"] for group in optimizer.param_groups]
@@ -350,27 +389,3 @@ def group_pieces(
     for group, members in zip(groups, names, strict=True):
         group[:] = [own[name].parameter for name in members if name in own]
     return optimizer, names
-
-
-def check_by_element(optimizer: torch.optim.Optimizer, split: str) -> None:
-    """Refuse an optimizer that looks at more than its own piece.
-
-    Raises:
-        ValueError: its update of a piece differs from its update of the whole.
-    """
-    name, needs = type(optimizer).__name__, what_it_needs(optimizer)
-    if split == "elements" and needs == "tensors":
-        raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
-    if needs == "all":
-        raise ValueError(f"{name} looks at all parameters at once, and each rank has some; use it without sharding")
-
-
-def _check_options(stage: int, split: str, unused: str) -> None:
-    for name, value, allowed in (
-        ("stage", stage, (1, 2)),
-        ("split", split, ("elements", "tensors")),
-        ("unused", unused, ("error", "zeros")),
-    ):
-        if value not in allowed:
-            more = f"{', '.join(map(str, allowed))}{'; for stage 3 use FullyShard' if name == 'stage' else ''}"
-            raise ValueError(f"{name} is {value!r}; choose one of {more}")

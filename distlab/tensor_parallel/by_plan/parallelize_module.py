@@ -34,7 +34,6 @@ from distlab.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     agree_on,
-    linear_sizes,
     shapes_of,
 )
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
@@ -49,8 +48,8 @@ def parallelize_module(
 ) -> nn.Module:
     """Cut the layers that a plan names, in place; rank 0's weights and buffers count. Return the model.
 
-    Make optimizers and wrappers afterwards. `full_state_dict` returns the uncut model's state with its names, and
-    `load_full_state_dict` takes it. Layers that the plan does not name stay whole, and every rank computes them.
+    Make optimizers and wrappers afterwards. `full_state_dict` returns the uncut model's state with its names; load one
+    before the cut. Layers that the plan does not name stay whole, and every rank computes them.
 
     Dropout: seed torch's generator the same on all ranks of the group. Ranks then drop the same of what they hold
     whole. Of their own heads and features they drop the same places, too: the mask repeats along the heads.
@@ -147,8 +146,6 @@ def _part_of(module: Any, style: str, sections: Sequence[int] | None, group: Pro
         return VocabularyParallelEmbedding(module, group)
     if style == "vocabulary":
         return ColumnParallelLinear.from_full(module, group, padded=True, join_output=True)
-    if style == "paired":
-        sections = (linear_sizes(module)[1] // 2,) * 2
     return ColumnParallelLinear.from_full(module, group, sections=sections)
 
 

@@ -9,8 +9,6 @@ one part at most. The first styles are those of layers:
 | `row`        | a linear layer      | the own features       | whole: a sum over the ranks                 |
 | `heads`      | query, key or value | whole                  | the own heads                               |
 | `fused`      | all three in one    | whole                  | the own heads of queries, keys and values   |
-| `interleaved` | the same, per head | whole                  | the own heads, query, key and value of each |
-| `paired`     | a linear layer      | whole                  | the own features of each half               |
 | `vocabulary` | embedding, scores   | whole                  | whole                                       |
 
 Two are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of
@@ -23,7 +21,7 @@ so the attribute becomes this rank's number. A module whose forward uses a const
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -32,8 +30,8 @@ from torch import nn
 from distlab.blocks.modules.blocks import matches
 from distlab.tensor_parallel.linear import is_conv1d, linear_sizes
 
-COUNTS_HEADS = ("heads", "fused", "interleaved")
-BEGINS = ("column", "paired", *COUNTS_HEADS)  # a region that a row layer ends
+COUNTS_HEADS = ("heads", "fused")
+BEGINS = ("column", *COUNTS_HEADS)  # a region that a row layer ends
 LAYERS = (*BEGINS, "row", "vocabulary")
 STYLES = (*LAYERS, "narrow", "inside")
 # The attributes of attention modules: their heads, those of keys and values, the size of a head, and of all together.
@@ -41,17 +39,13 @@ HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads")
 SHARED = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads")
 SIZES = ("head_dim", "head_size", "attention_head_size")
 WIDTHS = ("split_size", "n_embd", "embed_dim", "attn_dim", "all_head_size", "inner_dim")
-_ALL = "If the model computes with all of them at once (a softmax or a norm of features), leave both layers out."
 HINTS = {  # what may be wrong where the cut model computes something else, by the style of the region's first layers
-    "column": "'column' keeps neighbouring features together. If the model takes one half for a gate (chunk(2), GLU), "
-    f"the style is 'paired'. {_ALL}",
-    "paired": f"'paired' cuts each half of the features. If they are one piece, the style is 'column'. {_ALL}",
+    "column": "'column' keeps neighbouring features together. If the model computes with all of them at once (a gate "
+    "by chunk(2), a softmax or a norm of features), leave both layers out.",
     "heads": "'heads' needs a forward that counts heads by an attribute (num_heads), not by a constant, and "
     "that computes with each head alone; else leave this attention's layers out.",
-    "fused": "'fused' expects all queries, then all keys, then all values. If query, key and value lie side by side "
-    "for each head (GPT-NeoX, BLOOM), the style is 'interleaved'; else leave this attention's layers out.",
-    "interleaved": "'interleaved' expects query, key and value side by side for each head. If all queries come first, "
-    "then keys, then values, the style is 'fused'; else leave this attention's layers out.",
+    "fused": "'fused' expects all queries, then all keys, then all values, of as many heads. If query, key and value "
+    "lie side by side for each head (GPT-NeoX, BLOOM), or share keys, leave this attention's layers out.",
 }
 
 PLANS: dict[str, dict[str, str]] = {
@@ -130,14 +124,12 @@ def _check_layer(name: str, module: nn.Module, style: str, num_ranks: int) -> No
             f"{name} has hooks or parametrizations (weight_norm, spectral_norm), which a cut layer would lose; "
             "remove them, or leave it out of the plan"
         )
-    if style in ("column", "row", "paired"):
-        size, pieces = linear_sizes(module)[style != "row"], 2 if style == "paired" else 1
-        if size % (pieces * num_ranks):
-            raise ValueError(
-                f"{name} ({style}) has {size} {'input' if style == 'row' else 'output'} features, which {num_ranks} "
-                f"ranks do not divide{' in two halves' if pieces == 2 else ''}; use a number of ranks that divides "
-                f"{size // pieces}, or leave it and its partners out of the plan"
-            )
+    size = linear_sizes(module)[style != "row"]
+    if style in ("column", "row") and size % num_ranks:
+        raise ValueError(
+            f"{name} ({style}) has {size} {'input' if style == 'row' else 'output'} features, which {num_ranks} ranks "
+            f"do not divide; use a number of ranks that divides {size}, or leave it and its partners out of the plan"
+        )
 
 
 def columns_of(row: str, styles: Mapping[str, str]) -> list[str]:
@@ -186,7 +178,7 @@ class Heads(NamedTuple):
 
 
 def find_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> Heads:
-    """Return the heads of the layers of style "heads", "fused" or "interleaved", before the cut.
+    """Return the heads of the layers of style "heads" or "fused", before the cut.
 
     Args:
         model: whole.
@@ -208,44 +200,32 @@ def _add_module(found: Heads, model: nn.Module, parent: str, layers: Mapping[str
     """Add the heads of one attention module, whose layers are given with their styles."""
     attributes = vars(model.get_submodule(parent)).items()
     numbers = {name: value for name, value in attributes if type(value) is int and value > 0}
-    heads, shared, size = (next((numbers[one] for one in kind if one in numbers), 0) for kind in (HEADS, SHARED, SIZES))
+    heads, size = (next((numbers[one] for one in kind if one in numbers), 0) for kind in (HEADS, SIZES))
     if not heads and not size:
         raise ValueError(
             f"{parent} holds the layers of heads {', '.join(layers)}, but no attribute with their number or size "
             f"({', '.join((*HEADS, *SIZES))}); give it one that its forward uses"
         )
-    is_fused = not {*layers.values()}.isdisjoint(("fused", "interleaved"))
-    outputs = {name: linear_sizes(model.get_submodule(name))[1] for name in layers}
-    each = size or max(max(outputs.values()) // (heads + 2 * (shared or heads) if is_fused else heads), 1)
-    width = 0
-    for name, features in outputs.items():
-        counts = [features // each]
-        if is_fused:
-            both = shared or ((counts[0] - heads) // 2 if heads and size else counts[0] // 3)
-            counts = [heads or counts[0] - 2 * both, both, both]
-        _check(name, features, counts, each, num_ranks)
-        width = max(width, counts[0] * each)
-        if layers[name] == "interleaved":  # queries with the key and value that they share lie side by side: one piece
-            counts = [sum(counts)]
-        found.sections[name] = tuple(count * each for count in counts)
-    local = {one for one in numbers if one in (*HEADS, *SHARED) or (one in WIDTHS and numbers[one] == width)}
+    features = {name: linear_sizes(model.get_submodule(name))[1] for name in layers}
+    num_parts = {name: 3 if style == "fused" else 1 for name, style in layers.items()}
+    queries = max(features[name] // num_parts[name] for name in layers)
+    each = size or max(queries // heads, 1)
+    for name, parts in num_parts.items():
+        count = heads if heads and parts == 3 else features[name] // (parts * each)
+        if not count or parts * count * each != features[name]:
+            raise ValueError(
+                f"{name} has {features[name]} output features, which are not {[count] * parts} heads of {each}; check "
+                "the module's numbers of heads, and the style: 'fused' for query, key and value in one layer, else "
+                "'heads'"
+            )
+        if count % num_ranks:
+            raise ValueError(
+                f"{name} makes {count} heads of {each} features, which {num_ranks} ranks do not divide; use a number "
+                f"of ranks that divides {count}, or leave this attention whole: take all its layers out of the plan"
+            )
+        found.sections[name] = (count * each,) * parts
+    local = {one for one in numbers if one in (*HEADS, *SHARED) or (one in WIDTHS and numbers[one] == queries)}
     found.local[parent] = {one: numbers[one] // num_ranks for one in local}
-
-
-def _check(name: str, features: int, counts: Sequence[int], each: int, num_ranks: int) -> None:
-    """Refuse features that are not those of the heads, and heads that the ranks do not divide."""
-    if min(counts) < 1 or sum(counts) * each != features:
-        raise ValueError(
-            f"{name} has {features} output features, which are not {list(counts)} heads of {each}; check the module's "
-            "numbers of heads, and the style: 'fused' or 'interleaved' for query, key and value in one layer, else "
-            "'heads'"
-        )
-    uneven = [count for count in counts if count % num_ranks]
-    if uneven:
-        raise ValueError(
-            f"{name} makes {uneven[0]} heads of {each} features, which {num_ranks} ranks do not divide; use a number "
-            f"of ranks that divides {uneven[0]}, or leave this attention whole: take all its layers out of the plan"
-        )
 
 
 def parent_of(name: str) -> str:

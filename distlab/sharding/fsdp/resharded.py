@@ -7,7 +7,7 @@ unit's own forward, and in `summon()`. Every other use is refused, with what to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -36,15 +36,15 @@ INSTEAD = {
 }
 
 
-class FreedParameter(NotHere):
+class ReshardedParameter(NotHere):
     """A parameter without memory; see above."""
 
     unit = ""
 
     @staticmethod
-    def __new__(cls: type, unit: Unit, tensor: int) -> FreedParameter:  # noqa: PYI034
+    def __new__(cls: type, unit: Unit, tensor: int) -> ReshardedParameter:  # noqa: PYI034
         """Make one that torch takes for a parameter: tensor number so many of a unit."""
-        one: FreedParameter = Tensor._make_wrapper_subclass(
+        one: ReshardedParameter = Tensor._make_wrapper_subclass(
             cls,
             unit.layout.shapes[tensor],
             dtype=unit.compute_dtype,
@@ -83,7 +83,7 @@ def names_of_others(module: nn.Module, units: list[Unit], shards: nn.ParameterLi
             yield f"shards.{number}"
     for path, one in module.named_modules():
         for attribute, parameter in one._parameters.items():
-            if parameter is not None and not isinstance(parameter, FreedParameter):
+            if parameter is not None and not isinstance(parameter, ReshardedParameter):
                 yield f"{path}.{attribute}" if path else attribute
 
 
@@ -99,18 +99,4 @@ def refuse_others(names: Iterator[str]) -> None:
             "(by functional_call, or load_state_dict(assign=True)?). FullyShard computes with its own shards, and "
             "ranks do not average others' gradients. Add it before; change values in place; give a tensor to forward; "
             "or leave its module to no unit: name others in units=[...]"
-        )
-
-
-def refuse_whole_state(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """Refuse a state without shards in FullyShard.load_state_dict: torch would name keys that no state has.
-
-    Raises:
-        ValueError: the text names the call that takes it.
-    """
-    if not any(name.startswith(f"{prefix}shards.") for name in state):
-        raise ValueError(
-            f"rank {dist.get_rank()}: this state has no shards, and FullyShard's parameters are shards. "
-            "For the state of the whole module call load_full_state_dict(model, state), and for its optimizer "
-            "load_full_optimizer_state(model, optimizer, state), on every rank"
         )
