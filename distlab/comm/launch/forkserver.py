@@ -134,11 +134,13 @@ class RankServer:
             for pid, child in self.ranks.items():
                 if child.pool == request["pool"] and (chosen is None or child.rank in chosen):
                     kill_group(pid) if number == signal.SIGKILL else os.kill(pid, number)
-        else:
+        elif kind == "load":
             load(request["modules"])
+        else:
+            self.part_with(client)
 
     def part_with(self, client: socket.socket) -> None:
-        """Kill the ranks of one who is gone."""
+        """Kill the ranks of one who is gone, or asks for their end."""
         self.clients.remove(client)
         client.close()
         for pid, child in self.ranks.items():

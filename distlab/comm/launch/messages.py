@@ -12,6 +12,7 @@ import dis
 import importlib
 import inspect
 import io
+import json
 import linecache
 import os
 import pickle
@@ -24,7 +25,6 @@ from typing import Any
 
 from distlab.comm.launch.failures import Failure
 from distlab.comm.nodes import Nodes
-from distlab.comm.plain import pack, unpack
 
 SETTINGS, CALL = "settings", "call"  # files of a set's folder
 START = b"call"  # the word that a call is there
@@ -60,8 +60,8 @@ class Settings:
 
 
 def pack_reply(failure: Failure | None) -> bytes:
-    """Write how a call went, as plain data: nothing of the rank's own runs in the launcher."""
-    return pack(None if failure is None else tuple(failure))
+    """Write how a call went, as JSON: nothing of the rank's own runs in the launcher."""
+    return json.dumps(failure).encode()
 
 
 def read_reply(data: bytes, rank: int) -> Failure | None:
@@ -71,10 +71,7 @@ def read_reply(data: bytes, rank: int) -> Failure | None:
         ValueError: it is not a reply.
     """
     try:
-        if (failure := unpack(data)) is None:
-            return None
-        _, summary, text, is_noise, time_ns = failure
-        return Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns))
+        return None if (failure := json.loads(data)) is None else Failure(*failure)._replace(rank=rank)
     except (TypeError, ValueError) as error:
         raise ValueError(f"rank {rank} sent something that is not a reply ({error})") from None
 

@@ -26,7 +26,7 @@ from typing import Any, TypedDict, Unpack
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
 from distlab.comm.launch import worker
-from distlab.comm.launch.failures import Failure, RankError, error_of, standing, text_of, timeout_of, who_left
+from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of, who_left
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.messages import Settings, pack_call, result_path
 from distlab.comm.launch.pool import Echo, Pool, show
@@ -151,7 +151,7 @@ class Ranks:
         try:
             return unpack(result) if self.plain else pickle.loads(result)
         except Exception as error:  # whatever unpickling an object of the rank's raises
-            what = f"{type(error).__name__}: {text_of(error)}; return plain values or tensors"
+            what = f"{type(error).__name__}: {error}; return plain values or tensors"
             raise RankError(f"rank {rank} of {self.world_size} returned what cannot be read: {what}", rank) from error
 
     def execute(self, source: str, ranks: Sequence[int] | None = None, *, name: str | None = None) -> list[str | None]:

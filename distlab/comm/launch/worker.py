@@ -24,7 +24,7 @@ import torch.distributed as dist
 from distlab.comm import device
 from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
-from distlab.comm.launch.failures import PEER_NOISE, Failure, text_of, well_formed
+from distlab.comm.launch.failures import PEER_NOISE, Failure, well_formed
 from distlab.comm.launch.forkserver import take_files
 from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, result_path, write_new
 from distlab.comm.launch.processes import JOB_VARIABLE
@@ -64,7 +64,7 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
     output, control = files
     take_files({1: output, 2: output})
     connection: Connection = Connection(control)
-    folder, number, own = Path(request["folder"]), request["rank"], os.getpid()
+    folder, number = Path(request["folder"]), request["rank"]
     settings: Settings = pickle.loads((folder / SETTINGS).read_bytes())
     rank = _Rank(settings, folder, number)
     try:
@@ -81,8 +81,6 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
             return 0
         failure = rank.do()
         flush_output()
-        if os.getpid() != own:  # a copy that the call made (os.fork) must not answer in the rank's place
-            return int(failure is not None)
         connection.send_bytes(pack_reply(failure))
 
 
@@ -220,14 +218,15 @@ def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
     while link is not None and all(link is not part for part in chain):
         chain.append(link)
         link = link.__cause__ or link.__context__
-    is_noise = any(isinstance(part, RuntimeError) and PEER_NOISE.search(text_of(part)) is not None for part in chain)
+    is_noise = any(isinstance(part, RuntimeError) and PEER_NOISE.search(str(part)) is not None for part in chain)
     if isinstance(error, SystemExit):
-        summary = f"{what}exited with status {text_of(error) or None} (sys.exit) before it returned"
+        summary = f"{what}exited with status {str(error) or None} (sys.exit) before it returned"
     elif isinstance(error, KeyboardInterrupt):
         summary = f"{what}was interrupted (SIGINT)"
     else:
         verb = "" if what else "raised "
-        summary = failures.shortened(f"{what}{verb}{type(error).__name__}: {text_of(error)}", failures.MAX_SUMMARY)
+        text = well_formed(f"{what}{verb}{type(error).__name__}: {error}")
+        summary = failures.shortened(text, failures.MAX_SUMMARY)
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
         start = start.tb_next

@@ -60,7 +60,7 @@ KNOWN = struct.Struct("<QQQIIIIIiHHI")
 _PACK = struct.Struct(f"<QqqqQ{KNOWN.size}sQ")
 _COUNT = struct.Struct("<q")
 _GROUPS = struct.Struct("<qqq")
-_END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
+_END_AT, _WAIT_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "state"))  # type: ignore[index]
 
 GROUP = "new_group"  # begins the text of a group: number of the job, and of the group in it
 _COUNT_AT, _ASIDE_AT, _COUNTED_AT, _GROUPS_AT = (HEADER.size - 8 * n for n in (7, 5, 4, 3))
@@ -207,18 +207,6 @@ class RecordWriter:
         add_to_totals(totals, rows)
         self._counted = stop
         _COUNT.pack_into(self._map, _COUNTED_AT, stop)
-
-    def withdraw(self, n: int) -> None:
-        """Note that call n was refused before it began: it matches no call, and the next one takes its number."""
-        with self._lock:
-            if n < self._first or self._newest - n >= self.slots:
-                return
-            at = ROWS_AT + n % self.slots * ROW_BYTES
-            row = np.frombuffer(self._map, ROW, 1, at)[0]
-            channel, op = int(row["channel"]), int(row["op"])
-            self._numbers[channel ^ op if op == RECV else channel] -= 1
-            struct.pack_into("<H", self._map, at + _PARTIES_AT, 1)
-        self.end(n, FAILED)
 
     def group(self, event: str, what: str = "") -> None:
         """Note that a group is "begun", "made" or "left" (destroyed); `what`: its members and the line."""

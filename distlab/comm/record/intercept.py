@@ -159,8 +159,7 @@ class FrontEnd:
             try:
                 result = passes_on(keys.remove(key), *args)
             except BaseException:
-                for writer, number in tokens:
-                    writer.withdraw(number)
+                self.close(tokens, FAILED)
                 raise
             work = result[-1] if work_is_last else result
             waits_itself = len(args) > async_at and not args[async_at]
@@ -191,7 +190,7 @@ class FrontEnd:
     def follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
         """Remember the Work of a call until the program waits for it, or until it is seen to be over."""
         if work is None:  # over when it returned
-            self._close(tokens, DONE)
+            self.close(tokens, DONE)
             return
         self._live[work] = tokens
         if self._has_gpu and operation.op not in ("send", "recv"):
@@ -217,7 +216,8 @@ class FrontEnd:
         self._collectives.discard(work)
         return self._live.pop(work, [])
 
-    def _close(self, tokens: list[Token], state: int) -> None:
+    def close(self, tokens: list[Token], state: int) -> None:
+        """Note that a call is over, DONE or FAILED."""
         for writer, number in tokens:
             writer.end(number, state)
 
@@ -238,7 +238,7 @@ class FrontEnd:
                 self._unwaited.appendleft(oldest)
                 return
             self._over[work] = tokens = self._forget(work)
-            self._close(tokens, DONE)
+            self.close(tokens, DONE)
 
     def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly.
@@ -266,7 +266,7 @@ class FrontEnd:
                         writer.wait(number, ISSUED)
                     self._unwaited.append(weakref.ref(work))
                 else:
-                    self._close(self._forget(work), state)
+                    self.close(self._forget(work), state)
             return result
 
         return wait

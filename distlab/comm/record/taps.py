@@ -21,9 +21,7 @@ from distlab.comm.where.frames import blocks_rank, find_site
 # operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
 NEWER = {
     "all_gather_single": "_allgather_base_",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
     "reduce_scatter_single": "_reduce_scatter_base_",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
     "all_to_all_single": "alltoall_base_",
     "recv_anysource": "recv_any_source_",
 }
@@ -74,12 +72,10 @@ def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Calla
         try:
             work = real(group, *args, **named)
         except BaseException:
-            for writer, number in tokens:
-                writer.end(number, FAILED) if is_waiting else writer.withdraw(number)
+            front.close(tokens, FAILED)
             raise
         if is_waiting:
-            for writer, number in tokens:
-                writer.end(number, DONE)
+            front.close(tokens, DONE)
         else:
             front.follow(operation, work, tokens, args or ((),), False)
         return work

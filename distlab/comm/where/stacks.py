@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.comm.where.answer import SIGNAL, STOPPED, is_whole
-from distlab.comm.where.find import JobRank, answers
+from distlab.comm.where.answer import SIGNAL, SILENT, ask
+from distlab.comm.where.find import JobRank
 from distlab.comm.where.frames import Frame, threads_in
 
 WAIT_S = 1.0
@@ -42,13 +41,15 @@ def stacks_of(processes: Sequence[JobRank]) -> dict[int, RankStack]:
 
 
 def _stack_of(process: JobRank) -> RankStack:
-    if process.state in "Tt":
-        return RankStack((), STOPPED)
-    spy = find_py_spy()
-    stack = (
-        RankStack((), "py-spy is not installed: pip install 'distlab[labs]'") if spy is None else _spied(spy, process)
-    )
-    return stack if stack.frames or not answers(process) else _asked(process)
+    if (spy := find_py_spy()) is None:
+        stack = RankStack((), "py-spy is not installed: pip install 'distlab[labs]'")
+    else:
+        stack = _spied(spy, process.pid)
+    if stack.frames or process.stack is None:
+        return stack
+    text = ask({0: process.stack}, lambda ranks: [os.kill(process.pid, SIGNAL) for _ in ranks], WAIT_S)[0]
+    frames = tuple(threads_in(text)[-1][1])
+    return RankStack(frames, "" if frames else SILENT)
 
 
 def find_py_spy() -> str | None:
@@ -57,8 +58,8 @@ def find_py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _spied(spy: str, process: JobRank) -> RankStack:
-    command = [spy, "dump", "--pid", str(process.pid), "--nonblocking", "--json"]
+def _spied(spy: str, pid: int) -> RankStack:
+    command = [spy, "dump", "--pid", str(pid), "--nonblocking", "--json"]
     why = ""
     for _ in range(_TRIES):
         try:
@@ -68,7 +69,7 @@ def _spied(spy: str, process: JobRank) -> RankStack:
         if done.returncode == 0:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 threads: list[dict[str, Any]] = json.loads(done.stdout)
-                chosen = next((one for one in threads if one.get("os_thread_id") == process.pid), threads[0])
+                chosen = next((one for one in threads if one.get("os_thread_id") == pid), threads[0])
                 if chosen["frames"]:
                     read = [(one["filename"], one["line"], one["name"]) for one in chosen["frames"]]
                     return RankStack(tuple(Frame(f, int(line), name.rpartition(".")[2]) for f, line, name in read))
@@ -76,31 +77,3 @@ def _spied(spy: str, process: JobRank) -> RankStack:
         why = " ".join(line.strip() for line in lines[:2])
         time.sleep(0.02)
     return RankStack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
-
-
-def _asked(process: JobRank) -> RankStack:
-    """Ask a rank to write its stacks, and read what it writes."""
-    assert process.stack is not None, "answers() has seen it"
-    try:
-        with process.stack.open("rb") as file:
-            start = file.seek(0, os.SEEK_END)
-            _send(process)
-            deadline, text = time.monotonic() + WAIT_S, ""
-            while time.monotonic() < deadline and not is_whole(text):
-                time.sleep(0.01)
-                file.seek(start)
-                text = file.read().decode(errors="replace")
-    except OSError:
-        return RankStack((), "it has just ended")
-    frames = tuple(threads_in(text)[-1][1])
-    return RankStack(frames, "" if frames else "it does not answer: it starts, ends, or gets no time to run")
-
-
-def _send(process: JobRank) -> None:
-    """Send the signal, to this process and to no other that got its number since."""
-    handle = os.pidfd_open(process.pid)
-    try:
-        if answers(process):
-            signal.pidfd_send_signal(handle, SIGNAL)
-    finally:
-        os.close(handle)
