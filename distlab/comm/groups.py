@@ -35,7 +35,7 @@ from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, loopback_interface, make_store, read_environment, variables
 from distlab.comm.shared_memory.meeting import meet_if_possible
 from distlab.comm.watch.watch import watching
-from distlab.comm.where.answer import answering
+from distlab.comm.where.stacks import answering
 from distlab.plan import Mesh
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distlab.comm import RankError, Ranks, RankTimeout, run
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
 from distlab.comm.launch.pool import RankProcess
-from distlab.comm.where.answer import is_whole
+from distlab.comm.where.stacks import is_whole
 
 
 def fail_on(rank: int, how: str) -> None:

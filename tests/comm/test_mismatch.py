@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks
 from distlab.comm.record.operations import splits_given, splits_of
-from distlab.comm.record.swapped import place_of
+from distlab.comm.record.matching import place_of
 
 
 def fits(again):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import glob
-import importlib.util
 import itertools
 import os
 import secrets
@@ -58,9 +57,6 @@ class ForkServer:
     is_lost = False
 
     def __init__(self, modules: Sequence[str]) -> None:
-        for name in ("torch", "cloudpickle"):
-            if importlib.util.find_spec(name) is None:
-                raise RuntimeError(f"starting ranks needs {name}, which is not installed: pip install 'distlab[labs]'")
         self._lock, self._owner, self._number = threading.Lock(), os.getpid(), itertools.count()
         self._prefix = Path(tempfile.gettempdir()) / f"distlab-{secrets.token_hex(8)}"
         self._control, theirs = socket.socketpair()

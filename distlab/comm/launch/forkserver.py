@@ -40,7 +40,7 @@ from distlab.comm.launch.processes import (
     kill_group,
     prctl,
 )
-from distlab.comm.where.answer import SIGNAL
+from distlab.comm.where.stacks import SIGNAL
 
 LENGTH = struct.Struct("I")
 STATUS = struct.Struct("qqq")  # process number, wait status (-1 while it runs), time in nanoseconds

@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from distlab.comm.checks import FDS_PER_RANK
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack, recorded_failure
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
 from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, read_reply, write_new
 from distlab.comm.launch.worker import error_path, stack_path
-from distlab.comm.where.answer import SIGNAL, SILENT, ask
+from distlab.comm.where.stacks import SIGNAL, SILENT, ask
 
 Echo = Callable[[int, str], object]  # takes a rank, and a line that it has printed
 Said = tuple[int, Failure | None, bool]  # a rank; how its call went (None: well) or its process ended; is that gone?
@@ -143,7 +142,7 @@ class Pool:
                 raise
             raise RuntimeError(
                 f"rank {len(self.ranks)} of {settings.world_size} cannot be started ({error.strerror}): each takes "
-                f"{FDS_PER_RANK} open files here; close some, raise their limit (ulimit -n), or start fewer ranks"
+                "3 open files here; close some, raise their limit (ulimit -n), or start fewer ranks"
             ) from error
 
     def _start(self, rank: int, echo: Echo | None) -> None:

@@ -33,8 +33,7 @@ from distlab.comm.launch.pool import Echo, Pool, show
 from distlab.comm.nodes import Nodes
 from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
-from distlab.comm.watch.waits import describe, is_settled
-from distlab.comm.watch.watchdog import Watchdog
+from distlab.comm.watch.watchdog import Watchdog, describe, is_settled
 
 POLL_S = 0.2
 GRACE_S = 0.3  # how long the others may still report after a rank failed with a cause of its own

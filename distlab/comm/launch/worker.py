@@ -32,7 +32,7 @@ from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import STORE_FILE, loopback_interface
-from distlab.comm.where.answer import SIGNAL
+from distlab.comm.where.stacks import SIGNAL
 
 
 def stack_path(folder: str | Path, rank: int) -> Path:

@@ -27,7 +27,7 @@ class JobRank(NamedTuple):
         rank: its rank.
         pid: its process number.
         is_stopped: whether a signal has stopped it.
-        stack: where it writes its stacks when it is asked (`answer`), or None.
+        stack: where it writes its stacks when it is asked (`stacks`), or None.
         record: the files of its calls and of their texts, or None.
         environment: what it was started with.
     """

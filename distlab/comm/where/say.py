@@ -10,7 +10,7 @@ from distlab.comm.agree import ranks_in_words
 from distlab.comm.record.file import OPS
 from distlab.comm.record.matching import explain, ledger_of
 from distlab.comm.record.read import RankRecord, RecordReader, Records, read_record, short
-from distlab.comm.watch.waits import Wait, describe, waits_of
+from distlab.comm.watch.watchdog import Wait, describe, waits_of
 from distlab.comm.where.find import RunningJob
 from distlab.comm.where.frames import Frame, owner_of, traceback_lines
 from distlab.comm.where.stacks import RankStack, stacks_of

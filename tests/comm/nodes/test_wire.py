@@ -4,7 +4,7 @@ import pytest
 
 from distlab.comm.nodes import Nodes
 from distlab.comm.nodes.group import NodeWire
-from distlab.comm.nodes.place import NodePlacement
+from distlab.comm.nodes.wire import NodePlacement
 from distlab.comm.nodes.wire import Pace, Wire
 
 
