@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ SCRIPT = """
 import os, signal, time, warnings
 from typing import Any
 import psutil
-from distlab.comm import RankError, run
+from distlab.comm import run
 from distlab.comm.launch.fork_client import fork_server, shut_down
 class Base: sign = -1
 def f():
@@ -43,19 +44,11 @@ while fork_server().pid == first.pid:
     time.sleep(0.01)
 second = psutil.Process(fork_server().pid)
 print("a new one:", run(os.getppid, 1) == [second.pid])
-def stop_it():
-    os.kill(os.getppid(), signal.SIGSTOP)
-    raise ValueError("on purpose")
-try:
-    run(stop_it, 1, echo=False)
-except RankError:
-    print("stopped and continued:", run(os.getppid, 1) == [second.pid])
 warnings.simplefilter("ignore")
 child = os.fork()
 if not child:  # a copy of this program does not hold its ranks alive
     time.sleep(60)
     os._exit(0)
-second.suspend()
 begin = time.monotonic()
 shut_down()
 print("ends soon:", time.monotonic() - begin < 9, second.is_running())
@@ -63,7 +56,6 @@ os.kill(child, signal.SIGKILL)
 """
 EXPECTED = """[6.0, 6.0, 6.0] ['__main__', '__main__'] [-3]
 a new one: True
-stopped and continued: True
 ends soon: True False
 """
 
@@ -104,12 +96,6 @@ def test_results_keep_their_class_and_large_ones_arrive(ranks):
     assert [type(reading) for reading, *_ in results] == [Reading, Reading]
     assert [reading.value for reading, *_ in results] == [0.5, 1.5]
     assert all(torch.equal(tensor, 7 + torch.arange(300_000)) and ops == 3 for _, tensor, ops in results)
-
-
-def test_an_error_in_a_lambda_has_its_line():
-    with pytest.raises(RankError) as failed:
-        run(lambda: [[].pop() for _ in range(1)], 1)
-    assert f'File "{__file__}", line {failed.traceback[0].lineno + 1}, in <lambda>' in str(failed.value)
 
 
 def test_each_rank_has_one_thread_and_the_launcher_s_environment(monkeypatch, tmp_path):
@@ -170,22 +156,15 @@ def test_output_is_prefixed_and_streamed_also_from_c(capfd, tmp_path):
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.parametrize("world_size", [0, "4", True, 10**9])
-def test_a_world_size_that_cannot_be_is_refused_in_one_sentence(world_size):
-    before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(ValueError, match="world_size is") as caught:
-        run(print, world_size)
-    assert "\n" not in str(caught.value)
-    assert set(psutil.Process().children(recursive=True)) <= before
-
-
 LOCK = threading.Lock()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *(({"world_size": size}, f"world_size is {size!r}") for size in (0, "4", True, 10**9)),
         ({"backend": "glo"}, "backend is 'glo'; pass one of gloo, shared, nccl"),
+        ({"backend": "gloo", "nodes": 2}, "the ranks make 2 nodes, which have a backend of their own"),
         ({"backend": 3}, "backend is 3"),
         ({"backend": "nccl", "world_size": 99}, "backend nccl needs a GPU for each of 99 ranks"),
         ({"timeout_s": 0}, "timeout_s is 0; pass a positive number"),
@@ -199,8 +178,11 @@ LOCK = threading.Lock()
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ValueError, match=message) as caught:
         run(**{"fn": print, "world_size": 2} | options)
+    assert "\n" not in str(caught.value)
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_two_threads_may_run_at_once():
@@ -220,15 +202,24 @@ def _open_files() -> set[tuple[str, str]]:
     return {(fd, os.readlink(f"/proc/self/fd/{fd}")) for fd in numbers}
 
 
-def test_no_descriptor_and_no_folder_is_left():
+def a_mismatch():
+    """Ranks that make other calls: the record is read for the text."""
+    dist.all_reduce(torch.ones(2 + dist.get_rank()))
+
+
+def test_no_descriptor_no_open_file_and_no_folder_is_left():
     (name,) = run(lambda: os.environ["DISTLAB_JOB"], 1)
     pattern = f"{name.rpartition('_')[0]}_*"
     folders = set(Path(tempfile.gettempdir()).glob(pattern))
     before = _open_files()
-    for _ in range(3):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         run(os.getpid, 2)
-    with pytest.raises(RankError):
-        run(lambda: 1 / 0, 2)
+        for fails in (lambda: 1 / 0, a_mismatch):
+            with pytest.raises(RankError):
+                run(fails, 2, echo=False)
+        gc.collect()
+    assert [str(one.message) for one in seen if issubclass(one.category, ResourceWarning)] == []
     assert _open_files() - before == set()  # an earlier test's files may close meanwhile, none may be new
     assert set(Path(tempfile.gettempdir()).glob(pattern)) <= folders  # those of ranks that other tests keep
 
@@ -248,7 +239,6 @@ def test_the_backend_that_nobody_names_can_be_chosen_outside(monkeypatch):
     assert run(dist.get_backend, 2, backend="gloo", record=False) == ["gloo"] * 2
     monkeypatch.setenv("DISTLAB_BACKEND", "gloo")
     assert run(dist.get_backend, 1, record=False) == ["gloo"]
-    assert run(dist.get_backend, 1, backend="shared", record=False) == ["shared"]
     assert run(dist.get_backend, 1, backend="cpu", record=False) == ["gloo"], "only the kind is named"
     monkeypatch.setenv("DISTLAB_BACKEND", "telepathy")
     with pytest.raises(ValueError, match="DISTLAB_BACKEND is 'telepathy'; pass one of gloo, shared"):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks
-from distlab.comm.record.operations import splits_given, splits_of
 from distlab.comm.record.matching import place_of
+from distlab.comm.record.operations import splits_given, splits_of
 
 
 def fits(again):

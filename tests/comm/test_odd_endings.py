@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks, run
-from distlab.comm.launch.failures import describe_exit
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.worker import failure_of
 
@@ -56,9 +55,6 @@ def test_a_limit_of_open_files_is_named():
     kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(120 - psutil.Process().num_fds())]
     used = psutil.Process().num_fds()
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
-        with pytest.raises(ValueError, match=r"can start at most 1 \(real processes with 3 open files each; raise"):
-            run(int, 16)
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
         with pytest.raises(RuntimeError, match=r"rank \d+ of 16 cannot be started \(Too many open files\): each"):
             run(int, 16)
@@ -68,19 +64,9 @@ def test_a_limit_of_open_files_is_named():
             os.close(file)
 
 
-class NoText(ValueError):
-    def __str__(self):
-        raise KeyError("no text")
-
-
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (NoText(), "raised NoText: (no text: its __str__ raised KeyError)"),
-        (
-            SystemExit(NoText()),
-            "exited with status (no text: its __str__ raised KeyError) (sys.exit) before it returned",
-        ),
         (SystemExit(3), "exited with status 3 (sys.exit) before it returned"),
         (KeyboardInterrupt(), "was interrupted (SIGINT)"),
         (ValueError("half \ud800"), "raised ValueError: half \\ud800"),
@@ -90,7 +76,7 @@ def test_an_error_is_told_in_one_line_that_can_be_printed(error, says):
     told = failure_of(error, 0)
     assert told.summary == says
     assert not told.is_noise
-    (told.summary + told.traceback).encode()
+    (told.summary + told.traceback).encode()  # it can be printed
 
 
 def test_what_a_different_rank_saw_of_a_failure_is_noise_also_as_its_cause():
@@ -106,13 +92,6 @@ def test_of_a_huge_error_a_page_is_told():
         assert re.search(r"\[\.\.\. 2,99\d,\d\d\d characters \.\.\.\]|\[\.\.\. 2,98\d,\d\d\d characters", text)
         assert len(text) < 21_000
         assert max(map(len, text.splitlines())) < 600
-
-
-def test_an_exit_has_its_reason():
-    assert describe_exit(4) == "exited with status 4 before it returned (os._exit, or an exit in C code)"
-    assert describe_exit(-9).startswith("was killed by SIGKILL (out of memory?")
-    assert describe_exit(-14) == "was killed by SIGALRM"
-    assert describe_exit(-63) == "was killed by signal 63"
 
 
 def leave_the_group():

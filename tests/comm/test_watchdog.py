@@ -10,8 +10,7 @@ from distlab.comm import read_records
 from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
 from distlab.comm.watch import watchdog as module
-from distlab.comm.watch.watchdog import describe
-from distlab.comm.watch.watchdog import Watchdog, find_deadlock
+from distlab.comm.watch.watchdog import Watchdog, describe, find_deadlock
 
 
 class Job:

@@ -284,7 +284,9 @@ class FrontEnd:
 # operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
 NEWER = {
     "all_gather_single": "_allgather_base_",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
     "reduce_scatter_single": "_reduce_scatter_base_",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
     "all_to_all_single": "alltoall_base_",
     "recv_anysource": "recv_any_source_",
 }

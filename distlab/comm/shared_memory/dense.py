@@ -90,7 +90,7 @@ def only(tensors: Any, who: str) -> torch.Tensor:
     """Return the one tensor of a call, which may stand in a list.
 
     Raises:
-        ValueError: there are several, as in torch's coalesced calls.
+        ValueError: there are several, as in a coalesced call of torch's.
     """
     if isinstance(tensors, torch.Tensor):
         return tensors

@@ -182,10 +182,11 @@ class SharedGroup(dist.ProcessGroup):
 
         return self._start(GroupCall("all_gather", [source]), do, [source], outputs, opts)
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Copy every rank's tensor to its place in one tensor."""
-        size = self._meeting.size
-        dense.fits(output, source, size, self._who("all_gather"), "output")
+        who, size = self._who("all_gather"), self._meeting.size
+        output, source = dense.only(outputs, who), dense.only(inputs, who)
+        dense.fits(output, source, size, who, "output")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             first, length = targets[0].data_ptr(), dense.bytes_of(sources[0])
@@ -200,10 +201,11 @@ class SharedGroup(dist.ProcessGroup):
         dense.fit_each(inputs, output, self._meeting.size, who, "input")
         return self._scatter_sum(output, inputs, lambda flats: flats, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Combine a tensor of all ranks; rank r gets the r-th part."""
-        size = self._meeting.size
-        dense.fits(source, output, size, self._who("reduce_scatter"), "input")
+        who, size = self._who("reduce_scatter"), self._meeting.size
+        output, source = dense.only(outputs, who), dense.only(inputs, who)
+        dense.fits(source, output, size, who, "input")
         return self._scatter_sum(output, [source], lambda flats: flats[0].view(size, -1).unbind(), opts)
 
     def _scatter_sum(
@@ -278,8 +280,8 @@ class SharedGroup(dist.ProcessGroup):
         """Wait until all are here."""
         return self._start(GroupCall("barrier"), lambda _, __: self._collectives.barrier(), [], [], opts)
 
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = allgather_into_tensor_coalesced = all_gather_single_coalesced = all_gather_single
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:

@@ -1,4 +1,4 @@
-"""Ranks in nodes: what they are told, what the recorder sees, how long a wire takes, and what is refused."""
+"""Ranks in nodes: what they are told, how long a wire takes, what is built on their groups, and what is refused."""
 
 import os
 import time
@@ -6,10 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from lab_on_ranks import QUICK
+from hybrid_gpt import assert_equal_to_one_process, train, train_alone
+from random_programs import hold
 
 from distlab.cli import main
-from distlab.comm import Nodes, RankError, node_groups, run
+from distlab.collectives import hierarchical_all_reduce
+from distlab.comm import Nodes, RankError, mesh_groups, node_groups, run
+from distlab.plan import Mesh, Plan, Sharding
 
 RATE, LATENCY_S = 2e6, 5e-3
 WIRE = Nodes(2, between="2MB/s,5ms")
@@ -81,28 +84,6 @@ def test_only_what_leaves_a_node_takes_a_wires_time():
         assert found["asynchronous"] >= 2 * LATENCY_S + byte_s
 
 
-def of_two_nodes():
-    """A message between two nodes has a future; return what each rank is told of one that does not fit."""
-    me, landing = dist.get_rank(), torch.zeros(3)
-    if me == 0:
-        dist.send(torch.ones(3), 1)
-    else:
-        work = dist.irecv(landing, 0)
-        assert work.get_future().then(lambda future: float(landing.sum())).wait() == 3.0
-    assert from_anyone() == 1
-    try:
-        dist.send(torch.ones(2), 1) if me == 0 else dist.recv(torch.ones(4), 0)
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "nothing"
-
-
-def test_messages_between_nodes():
-    for rank, text in enumerate(run(of_two_nodes, 2, nodes=WIRE, timeout_s=30, record=False)):
-        assert text.startswith(f"rank {rank}: "), text
-        assert "send float32[2], receive recv float32[4]; give both the same number of elements and the" in text
-
-
 def one_ends():
     if dist.get_rank() == 3:
         os._exit(5)
@@ -123,27 +104,65 @@ def test_what_goes_wrong_is_told_over_all_nodes(fn, says):
         run(fn, 4, nodes=2, record=False)
 
 
-def from_anyone():
-    x = torch.ones(2)
-    if dist.get_rank():
-        dist.send(x, 0)
-        return 1
-    return dist.recv(x)
+def of_two_nodes():
+    """A message between two nodes has a future; return what each rank is told of one that does not fit."""
+    me, landing = dist.get_rank(), torch.zeros(3)
+    if me == 0:
+        dist.send(torch.ones(3), 1)
+    else:
+        work = dist.irecv(landing, 0)
+        assert work.get_future().then(lambda future: float(landing.sum())).wait() == 3.0
+    try:
+        dist.send(torch.ones(2), 1) if me == 0 else dist.recv(torch.ones(4), 0)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing"
 
 
-def test_what_does_not_go_together_is_refused_before_any_process_starts():
-    with pytest.raises(ValueError, match="the ranks make 2 nodes, which have a backend of their own"):
-        run(told, 4, nodes=2, backend="gloo")
-    with pytest.raises(ValueError, match="3 ranks do not fill 2 nodes evenly"):
-        run(told, 3, nodes=2)
+def test_messages_between_nodes():
+    for rank, text in enumerate(run(of_two_nodes, 2, nodes=WIRE, timeout_s=30, record=False)):
+        assert text.startswith(f"rank {rank}: "), text
+        assert "send float32[2], receive recv float32[4]; give both the same number of elements and the" in text
 
 
-def test_a_lab_runs_in_nodes_over_a_wire(capsys):
-    status = main(["lab", "02", "--ranks", "2", *QUICK["02"].split(), "--nodes", "2", "--between", "40MB/s,200us"])
-    said = capsys.readouterr()
-    assert status == 0, said
-    assert "--nodes 2 --between 40MB/s,200us" in said.out, "the plain command says it too"
-    assert "on 2 ranks, cpu, nodes; functions: reference" in said.out
+def test_random_programs_equal_gloo(node_ranks, request):
+    hold(node_ranks, 5, request.config.getoption("--hypothesis-seed"), sizes=(2, 4))
+
+
+def crossing_axes(axes):
+    """Return the axes whose group leaves this rank's node."""
+    groups = mesh_groups(Mesh(axes))
+    return [axis for axis, group in groups.items() if group.wire is not None]
+
+
+def test_the_last_axis_stays_inside(node_ranks):
+    assert node_ranks(4).run(crossing_axes, {"data": 2, "tensor": 2}) == [["data"]] * 4
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(data=2, tensor=2),
+        Plan(data=2, context=2, sharding=Sharding(3)),
+    ],
+    ids=["data x tensor", "FSDP x context"],
+)
+def test_a_mesh_over_two_nodes_equals_one_process(node_ranks, plan):
+    assert_equal_to_one_process(node_ranks(4).run(train, plan), train_alone())
+
+
+def hierarchical_sums():
+    groups, found = node_groups(), []
+    for numel in (0, 1, 7, 30_011):
+        mine = torch.arange(numel, dtype=torch.float64) * (dist.get_rank() + 1)
+        flat = mine.clone()
+        dist.all_reduce(flat)
+        found.append(torch.equal(hierarchical_all_reduce(mine, groups["local"], groups["node"]), flat))
+    return found
+
+
+def test_two_levels_by_hand_sum_what_the_backend_sums(node_ranks):
+    assert node_ranks(4).run(hierarchical_sums) == [[True] * 4] * 4
 
 
 @pytest.mark.parametrize(
