@@ -110,7 +110,8 @@ def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStan
     here, chain = [process.rank for process in job.ranks], _chain(waits, places)
     lost = [rank for rank in range(job.world_size) if rank not in here]
     if lost and job.ranks[0].environment.get("LOCAL_WORLD_SIZE", str(job.world_size)) == str(job.world_size):
-        return f"{ranks_in_words(lost)} of {job.world_size} have no process: ended, or not begun; {chain or _WELL}"
+        have = "has" if len(lost) == 1 else "have"
+        return f"{ranks_in_words(lost)} of {job.world_size} {have} no process: ended, or not begun; {chain or _WELL}"
     if stopped := [process.rank for process in job.ranks if process.is_stopped]:
         return f"stopped by a signal, until SIGCONT comes: {ranks_in_words(stopped)}; {chain or _WELL}"
     elsewhere = f"; {ranks_in_words(lost)} run on other machines and are not seen from here" if lost else ""
