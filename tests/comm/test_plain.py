@@ -146,7 +146,7 @@ def test_plain_values_need_no_names_and_a_name_stands_for_what_the_list_has():
     assert read(data, {("posixpath", "join"): lambda *parts: "+".join(parts)}) == "a+b"
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
 def test_code_is_refused_before_it_is_looked_up_and_does_not_run(tmp_path, protocol):
     touched = tmp_path / "touched"
     data = pickle.dumps(Runs(os.system, (f"touch {touched}",)), protocol)

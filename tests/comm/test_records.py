@@ -1,14 +1,10 @@
-"""Records of calls: rows in files, read again in words, and files that are closed when nobody reads them any more."""
+"""Records of calls: rows in files, read again in words."""
 
-import gc
 import os
-import warnings
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from distlab.comm import RankError, read_records, run
+from distlab.comm import read_records
 from distlab.comm.record.file import DONE, ROW, ROWS_AT, RecordWriter
 from distlab.comm.record.matching import known_call
 from distlab.comm.record.read import RecordReader
@@ -114,25 +110,3 @@ def test_wrong_questions_say_what_there_is(tmp_path):
         records.payload_bytes(1, "allreduce")
     with pytest.raises(ValueError, match="0 slots"):
         RecordWriter(tmp_path, 2, 0)
-
-
-def sum_up(fails):
-    dist.all_reduce(torch.ones(2))
-    if fails:
-        raise RuntimeError("no")
-
-
-def mismatch():
-    """Ranks that make other calls: the record is read for the text."""
-    dist.all_reduce(torch.ones(2 + dist.get_rank()))
-
-
-def test_a_run_leaves_no_file_open():
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        run(lambda: sum_up(False), 2, echo=False)
-        for fails in (lambda: sum_up(True), mismatch):
-            with pytest.raises(RankError):
-                run(fails, 2, echo=False)
-        gc.collect()
-    assert [str(one.message) for one in seen if issubclass(one.category, ResourceWarning)] == []
