@@ -1,7 +1,6 @@
 """run: results, output, where it can be called from, and what it refuses before it starts anything."""
 
 import gc
-import importlib.util
 import os
 import subprocess
 import sys
@@ -68,16 +67,6 @@ def test_a_script_without_a_guard_runs_once_with_its_names_and_its_fork_server_i
     command = [sys.executable, "-W", "default", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert (done.stdout, done.stderr) == (EXPECTED, "")  # nor a warning: of sockets, or of forks beside threads
-
-
-def test_functions_of_a_module_that_was_loaded_by_path_travel_by_value(tmp_path):
-    path = tmp_path / "lesson_by_path.py"
-    path.write_text("CONSTANT = 5\ndef work():\n    return CONSTANT\n")
-    spec = importlib.util.spec_from_file_location("lesson_by_path", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["lesson_by_path"] = module
-    spec.loader.exec_module(module)
-    assert run(module.work, 1) == [5]
 
 
 class Reading:
@@ -183,16 +172,6 @@ def test_options_that_cannot_be_are_refused(options, message):
         run(**{"fn": print, "world_size": 2} | options)
     assert "\n" not in str(caught.value)
     assert set(psutil.Process().children(recursive=True)) <= before
-
-
-def test_two_threads_may_run_at_once():
-    results: dict[int, list[int]] = {}
-    threads = [threading.Thread(target=lambda n=n: results.update({n: run(dist.get_world_size, n)})) for n in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {1: [1], 2: [2, 2], 3: [3, 3, 3]}
 
 
 def _open_files() -> set[tuple[str, str]]:

@@ -169,17 +169,3 @@ def test_processes_and_grandchildren_are_gone_after_a_failure_while_other_ranks_
         time.sleep(0.02)
     assert not any(map(psutil.pid_exists, left))
     assert ranks(2).run(os.getpid) == others
-
-
-def test_an_interrupt_kills_the_ranks_and_is_raised():
-    pool = Ranks(2, timeout_s=900)
-    pids = pool.run(os.getpid)
-    previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pool.run(time.sleep, 1000)
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert pool.pids == ()

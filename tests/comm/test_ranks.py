@@ -47,35 +47,25 @@ def test_every_rank_takes_part_and_records_are_those_of_the_last_run(ranks):
     assert pool.records().ops(1) == ("all_reduce",)
 
 
-def test_interrupt_from_another_thread_ends_the_call():
+def test_a_second_call_meanwhile_is_refused_and_an_interrupt_ends_the_first():
+    said = []
+
+    def meanwhile():
+        with pytest.raises(RuntimeError, match="busy with a different call"):
+            pool.run(os.getpid)
+        said.append("refused")
+        pool.interrupt()
+
     with Ranks(2) as pool:
         pool.run(int)  # they are up before the timer runs
-        timer = threading.Timer(0.5, pool.interrupt)
+        timer = threading.Timer(0.5, meanwhile)
         timer.start()
         with pytest.raises(RankError, match="the call was interrupted") as caught:
             pool.run(time.sleep, 60)
         timer.join()
+        assert said == ["refused"]
         assert "rank 1 stands here" in str(caught.value)
         assert pool.run(dist.get_rank) == [0, 1]
-
-
-def test_a_second_call_at_the_same_time_is_refused(tmp_path):
-    begun, go = tmp_path / "begun", tmp_path / "go"
-
-    def stay():
-        begun.touch()
-        while not go.exists():
-            time.sleep(0.02)
-
-    with Ranks(1) as pool:
-        thread = threading.Thread(target=pool.run, args=(stay,))
-        thread.start()
-        while not begun.exists():
-            time.sleep(0.02)
-        with pytest.raises(RuntimeError, match="busy with a different call"):
-            pool.run(os.getpid)
-        go.touch()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
