@@ -79,16 +79,38 @@ def test_arguments_that_cannot_be_are_refused(alone, options, message):
     assert not dist.is_initialized()
 
 
-def test_a_port_that_is_taken_is_told():
+@pytest.fixture
+def port():
+    """A port that a different program has taken; bound, and nobody listens there until somebody asks for it."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        address = read_environment(WORLD | {"MASTER_PORT": str(port)})
-        with pytest.raises(
-            RuntimeError, match=f"port {port} on 127.0.0.1 is taken by a different program; set MASTER_PORT"
-        ):
-            make_store(address, 5)
+        yield other
+
+
+def address_at(other, **changes) -> Address:
+    return read_environment(WORLD | {"MASTER_PORT": str(other.getsockname()[1])} | changes)
+
+
+def test_a_port_that_is_taken_is_told(port):
+    port.listen()
+    with pytest.raises(RuntimeError, match=r"port \d+ on 127.0.0.1 is taken by a different program; set MASTER_PORT"):
+        make_store(address_at(port), 5)
+
+
+def test_a_master_that_does_not_answer_is_told(port):
+    with pytest.raises(RuntimeError, match="rank 1: no process answers at 127.0.0.1:.* is rank 0 running"):
+        make_store(address_at(port, RANK="1"), 1)
+    with pytest.raises(ValueError, match="MASTER_ADDR='no.such.host.invalid' is not a known address"):
+        make_store(address_at(port, MASTER_ADDR="no.such.host.invalid"), 1)
+
+
+def test_rank_0_s_store_listens_on_loopback_only(port):
+    address = address_at(port)
+    port.close()
+    store = make_store(address, 5)
+    connections = psutil.Process().net_connections()
+    assert {c.laddr.ip for c in connections if c.laddr and c.laddr.port == address.master_port} == {"127.0.0.1"}
+    del store
 
 
 def _meets_twice(store_file: str, taken: int) -> list[str]:
@@ -102,32 +124,10 @@ def _meets_twice(store_file: str, taken: int) -> list[str]:
     return [*said, f"{len(listening)} ports"]
 
 
-def test_ranks_of_a_launcher_of_one_machine_meet_in_a_file_whoever_has_the_port(tmp_path):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        found = run(_meets_twice, 2, args=(str(tmp_path / "store"), other.getsockname()[1]), timeout_s=60)
+def test_ranks_of_a_launcher_of_one_machine_meet_in_a_file_whoever_has_the_port(tmp_path, port):
+    port.listen()
+    found = run(_meets_twice, 2, args=(str(tmp_path / "store"), port.getsockname()[1]), timeout_s=60)
     assert found == [["0", "1", "0 ports"], ["0", "1", "0 ports"]]
-
-
-def test_a_master_that_does_not_answer_is_told():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = read_environment(WORLD | {"RANK": "1", "MASTER_PORT": str(unused.getsockname()[1])})
-        with pytest.raises(RuntimeError, match="rank 1: no process answers at 127.0.0.1:.* is rank 0 running"):
-            make_store(address, 1)
-    with pytest.raises(ValueError, match="MASTER_ADDR='no.such.host.invalid' is not a known address"):
-        make_store(read_environment(WORLD | {"MASTER_ADDR": "no.such.host.invalid"}), 1)
-
-
-def test_rank_0_s_store_listens_on_loopback_only():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    store = make_store(read_environment(WORLD | {"MASTER_PORT": str(port)}), 5)
-    listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == port}
-    assert listening == {"127.0.0.1"}
-    del store
 
 
 def test_one_machine_is_told_from_several():

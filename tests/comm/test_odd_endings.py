@@ -49,21 +49,6 @@ def test_a_result_that_cannot_be_sent_or_read_names_its_rank():
         assert caught.value.rank == 1
 
 
-def test_a_limit_of_open_files_is_named():
-    fork_server()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(120 - psutil.Process().num_fds())]
-    used = psutil.Process().num_fds()
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
-        with pytest.raises(RuntimeError, match=r"rank \d+ of 16 cannot be started \(Too many open files\): each"):
-            run(int, 16)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for file in kept:
-            os.close(file)
-
-
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -102,29 +87,8 @@ def leave_the_group():
     dist.all_reduce(torch.ones(4))
 
 
-def write_too_much():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    return bytes(1_000_000 if dist.get_rank() == 0 else 1)
-
-
-def no_memory():
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
-        torch.ones(256 << 20)
-    dist.all_reduce(torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("fn", "says"),
-    [
-        (leave_the_group, r"rank 0 of 2 destroyed a group that the other ranks still used \(group .*rank 1"),
-        (write_too_much, r"could not write its result \(1000\d\d\d bytes\); make room there, .*File too large"),
-        (no_memory, r"rank 0 of 2 raised RuntimeError: .*(alloc|memory)"),
-    ],
-)
-def test_the_cause_is_named(fn, says):
-    with pytest.raises(RankError, match=f"(?s){says}") as caught:
-        run(fn, 2, timeout_s=60)
+def test_who_left_the_group_is_named():
+    says = r"(?s)rank 0 of 2 destroyed a group that the other ranks still used \(group .*rank 1"
+    with pytest.raises(RankError, match=says) as caught:
+        run(leave_the_group, 2, timeout_s=60)
     assert caught.value.rank == 0, str(caught.value)

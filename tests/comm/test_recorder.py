@@ -1,7 +1,7 @@
 """What the recorder sees of real calls, and that it leaves torch as it found it."""
 
+import gc
 import inspect
-import subprocess
 import sys
 import threading
 import time
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from distlab.comm import Recorder, agree, device, read_records, recorded
+from distlab.comm import Recorder, agree, device, read_records, recorded, run
 from distlab.comm.record.intercept import FrontEnd
+from distlab.comm.where.frames import main_frame
 
 GATHER_INTO = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 SCATTER_FROM = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -223,20 +224,16 @@ def bytes_of_every_call():
 
 def test_bytes_of_native_collectives(ranks):
     size = 3
+    full, shard = 4 * 2 * size, 4 * 2
+    once = dict.fromkeys(("all_reduce", "broadcast", "reduce"), full) | {
+        "gather": shard,
+        "scatter": shard,
+        "barrier": 0,
+    }
+    twice = {"all_gather": 2 * shard, "reduce_scatter": 2 * full, "all_to_all": 2 * full}
     for rank, (payload, ring, ops) in enumerate(ranks(size).run(bytes_of_every_call)):
         assert ops == NAMES
-        full, shard = 4 * 2 * size, 4 * 2
-        assert payload == {
-            "all_reduce": full,
-            "broadcast": full,
-            "reduce": full,
-            "all_gather": 2 * shard,
-            "reduce_scatter": 2 * full,
-            "all_to_all": 2 * full,
-            "gather": shard,
-            "scatter": shard,
-            "barrier": 0,
-        }
+        assert payload == once | twice
         expected = 2 * (size - 1) * full // size + 2 * (size - 1) * shard + 4 * (size - 1) * full // size
         expected += 0 if rank == size - 1 else full  # broadcast along a chain from rank 0
         expected += 0 if rank == 0 else full + shard  # reduce and gather to rank 0
@@ -292,28 +289,22 @@ def test_calls_that_cpp_makes_and_those_of_fsdp_and_dtensor_are_seen(ranks):
 
 
 def test_a_second_python_thread_cannot_tear_rows(tmp_path):
-    recorder = Recorder(tmp_path, 0).start()
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [
-            threading.Thread(target=lambda: [dist.all_reduce(torch.ones(1)) for _ in range(100)]) for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with Recorder(tmp_path, 0):
+            work = lambda: [dist.all_reduce(torch.ones(1)) for _ in range(100)]  # noqa: E731
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     finally:
         sys.setswitchinterval(switch)
-        recorder.stop()
     calls = read_records(tmp_path).calls(0)
     assert [call.number for call in calls] == list(range(1, 301))
     assert all(call.state == "done" for call in calls)
 
-
-MANY_ASK_AT_ONCE = """
-import gc, sys, threading, time
-from distlab.comm.where.frames import main_frame
 
 class Finalized:
     def __init__(self):
@@ -322,25 +313,28 @@ class Finalized:
     def __del__(self):
         time.sleep(0)  # lets go of the interpreter lock
 
-def look(depth):
-    return look(depth - 1) if depth else main_frame(threading.main_thread().ident)
 
-def work():
-    for _ in range(300):
-        Finalized()
-        look(10)
+def many_ask_at_once():
+    """Return which threads end that ask where the main one stands, while garbage is collected."""
+    main = threading.main_thread().ident
 
-gc.set_threshold(5)
-sys.setswitchinterval(1e-5)
-threads = [threading.Thread(target=work) for _ in range(3)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print("no thread stopped", gc.isenabled())
-"""
+    def look(depth):
+        return look(depth - 1) if depth else main_frame(main)
+
+    def work():
+        for _ in range(300):
+            Finalized()
+            look(10)
+
+    gc.set_threshold(5)
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return gc.isenabled()
 
 
 def test_threads_that_ask_while_garbage_is_collected_go_on():
-    done = subprocess.run([sys.executable, "-c", MANY_ASK_AT_ONCE], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "no thread stopped True\n", done.stderr
+    assert run(many_ask_at_once, 1, record=False) == [True]

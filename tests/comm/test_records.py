@@ -76,11 +76,6 @@ def test_texts_of_several_lines_and_other_alphabets_keep_their_numbers(tmp_path)
     reader = RecordReader(tmp_path / "rank0.rec")
     assert reader.read_names() == ["", "a b", "größe.py:1", "c"]
     assert reader.read_names() == ["", "a b", "größe.py:1", "c"]
-    os.truncate(tmp_path / "rank0.rec", 0)  # a read of a mapped file would end the reader with SIGBUS
-    with pytest.raises(
-        RuntimeError, match=r"record of rank 0's calls, .*rank0\.rec, was truncated while the ranks ran"
-    ):
-        reader.header()
     reader.close()
 
 

@@ -60,17 +60,9 @@ class ForkServer:
         self._lock, self._owner, self._number = threading.Lock(), os.getpid(), itertools.count()
         self._prefix = Path(tempfile.gettempdir()) / f"distlab-{secrets.token_hex(8)}"
         self._control, theirs = socket.socketpair()
-        try:
+        with theirs:
             folders = f"{glob.escape(str(self._prefix))}_*"
             self._process = start_server(theirs, os.getpid(), (*modules, PREPARE), folders, is_listening=False)
-        except OSError as error:
-            self._control.close()
-            raise RuntimeError(
-                f"no process that starts ranks can be made ({sys.executable}: {error.strerror}); is this Python still "
-                "installed there, and may this user have more processes (ulimit -u)?"
-            ) from error
-        finally:
-            theirs.close()
         self.pid = self._process.pid
 
     def is_alive(self) -> bool:
@@ -92,19 +84,9 @@ class ForkServer:
             ) from error
 
     def make_folder(self) -> Path:
-        """Make a private folder, which the server removes at its end where it is still there.
-
-        Raises:
-            RuntimeError: the folder for temporary files is gone, or takes no more.
-        """
+        """Make a private folder, which the server removes at its end where it is still there."""
         path = Path(f"{self._prefix}_{next(self._number)}")
-        try:
-            path.mkdir(mode=0o700)
-        except OSError as error:
-            raise RuntimeError(
-                f"cannot make a folder for the ranks in {path.parent} ({error.strerror}); create that directory or "
-                "make room in it, or set TMPDIR to a different folder before you start Python"
-            ) from error
+        path.mkdir(mode=0o700)
         return path
 
     def close(self) -> None:

@@ -136,14 +136,9 @@ class Pool:
             (self.folder / SETTINGS).write_bytes(pickle.dumps(settings))
             for rank in range(settings.world_size):
                 self._start(rank, echo)
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if not isinstance(error, OSError):
-                raise
-            raise RuntimeError(
-                f"rank {len(self.ranks)} of {settings.world_size} cannot be started ({error.strerror}): each takes "
-                "3 open files here; close some, raise their limit (ulimit -n), or start fewer ranks"
-            ) from error
+            raise
 
     def _start(self, rank: int, echo: Echo | None) -> None:
         """Ask the fork server for one rank and keep our ends of its channels."""
@@ -163,18 +158,8 @@ class Pool:
             os.close(status_w)
 
     def send(self, call: bytes, ranks: Iterable[int]) -> None:
-        """Let some ranks make a call; one that has died is noticed by `poll`.
-
-        Raises:
-            RuntimeError: the file of the call cannot be written.
-        """
-        try:
-            write_new(self.folder / CALL, call)
-        except OSError as error:
-            raise RuntimeError(
-                f"{len(call)} bytes for the ranks cannot be written into {self.folder} ({error.strerror}); make room "
-                "there, or set TMPDIR to a different folder"
-            ) from error
+        """Let some ranks make a call; one that has died is noticed by `poll`."""
+        write_new(self.folder / CALL, call)
         for rank in ranks:
             with contextlib.suppress(OSError):
                 self.ranks[rank].connection.send_bytes(START)
@@ -213,9 +198,7 @@ class Pool:
         try:
             if not self._is_listening(connection) or not connection.poll(0):
                 return []
-            failure = read_reply(connection.recv_bytes(MAX_REPLY_BYTES), rank)
-        except ValueError as error:
-            failure = Failure(rank, str(error), "", False, time.monotonic_ns())
+            failure = read_reply(connection.recv_bytes(MAX_REPLY_BYTES))
         except (EOFError, OSError):
             self._forget(connection)
             return []

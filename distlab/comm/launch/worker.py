@@ -186,15 +186,11 @@ class _Rank:
             import cloudpickle
 
             data = pack(result) if self.settings.plain else cloudpickle.dumps(result)
+            write_new(result_path(self.folder, self.rank), data)
         except BaseException as error:
             what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
             return failure_of(error, self.rank, what)
-        try:
-            write_new(result_path(self.folder, self.rank), data)
-            return None
-        except OSError as error:
-            what = f"could not write its result ({len(data)} bytes); make room there, or set a different TMPDIR: "
-            return failure_of(error, self.rank, what)
+        return None
 
 
 def execute(source: str, name: str) -> str | None:

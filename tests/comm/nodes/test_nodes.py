@@ -84,26 +84,6 @@ def test_only_what_leaves_a_node_takes_a_wires_time():
         assert found["asynchronous"] >= 2 * LATENCY_S + byte_s
 
 
-def one_ends():
-    if dist.get_rank() == 3:
-        os._exit(5)
-    dist.all_reduce(torch.ones(5))
-    dist.barrier()
-
-
-def disagree():
-    dist.all_reduce(torch.ones(2 + dist.get_rank() // 2))
-
-
-@pytest.mark.parametrize(
-    ("fn", "says"),
-    [(one_ends, "rank 3 of 4 exited with status 5"), (disagree, r"rank 2: all_reduce float32\[3\]")],
-)
-def test_what_goes_wrong_is_told_over_all_nodes(fn, says):
-    with pytest.raises(RankError, match=says):
-        run(fn, 4, nodes=2, record=False)
-
-
 def of_two_nodes():
     """A message between two nodes has a future; return what each rank is told of one that does not fit."""
     me, landing = dist.get_rank(), torch.zeros(3)
@@ -129,40 +109,8 @@ def test_random_programs_equal_gloo(node_ranks, request):
     hold(node_ranks, 5, request.config.getoption("--hypothesis-seed"), sizes=(2, 4))
 
 
-def crossing_axes(axes):
-    """Return the axes whose group leaves this rank's node."""
-    groups = mesh_groups(Mesh(axes))
-    return [axis for axis, group in groups.items() if group.wire is not None]
-
-
-def test_the_last_axis_stays_inside(node_ranks):
-    assert node_ranks(4).run(crossing_axes, {"data": 2, "tensor": 2}) == [["data"]] * 4
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(data=2, tensor=2),
-        Plan(data=2, context=2, sharding=Sharding(3)),
-    ],
-    ids=["data x tensor", "FSDP x context"],
-)
-def test_a_mesh_over_two_nodes_equals_one_process(node_ranks, plan):
-    assert_equal_to_one_process(node_ranks(4).run(train, plan), train_alone())
-
-
-def hierarchical_sums():
-    groups, found = node_groups(), []
-    for numel in (0, 1, 7, 30_011):
-        mine = torch.arange(numel, dtype=torch.float64) * (dist.get_rank() + 1)
-        flat = mine.clone()
-        dist.all_reduce(flat)
-        found.append(torch.equal(hierarchical_all_reduce(mine, groups["local"], groups["node"]), flat))
-    return found
-
-
-def test_two_levels_by_hand_sum_what_the_backend_sums(node_ranks):
-    assert node_ranks(4).run(hierarchical_sums) == [[True] * 4] * 4
+def test_a_mesh_over_two_nodes_equals_one_process(node_ranks):
+    assert_equal_to_one_process(node_ranks(4).run(train, Plan(data=2, tensor=2)), train_alone())
 
 
 @pytest.mark.parametrize(

@@ -47,20 +47,6 @@ def complex_values():
     return z.tolist(), gathered[1].tolist()
 
 
-def in_groups():
-    """Two groups at once, of which one has its ranks in a different order than the world."""
-    me = dist.get_rank()
-    groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
-    mine = groups[0 if me in (1, 3) else 1]
-    x = torch.tensor([float(me)])
-    dist.all_reduce(x, group=mine)
-    y = torch.tensor([me])
-    dist.broadcast(y, min(dist.get_process_group_ranks(mine)), group=mine)
-    parts = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(parts, torch.tensor([me]), group=mine)
-    return x.item(), y.item(), [p.item() for p in parts]
-
-
 def objects():
     gathered, told = [None] * dist.get_world_size(), ["from 0"] if dist.get_rank() == 0 else [None]
     dist.all_gather_object(gathered, {"rank": dist.get_rank()})
@@ -173,20 +159,6 @@ def on_two_threads():
     return totals
 
 
-def messages_between_collectives():
-    me, found = dist.get_rank(), []
-    for k in range(50):
-        x, y, total = torch.tensor([float(k)]), torch.tensor([-1.0]), torch.tensor([1.0])
-        work = dist.isend(x, 1) if me == 0 else dist.irecv(y, 0)
-        dist.all_reduce(total)
-        work.wait()
-        found.append(total.item() == 2 and (me == 0 or y.item() == k))
-    return all(found)
-
-
-OF_1_AND_3, OF_0_AND_2 = (4.0, 1, [1, 3]), (2.0, 0, [0, 2])
-
-
 @pytest.mark.parametrize(
     ("program", "on_ranks"),
     [
@@ -195,7 +167,6 @@ OF_1_AND_3, OF_0_AND_2 = (4.0, 1, [1, 3]), (2.0, 0, [0, 2])
         (scattered_in_memory, [[]] * 3),
         (results_of_functional_collectives, [[[6.0], [3.0], [3.0]]] * 2),
         (complex_values, [([2 + 1j] * 3, [1 + 1j] * 3)] * 2),
-        (in_groups, [OF_0_AND_2, OF_1_AND_3, OF_0_AND_2, OF_1_AND_3]),
         (objects, [([{"rank": 0}, {"rank": 1}], ["from 0"])] * 2),
         (many_tags_in_reverse, [True] * 2),
         (from_anyone, [[(rank, rank, k) for rank in (1, 2) for k in range(3)], "sent", "sent"]),
@@ -206,7 +177,6 @@ OF_1_AND_3, OF_0_AND_2 = (4.0, 1, [1, 3]), (2.0, 0, [0, 2])
         (sequel_of_a_call, [[40.0] * 3] * 2),
         (sequel_of_a_call, [[10.0] * 3]),
         (on_two_threads, [[60.0, 120.0]] * 2),
-        (messages_between_collectives, [True] * 2),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
