@@ -1,10 +1,7 @@
 """Endings that nobody plans: full disks, limits, memory, signals, errors that cannot be read."""
 
-import os
 import re
-import resource
 import threading
-from pathlib import Path
 
 import psutil
 import pytest

@@ -1,7 +1,5 @@
 """Records of calls: rows in files, read again in words."""
 
-import os
-
 import pytest
 
 from distlab.comm import read_records

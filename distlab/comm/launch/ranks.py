@@ -339,12 +339,7 @@ class _Round:
 
     def _words(self) -> list[str]:
         """Who waits for whom, from the recorded calls."""
-        if self.watchdog is None:
-            return []
-        try:
-            return describe(read_records(self.pool.folder), self.owner.world_size)
-        except Exception as error:
-            return [f"(the recorded calls could not be read: {error})"]
+        return [] if self.watchdog is None else describe(read_records(self.pool.folder), self.owner.world_size)
 
     def _stacks(self) -> dict[int, str]:
         """Return where each rank stands from which nothing has come; what it returns from now on does not count."""

@@ -9,7 +9,6 @@ When more calls are made than there are slots, old rows are overwritten; the tot
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import struct
@@ -142,7 +141,7 @@ class RecordWriter:
         if hasattr(os, "posix_fallocate"):  # to write later where a full disk has no room would end the process
             os.posix_fallocate(self._file.fileno(), 0, size)
         self._map = mmap.mmap(self._file.fileno(), size)
-        self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open until the rank ends)
+        self._names = open(path.with_suffix(".names"), "wb")  # noqa: SIM115 (open until the rank ends)
         self._ids: dict[str, int] = {}
         self._lock = threading.RLock()  # a signal handler of the same thread may make a call too
         self.rank, self.slots, self._newest, self._job = rank, slots, 0, 0
@@ -175,9 +174,8 @@ class RecordWriter:
                 number = len(self._ids) + 1
                 if number > MAX_TEXTS:
                     return 0
-                line = " ".join(text.splitlines()).encode("utf-8", "replace") + b"\n"
-                if self._names.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._names.name)
+                self._names.write(" ".join(text.splitlines()).encode("utf-8", "replace") + b"\n")
+                self._names.flush()
                 self._ids[text] = number
         return number
 

@@ -283,6 +283,11 @@ class CallLedger:
             self._rows, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
         return None
 
+    @property
+    def num_open(self) -> int:
+        """Calls that `disagreement` has seen, and that not all have made who are to meet there."""
+        return len(self._rows)
+
     def exchange(self) -> str:
         """Say which calls are alike and made in a different order, as `disagreement` finds on its way; else ""."""
         return self._exchanges.explain(self.names)

@@ -9,7 +9,6 @@ a deadlock only if no rank can go on, and nothing has moved for two seconds.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import FAILED, OPS, RECV, SEND, WAITING, RecordHeader
+from distlab.comm.record.file import DONE, FAILED, OPS, RECV, SEND, WAITING, RecordHeader
 from distlab.comm.record.matching import (
     CallLedger,
     absences,
@@ -181,23 +180,13 @@ def is_settled(records: Records, ranks: Collection[int]) -> bool:
 
     `ranks` are those that had a job; the others' calls belong to an earlier one. In doubt the answer is no.
     """
-    made: dict[int, Counter[tuple[tuple[int, ...], str]]] = {rank: Counter() for rank in ranks}
-    under_way = 0
-    for rank in ranks:
-        if rank not in records.by_rank or records.dropped(rank):
-            return False
-        for call in records.calls(rank):
-            if call.state != "done":
-                return False
-            if call.op in ("send", "recv"):
-                under_way += 1 if call.op == "send" else -1
-            else:
-                made[rank][call.group, call.op] += 1
-    for count in made.values():
-        for (group, op), number in count.items():
-            if any(made.get(other, Counter())[group, op] != number for other in group):
-                return False
-    return under_way == 0
+    if any(rank not in records.by_rank or records.dropped(rank) for rank in ranks):
+        return False
+    ledger, own = CallLedger(), [records.by_rank[rank] for rank in ranks]
+    for rank, record in zip(ranks, own, strict=True):
+        ledger.add(rank, record.rows, record.names)
+    is_over = all((record.rows["state"] == DONE).all() for record in own)
+    return is_over and ledger.disagreement() is None and not ledger.num_open
 
 
 STABLE_S = 2.0
@@ -280,7 +269,7 @@ class Watchdog:
 
     def mismatch(self, *, patient: bool = False) -> str | None:
         """Read what is new and return calls that do not agree; patient: give the other members a moment to arrive."""
-        self._follow()
+        self.follow()
         for rank, follower in self._followers.items():
             header = follower.reader.header()
             if header.job != follower.header.job:  # it began a new job while we looked; next time
@@ -303,14 +292,14 @@ class Watchdog:
 
     def groups(self, *, is_over: bool = False) -> str:
         """Return where the ranks do not make the same groups, or ""; `is_over`: no rank will make a further one."""
-        self._follow()
+        self.follow()
         headers = {rank: follower.reader.header() for rank, follower in sorted(self._followers.items())}
         begun = {rank: groups_of(header, self._readers[rank].read_names()) for rank, header in headers.items()}
         return groups_differ(begun, is_over=is_over)
 
     def left(self) -> dict[int, str]:
         """Return which ranks destroyed a group that others still had: members and line, by rank."""
-        self._follow()
+        self.follow()
         return left_by_some({r: f.reader.read_names()[f.reader.header().left_text] for r, f in self._followers.items()})
 
     def failed(self, rank: int) -> str:
@@ -332,10 +321,6 @@ class Watchdog:
         reader = self._reader(rank)
         return reader is not None and reader.header().is_finished
 
-    def open(self) -> None:
-        """Open all records that are there, so that their files may be removed."""
-        self._follow()
-
     def _reader(self, rank: int) -> RecordReader | None:
         """Return what reads a rank's record, once that is there."""
         if rank not in self._readers:
@@ -344,8 +329,8 @@ class Watchdog:
                 self._readers[rank] = RecordReader(path)
         return self._readers.get(rank)
 
-    def _follow(self) -> None:
-        """Find the ranks that have begun this job; begin anew when they have begun the next."""
+    def follow(self) -> None:
+        """Find the ranks that have begun this job, and open their records; begin anew when they have begun the next."""
         for rank in self.ranks:
             self._reader(rank)
         headers = {rank: reader.header() for rank, reader in self._readers.items()}

@@ -10,9 +10,8 @@ from hybrid_gpt import assert_equal_to_one_process, train, train_alone
 from random_programs import hold
 
 from distlab.cli import main
-from distlab.collectives import hierarchical_all_reduce
-from distlab.comm import Nodes, RankError, mesh_groups, node_groups, run
-from distlab.plan import Mesh, Plan, Sharding
+from distlab.comm import Nodes, node_groups, run
+from distlab.plan import Plan
 
 RATE, LATENCY_S = 2e6, 5e-3
 WIRE = Nodes(2, between="2MB/s,5ms")

@@ -1,10 +1,7 @@
 """Ranks for which nobody names a backend: shared memory where all can have it, else gloo, and all go the same way."""
 
 import os
-import re
-import resource
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +9,7 @@ import torch.distributed as dist
 from distlab.comm import run
 from distlab.comm.launch.script import run_script
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.meeting import meet, meet_if_possible
+from distlab.comm.shared_memory.meeting import meet_if_possible
 
 
 def raises(*_, **__):
