@@ -60,19 +60,12 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
     assert "there are no files" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pickle.dumps(Bomb()),
-        pickle.dumps({"pg_config": {}, "entries": [Bomb()]}),
-        b"",
-        pickle.dumps([1]),
-        pickle.dumps({"pg_config": {}}),
-    ],
-)
-def test_no_code_of_a_dump_runs_and_damage_is_told(data):
+def test_no_code_of_a_dump_runs_and_damage_is_told():
+    for value in (Bomb(), {"pg_config": {}, "entries": [Bomb()]}, [1], {"pg_config": {}}):
+        with pytest.raises(ValueError, match="f is not a dump of torch's flight recorder"):
+            read_dump(pickle.dumps(value), "f")
     with pytest.raises(ValueError, match="f is not a dump of torch's flight recorder"):
-        read_dump(data, "f")
+        read_dump(b"", "f")
     assert not os.path.exists("/tmp/distlab-bomb-went-off")
 
 

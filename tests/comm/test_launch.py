@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankError, run
+from distlab.comm import RankError, Ranks, run
 from distlab.comm.launch.fork_client import preload
 
 SCRIPT = """
@@ -115,7 +115,7 @@ def test_every_socket_is_on_loopback_and_the_folder_is_private(ranks):
 
 
 def test_output_is_prefixed_and_streamed_also_from_c(capfd, tmp_path):
-    was_seen = tmp_path / "seen"
+    go, seen = tmp_path / "go", []
 
     def talk() -> None:
         import ctypes
@@ -124,25 +124,22 @@ def test_output_is_prefixed_and_streamed_also_from_c(capfd, tmp_path):
         sys.stderr.write("from stderr\n")
         os.write(1, b"from a descriptor\n")
         ctypes.CDLL(None).puts(b"from C")
-        while not was_seen.exists():
+        while not go.exists():
             time.sleep(0.02)
         print("end", end="")
 
-    thread = threading.Thread(target=run, args=(talk, 1), kwargs={"timeout_s": 90})
-    thread.start()
-    seen, deadline = "", time.monotonic() + 60
-    while "from C" not in seen and time.monotonic() < deadline:
-        seen += capfd.readouterr().out
-        time.sleep(0.02)
-    assert "from C" in seen, "what a rank prints must be seen while it runs"
-    was_seen.touch()
-    thread.join()
-    lines = seen.splitlines()
-    assert all(line.startswith("[rank 0] ") for line in lines)
-    assert {"[rank 0] from a descriptor", "[rank 0] from C", "[rank 0] from Python"} <= set(lines)
-    assert capfd.readouterr().out == "[rank 0] end\n"
-    run(lambda: print("end"), 1, echo=False)
-    assert capfd.readouterr().out == ""
+    def echo(rank: int, line: str) -> None:
+        seen.append(line)
+        if line == "from C":  # what a rank prints is seen while it runs
+            go.touch()
+
+    with Ranks(1, timeout_s=90, echo=echo) as pool:
+        pool.run(talk)
+    assert {"from Python", "from stderr", "from a descriptor", "from C"} == set(seen[:-1])
+    assert seen[-1] == "end"
+    run(lambda: print("shown"), 1)
+    run(lambda: print("hidden"), 1, echo=False)
+    assert capfd.readouterr().out == "[rank 0] shown\n"
 
 
 LOCK = threading.Lock()

@@ -125,11 +125,10 @@ def test_ranks_of_run_are_read_with_who_waits_for_whom(busy, monkeypatch):
 
 def test_a_launcher_is_as_good_as_a_rank_and_ranks_that_wait_for_nothing_are_well(ranks):
     ranks(2).run(os.getpid)
-    jobs = find_jobs(os.getpid())
-    assert any(len(job.ranks) == 2 for job in jobs)
-    pid = ranks(2).pids[0]
-    assert "=> nothing is wrong" in said(pid)
-    assert "it has finished its function" in said(pid)
+    assert any(len(job.ranks) == 2 for job in find_jobs(os.getpid()))
+    text = said(ranks(2).pids[0])
+    assert "=> nothing is wrong" in text
+    assert "it has finished its function" in text
     assert ranks(2).run(os.getpid) == list(ranks(2).pids), "they live on"
 
 
