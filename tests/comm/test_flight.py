@@ -60,12 +60,13 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
     assert "there are no files" in capsys.readouterr().err
 
 
-def test_no_code_of_a_dump_runs_and_damage_is_told():
-    for value in (Bomb(), {"pg_config": {}, "entries": [Bomb()]}, [1], {"pg_config": {}}):
-        with pytest.raises(ValueError, match="f is not a dump of torch's flight recorder"):
-            read_dump(pickle.dumps(value), "f")
+DAMAGED = [Bomb(), {"pg_config": {}, "entries": [Bomb()]}, [1], {"pg_config": {}}]
+
+
+@pytest.mark.parametrize("data", [b"", *map(pickle.dumps, DAMAGED)])
+def test_no_code_of_a_dump_runs_and_damage_is_told(data):
     with pytest.raises(ValueError, match="f is not a dump of torch's flight recorder"):
-        read_dump(b"", "f")
+        read_dump(data, "f")
     assert not os.path.exists("/tmp/distlab-bomb-went-off")
 
 

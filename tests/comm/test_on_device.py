@@ -51,6 +51,7 @@ def test_every_technique_has_a_program():
     assert {name for text in texts for name in marked.findall(text)} == set(TECHNIQUES)
 
 
+@pytest.mark.timeout(300)
 def test_verdicts(tmp_path):
     """What is equal, what differs, what breaks and what a backend cannot do are four things."""
     copy = tmp_path / "tests"
@@ -61,7 +62,7 @@ def test_verdicts(tmp_path):
     code = "import sys, pathlib; from on_device import run; run.TESTS = pathlib.Path(sys.argv[1]); sys.argv[1:] = []; "
     done = subprocess.run(
         [sys.executable, "-c", code + "print(run.main())", str(copy)],
-        capture_output=True, text=True, timeout=110, cwd=TESTS, check=False,
+        capture_output=True, text=True, timeout=280, cwd=TESTS, check=False,
     )  # fmt: skip
     *rows, status = done.stdout.splitlines()
     found = {row["program"].split("::")[1]: (row["verdict"], row["words"]) for row in map(json.loads, rows)}
