@@ -50,7 +50,7 @@ def rank(tmp_path_factory):
         arguments[0], arguments[1], [sys.executable], *arguments[2:], **environment | more
     )
     with started(asked, source, [sys.executable], **environment) as process:
-        process.wait(60)
+        process.wait(100)
     os.kill(int((asked / "server").read_text()), signal.SIGKILL)
     for folder in standby_folders(os.getpid()):
         shutil.rmtree(folder)
@@ -95,7 +95,7 @@ def test_a_script_finds_what_it_would_find_without(rank, tmp_path):
     (tmp_path / "neighbour.py").write_text("")
     for number in range(2):
         with rank(tmp_path, source, "--flag", "two words", RANK=str(number), WORLD_SIZE="2") as process:
-            assert process.wait(60) == 0, output(tmp_path)
+            assert process.wait(100) == 0, output(tmp_path)
         assert output(tmp_path) == f"out of {number}\nerr of {number}\n"
     first, second = (json.loads((tmp_path / f"facts{rank}").read_text()) for rank in range(2))
     assert first.pop("number") != second.pop("number")
@@ -115,7 +115,7 @@ def test_a_script_finds_what_it_would_find_without(rank, tmp_path):
 )
 def test_it_ends_as_the_script_ends(rank, tmp_path, ending, status, words):
     with rank(tmp_path, f"import os, sys\n{ending}") as process:
-        assert process.wait(60) == status
+        assert process.wait(100) == status
     assert words in output(tmp_path)
 
 
@@ -133,7 +133,7 @@ def test_signals_reach_the_rank_and_what_it_has_started_goes_with_it(rank, tmp_p
         wait_for(tmp_path / "pids")
         pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(100) == 0
     assert (tmp_path / "heard").exists()
     assert_gone(pids)
 
