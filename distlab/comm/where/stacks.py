@@ -37,7 +37,7 @@ def answering(rank: int) -> Iterator[None]:
     if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN) or not hasattr(os, "memfd_create"):
         yield
         return
-    faulthandler.register(SIGNAL, sys.__stderr__)  # who sees the file may send the signal, which must not end the rank
+    faulthandler.register(SIGNAL, 2)  # who sees the file may send the signal, which must not end the rank
     file = os.memfd_create(f"distlab-rank{rank}.stack")
     faulthandler.register(SIGNAL, file, all_threads=True)
     try:
