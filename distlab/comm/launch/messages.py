@@ -69,9 +69,9 @@ def read_reply(data: bytes) -> Failure | None:
     return None if (failure := json.loads(data)) is None else Failure(*failure)
 
 
-def result_path(folder: str | Path, rank: int) -> Path:
-    """File for a rank's result."""
-    return Path(folder) / f"rank{rank}.result"
+def rank_file(folder: Path, rank: int, what: str) -> Path:
+    """File of a rank: its "result"; its "stack" when asked or in a crash; a script's "error" (`record_failure`)."""
+    return folder / f"rank{rank}.{what}"
 
 
 def write_new(path: Path, data: bytes) -> None:

@@ -21,8 +21,7 @@ from multiprocessing.connection import Connection
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack, recorded_failure
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
-from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, read_reply, write_new
-from distlab.comm.launch.worker import error_path, stack_path
+from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, rank_file, read_reply, write_new
 from distlab.comm.where.stacks import SIGNAL, SILENT, ask
 
 Echo = Callable[[int, str], object]  # takes a rank, and a line that it has printed
@@ -214,7 +213,7 @@ class Pool:
 
     def told(self, rank: int, time_ns: int) -> Failure | None:
         """Return what a rank that runs a script wrote down of its failure, or None."""
-        return None if self.settings.joined else recorded_failure(error_path(self.folder, rank), rank, time_ns)
+        return None if self.settings.joined else recorded_failure(rank_file(self.folder, rank, "error"), rank, time_ns)
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to some ranks (all if None); SIGKILL goes to everything that they have started too."""
@@ -222,7 +221,7 @@ class Pool:
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Ask ranks where they stand; works while they wait in C, and says when one does not answer."""
-        files = {rank: stack_path(self.folder, rank) for rank in ranks if not self.ranks[rank].is_gone}
+        files = {rank: rank_file(self.folder, rank, "stack") for rank in ranks if not self.ranks[rank].is_gone}
         with contextlib.suppress(RuntimeError):
             said = ask(files, lambda asked: self.signal(SIGNAL, asked), ANSWER_S)
             return {rank: format_stack(text) or SILENT for rank, text in said.items()}
@@ -231,7 +230,7 @@ class Pool:
     def _crash(self, rank: int) -> str:
         """Return the stack that a crash left, or ""."""
         try:
-            _, found, text = stack_path(self.folder, rank).read_text(errors="replace").rpartition(CRASH)
+            _, found, text = rank_file(self.folder, rank, "stack").read_text(errors="replace").rpartition(CRASH)
         except OSError:
             return ""
         return format_stack(found + text) if found else ""

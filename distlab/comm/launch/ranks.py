@@ -28,7 +28,7 @@ from distlab.comm.checks import check_backend, check_timeout, check_world_size
 from distlab.comm.launch import worker
 from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of, who_left
 from distlab.comm.launch.fork_client import fork_server
-from distlab.comm.launch.messages import Settings, pack_call, result_path
+from distlab.comm.launch.messages import Settings, pack_call, rank_file
 from distlab.comm.launch.pool import Echo, Pool, show
 from distlab.comm.nodes import Nodes
 from distlab.comm.plain import unpack
@@ -306,7 +306,7 @@ class _Round:
             if failure is None and rank in self.asked:
                 continue
             if failure is None:
-                self.replies[rank] = result_path(self.pool.folder, rank).read_bytes()
+                self.replies[rank] = rank_file(self.pool.folder, rank, "result").read_bytes()
             elif rank in self.waiting or all(one.rank != rank for one in self.failures):
                 self.failures.append(self.pool.told(rank, failure.time_ns) or failure)
             self.waiting.discard(rank)

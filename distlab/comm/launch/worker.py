@@ -26,23 +26,13 @@ from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, well_formed
 from distlab.comm.launch.forkserver import take_files
-from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, result_path, write_new
+from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, rank_file, write_new
 from distlab.comm.launch.processes import JOB_VARIABLE
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import STORE_FILE, loopback_interface
 from distlab.comm.where.stacks import SIGNAL
-
-
-def stack_path(folder: str | Path, rank: int) -> Path:
-    """File into which a rank writes its stack when asked, or when it crashes."""
-    return Path(folder) / f"rank{rank}.stack"
-
-
-def error_path(folder: str | Path, rank: int) -> Path:
-    """File into which a rank that runs a script writes what went wrong (`record_failure`)."""
-    return Path(folder) / f"rank{rank}.error"
 
 
 def before_forks() -> None:
@@ -94,7 +84,7 @@ def prepare_process(settings: Settings, folder: Path, rank: int) -> None:
         os.chdir(settings.directory)
     torch.set_num_threads(1)
     keep_freed_memory()
-    stacks = os.open(stack_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    stacks = os.open(rank_file(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     signal.signal(SIGNAL, lambda *_: None)  # so that a process group made in here leaves the signal to this file
     faulthandler.register(SIGNAL, stacks, all_threads=True)
     faulthandler.enable(stacks, all_threads=False)
@@ -134,7 +124,7 @@ def rank_environment(settings: Settings, folder: Path, rank: int) -> dict[str, s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # nobody listens there: they meet in the file
         STORE_FILE: f"{folder}/store",
-        "TORCHELASTIC_ERROR_FILE": str(error_path(folder, rank)),
+        "TORCHELASTIC_ERROR_FILE": str(rank_file(folder, rank, "error")),
     }
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback_interface())
     return {
@@ -186,7 +176,7 @@ class _Rank:
             import cloudpickle
 
             data = pack(result) if self.settings.plain else cloudpickle.dumps(result)
-            write_new(result_path(self.folder, self.rank), data)
+            write_new(rank_file(self.folder, self.rank, "result"), data)
         except BaseException as error:
             what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
             return failure_of(error, self.rank, what)
