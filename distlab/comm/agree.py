@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:  # loaded where it is needed: `import distlab.comm` loads this
 
 MAX_SHOWN = 300
 RULE = "every rank must make a group's collectives in the same order, with equal shape, dtype, root and ReduceOp"
-_ABSENT = object()
 
 
 def agree(value: object, group: dist.ProcessGroup | None = None, *, what: str = "value") -> None:
@@ -68,7 +68,7 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes
 
 
 def _explain(texts: list[str], names: list[int], what: str) -> str:
-    """Say which ranks have which value, and for a long value where the first difference is.
+    """Say which ranks have which value, of a long value what stands around the first difference.
 
     `names`: the global ranks of the group's members, which are what a user knows.
     """
@@ -79,20 +79,13 @@ def _explain(texts: list[str], names: list[int], what: str) -> str:
     holders: dict[str, list[int]] = {}
     for name, text in zip(names, texts, strict=True):
         holders.setdefault(text, []).append(name)
-    place = ""
-    shown = {text: text for text in holders}
-    if max(map(len, holders)) > MAX_SHOWN:
-        values = {text: json.loads(text) for text in holders}
-        first, *others = holders
-        path = first_difference(values[first], values[next(iter(others))])
-        place = f" at {''.join(f'[{json.dumps(step)}]' for step in path)}" if path else ""
-        shown = {text: _look_up(value, path) for text, value in values.items()}
+    start = max(0, len(os.path.commonprefix(list(holders))) - MAX_SHOWN // 2)
     parts = [
         f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} "
-        + (shown[text] if len(shown[text]) <= MAX_SHOWN else f"{shown[text][: MAX_SHOWN - 3]}...")
+        + (text if len(text) <= MAX_SHOWN else f"...{text[start : start + MAX_SHOWN]}...")
         for text, ranks in holders.items()
     ]
-    return f"ranks disagree on {what}{place}: {'; '.join(parts)}. Pass the same on every rank"
+    return f"ranks disagree on {what}: {'; '.join(parts)}. Pass the same on every rank"
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -114,27 +107,3 @@ def not_the_same(members: Sequence[int], calls: Mapping[int, object], number: in
         f"  rank {rank} has not called it yet" if c is None else f"  rank {rank}: {c}" for rank, c in calls.items()
     ]
     return "\n".join([f"the ranks of group {list(members)} do not make the same call{at}:", *lines, RULE])
-
-
-def first_difference(one: object, other: object) -> tuple[str | int, ...]:
-    """Keys and indices that lead to the first place where two JSON values differ; () at the top."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        keys = [key for key in sorted(one.keys() | other.keys()) if one.get(key, _ABSENT) != other.get(key, _ABSENT)]
-        if keys:
-            return (keys[0], *first_difference(one.get(keys[0], _ABSENT), other.get(keys[0], _ABSENT)))
-    if isinstance(one, list) and isinstance(other, list):
-        index = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-        if index is not None:
-            return (index, *first_difference(one[index], other[index]))
-        return (min(len(one), len(other)),)
-    return ()
-
-
-def _look_up(value: object, path: tuple[str | int, ...]) -> str:
-    """The value at a path of `first_difference`, as text."""
-    for step in path:
-        try:
-            value = value[step]  # type: ignore[index]
-        except (KeyError, IndexError, TypeError):
-            return "nothing there"
-    return json.dumps(value)

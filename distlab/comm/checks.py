@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 import os
-import resource
 from typing import SupportsIndex
 
 from distlab.comm.shared_memory.futex import why_not_here
@@ -14,32 +13,22 @@ CPU = "cpu"  # shared memory where all ranks can have it, else gloo
 BACKENDS = ("gloo", "shared", "nccl", "cpu:gloo,cuda:nccl", CPU)
 BACKEND_VARIABLE = "DISTLAB_BACKEND"
 MAX_RANKS = 1024
-FDS_PER_RANK = 3
 
 
 def check_world_size(world_size: object) -> int:
     """Return the world size.
 
     Raises:
-        ValueError: it is not a whole number from 1 to what this process may start.
+        ValueError: it is not a whole number from 1 to 1,024.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, SupportsIndex):
         raise ValueError(f"world_size is {world_size!r}; pass a whole number of ranks, such as 4")
     number = operator.index(world_size)
     if number < 1:
         raise ValueError(f"world_size is {number}; pass at least 1 rank")
-    limit = max_ranks()
-    if number > limit:
-        why = "" if limit == MAX_RANKS else f" with {FDS_PER_RANK} open files each; raise their limit: ulimit -n"
-        raise ValueError(f"world_size is {number}; this process can start at most {limit} (real processes{why})")
+    if number > MAX_RANKS:
+        raise ValueError(f"world_size is {number}; a process can start at most {MAX_RANKS} (real processes)")
     return number
-
-
-def max_ranks() -> int:
-    """Return how many ranks fit this process's limit of open files, at most 1,024."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = limit if limit != resource.RLIM_INFINITY else 1 << 20
-    return max(1, min(MAX_RANKS, (files - 64) // FDS_PER_RANK))
 
 
 def check_timeout(timeout_s: object, *, what: str = "timeout_s") -> float:

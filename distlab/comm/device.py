@@ -7,7 +7,7 @@ waits for it. From this follow the rules that the techniques keep:
 - A collective of nccl runs in a stream of its own. It begins after what the current stream held when it was called.
   `work.wait()` makes the current stream wait for it, not the host.
 - Copies between host and GPU run in a `CopyStream`, so that kernels need not wait for them. They need pinned memory.
-- A tensor that another stream uses must not be freed too early: its allocator knows one stream only. Keep the tensor
+- A tensor that a different stream uses must not be freed too early: its allocator knows one stream only. Keep it
   until the current stream has waited for the other one, or tell the allocator (`CopyStream.keep`).
 - The host waits as rarely as it can: each wait (`synchronize`, `tensor.item()`, a copy to memory that is not pinned)
   leaves the GPU without work until the host has filled its queue again.
@@ -129,7 +129,7 @@ def wait_for_event(event: Any) -> None:
 
 
 def wait_in_stream(event: Any, place: torch.device) -> None:
-    """Make a GPU's current stream wait for an event of another stream; the host goes on."""
+    """Make a GPU's current stream wait for an event of a different stream; the host goes on."""
     if event is not None:
         cuda.current_stream(place).wait_event(event)
 
@@ -188,7 +188,7 @@ class CopyStream:
             yield
 
     def keep(self, tensor: Tensor) -> None:
-        """Tell the allocator that this stream uses a tensor of another stream, so it is not given away too early."""
+        """Tell the allocator that this stream uses a tensor of a different one, so it is not given away too early."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 

@@ -35,7 +35,7 @@ from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, loopback_interface, make_store, read_environment, variables
 from distlab.comm.shared_memory.meeting import meet_if_possible
 from distlab.comm.watch.watch import watching
-from distlab.comm.where.answer import answering
+from distlab.comm.where.stacks import answering
 from distlab.plan import Mesh
 from distlab.trace import SpanWriter, Trace, rank_file, save_clocks, save_trace
 
@@ -154,7 +154,7 @@ def process_group(
     """
     timeout_s = check_timeout(timeout_s)
     address = read_environment()
-    made = _check_nodes(nodes, address)
+    made = Nodes.for_ranks(nodes, address.world_size)
     named = check_backend(backend, address.local_world_size, made.count)
     chosen = named or choose_backend(address.local_world_size, on_cpu=str(device).startswith("cpu"))
     place = _device(device, chosen, address)
@@ -185,21 +185,6 @@ def process_group(
         finally:
             if dist.is_initialized():  # else the block has destroyed it
                 dist.destroy_process_group()  # no barrier before it: a rank that failed would make the others wait
-
-
-def _check_nodes(nodes: Nodes | int, address: Address) -> Nodes:
-    """Return the nodes that the ranks of this machine make.
-
-    Raises:
-        ValueError: the ranks do not fill them evenly, or the job has other machines too.
-    """
-    made = Nodes.for_ranks(nodes, address.world_size)
-    if made.count > 1 and address.local_world_size != address.world_size:
-        raise ValueError(
-            f"nodes is {made.count} and the job has {address.local_world_size} of its {address.world_size} ranks on "
-            "this machine; make nodes of one machine's ranks, or leave nodes out"
-        )
-    return made
 
 
 def _device(device: torch.device | str | None, backend: str, address: Address) -> torch.device:

@@ -24,17 +24,7 @@ from typing import Any, BinaryIO
 
 RECORDS = ("distlab", "simulator")  # packages whose own records come back as what they are
 _AS_THEY_ARE = (complex, range, slice)  # what these are pickled with runs nothing
-_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # what a subclass of a builtin counts as, by its own methods
-    (int, int.__int__),
-    (float, float.__float__),
-    (str, str.__str__),
-    (bytes, bytes.__bytes__),
-    (dict, lambda value: dict(dict.items(value))),
-    (list, lambda value: list.__getitem__(value, slice(None))),
-    (tuple, lambda value: tuple.__getitem__(value, slice(None))),
-    (set, lambda value: set(set.__iter__(value))),
-    (frozenset, lambda value: set(frozenset.__iter__(value))),
-)
+_BASES: tuple[Any, ...] = (int, float, str, bytes, dict, list, tuple, set, frozenset)  # what a subclass counts as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +123,7 @@ class _Packer(pickle.Pickler):
                 return _tensor, _tensor_parts(obj)
             return _reduced(obj, kind)
         except Exception:  # its class does not let itself be read
-            return _reduced(Foreign(_name_of(kind)), Foreign)
+            return _reduced(Foreign(kind.__name__), Foreign)
 
 
 def _reduced(obj: Any, kind: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -145,15 +135,10 @@ def _reduced(obj: Any, kind: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if kind.__module__.startswith(RECORDS):
         names = getattr(kind, "_fields", None) or tuple(f.name for f in dataclasses.fields(kind))
         return _record, (kind.__module__, kind.__qualname__, {name: getattr(obj, name) for name in names})
-    for base, convert in _BASES:
+    for base in _BASES:
         if issubclass(kind, base):
-            return _same, (convert(obj),)
-    return _reduced(Foreign(_name_of(kind)), Foreign)
-
-
-def _name_of(kind: type) -> str:
-    """Return a class's name, whatever its metaclass says."""
-    return str(type.__dict__["__name__"].__get__(kind))
+            return _same, (base(obj),)
+    return _reduced(Foreign(kind.__name__), Foreign)
 
 
 def _tensor_parts(tensor: Any) -> tuple[Any, ...]:

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from distlab.comm.launch.failures import text_of
-
 Result = TypeVar("Result")
 
 
@@ -45,11 +43,11 @@ def together(
     try:
         outcome = "done", action()
     except ValueError as error:
-        outcome = "refused", text_of(error)
+        outcome = "refused", str(error)
     except (OSError, RuntimeError) as error:
-        outcome = "failed", text_of(error)
+        outcome = "failed", str(error)
     except Exception as error:  # whatever it is: a rank that left here would leave the others waiting
-        outcome = "failed", f"{type(error).__name__}: {text_of(error)}"
+        outcome = "failed", f"{type(error).__name__}: {error}"
     _, world_size = place_in(group)
     outcomes: list[tuple[str, Any]] = [outcome] * world_size
     names = [0]

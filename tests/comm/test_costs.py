@@ -62,42 +62,22 @@ def test_a_clock_is_off_by_no_more_than_a_round_trip(ranks):
     assert abs(offset) <= max(map(sum, zip(there, back, strict=True)))  # both share one clock: nothing is the truth
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool)
-
-
 def around_the_ring():
     rank, n = dist.get_rank(), dist.get_world_size()
-    before = (rank - 1) % n
-    for dtype in (*DTYPES, torch.complex64):
-        for shape in ((), (1,), (0,), (3, 5), (70_000,)):
+    before, after = (rank - 1) % n, (rank + 1) % n
+    for dtype in (torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool, torch.complex64):
+        for shape in ((), (0,), (3, 5), (70_000,)):
             received = torch.zeros(shape, dtype=dtype)
-            send_receive(torch.full(shape, rank + 1).to(dtype), (rank + 1) % n, received, before)
+            send_receive(torch.full(shape, rank + 1).to(dtype), after, received, before)
             assert torch.equal(received, torch.full(shape, before + 1).to(dtype))
-
-
-def many_at_once():
-    rank, n = dist.get_rank(), dist.get_world_size()
-    others = [peer for peer in range(n) if peer != rank]
-    into = {peer: torch.zeros(4) for peer in others}
-    exchange(
-        *(Send(torch.full((4,), 10.0 * rank + peer), peer) for peer in others),
-        *(Receive(into[peer], peer) for peer in others),
-    )
-    assert all(torch.equal(into[peer], torch.full((4,), 10.0 * peer + rank)) for peer in others)
-    after, before = (rank + 1) % n, (rank - 1) % n
     first, second = torch.zeros(2), torch.zeros(2)
     pending = start(Receive(first, before), Receive(second, before), Send(torch.ones(2), after))
     rest = start(Send(torch.full((2,), 2.0), after))
     pending.wait_received()
     rest.wait()
     pending.wait()
-    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0])
+    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0]), "in the order of their starts"
     start().wait()
-
-
-def test_every_dtype_and_many_at_once_in_their_order(ranks):
-    ranks(3).run(around_the_ring)
-    ranks(3).run(many_at_once)
 
 
 def inside_a_group():
@@ -119,7 +99,8 @@ def different_shapes():
         require_same(torch.zeros(2, 3 + (dist.get_rank() == 2)), what="gradient")
 
 
-def test_ranks_are_those_of_the_group_and_who_differs_is_named(ranks):
+def test_every_dtype_in_order_ranks_of_the_group_and_who_differs_is_named(ranks):
+    ranks(3).run(around_the_ring)
     assert ranks(3).run(inside_a_group) == [None, 2.0, 1.0]
     ranks(3).run(different_shapes)
 

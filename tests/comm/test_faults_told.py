@@ -3,8 +3,22 @@
 import pytest
 from _faults import GROUP_S, PROGRAMS, has_line, tell
 
+# Told by rules that the others show too (test_watchdog has each); some stand still for two seconds first.
+ALIKE = (
+    "shape",
+    "dtype",
+    "root",
+    "swapped",
+    "rotated",
+    "skipped_between",
+    "send_alone",
+    "receive_alone",
+    "both_receive",
+)
+
 
 @pytest.mark.soak_where(backend=("shared",))  # which names calls that differ itself: shared_memory/test_endings.py
+@pytest.mark.soak_where(program=[program for program in PROGRAMS if program.run.__name__ in ALIKE])
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.run.__name__)
 def test_a_fault_is_told_with_ranks_and_lines(program, backend, record_property):

@@ -60,26 +60,19 @@ def test_dumps_alone_name_who_is_behind_and_what_does_not_fit(tmp_path, capsys):
     assert "there are no files" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pickle.dumps(Bomb()),
-        pickle.dumps({"pg_config": {}, "entries": [Bomb()]}),
-        b"",
-        pickle.dumps([1]),
-        pickle.dumps({"pg_config": {}}),
-    ],
-)
+DAMAGED = [Bomb(), {"pg_config": {}, "entries": [Bomb()]}, [1], {"pg_config": {}}]
+
+
+@pytest.mark.parametrize("data", [b"", *map(pickle.dumps, DAMAGED)])
 def test_no_code_of_a_dump_runs_and_damage_is_told(data):
     with pytest.raises(ValueError, match="f is not a dump of torch's flight recorder"):
         read_dump(data, "f")
     assert not os.path.exists("/tmp/distlab-bomb-went-off")
 
 
-@pytest.mark.parametrize("odd", [None, {}])
-def test_a_dump_of_which_a_part_is_not_torchs_is_refused_in_words(odd):
+def test_a_dump_of_which_a_part_is_not_torchs_is_refused_in_words():
     with pytest.raises(ValueError, match="torch's analyzer does not understand these dumps"):
-        analyzed({0: dump_of(0) | {"entries": [odd]}})
+        analyzed({0: dump_of(0) | {"entries": [{}]}})
 
 
 def write_a_dump(prefix):

@@ -3,9 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 
 import psutil
@@ -15,9 +12,8 @@ import torch.distributed as dist
 
 from distlab.comm import choose_backend, clock_offsets_ns, device, entry, mesh_groups, process_group, run
 from distlab.comm.clocks import measure_offset_ns
-from distlab.comm.rendezvous import STORE_FILE, Address, is_loopback, make_store, read_environment
+from distlab.comm.rendezvous import STORE_FILE, Address, make_store, read_environment
 from distlab.plan import Mesh
-from distlab.trace import load_folder
 
 WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 
@@ -26,21 +22,6 @@ WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 def alone(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHEL"))]:
         monkeypatch.delenv(name)
-
-
-def torchrun(tmp_path, source: str, *flags: str) -> subprocess.CompletedProcess:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(source))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=environment,
-    )
 
 
 @pytest.mark.parametrize(
@@ -63,22 +44,21 @@ def test_an_environment_that_cannot_be_is_refused_in_one_sentence(changes, messa
     assert "\n" not in str(caught.value)
 
 
-def test_without_an_environment_this_is_the_only_rank(alone):
+def alone_in_a_group():
     with process_group() as member:
         assert (member.rank, member.world_size, member.device) == (0, 1, torch.device("cpu"))
-        tensor = torch.ones(2)
-        dist.all_reduce(tensor, group=member.group)
+        dist.all_reduce(torch.ones(2), group=member.group)
         listening = [c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
         assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening)
-    assert not dist.is_initialized()
-
-
-def test_the_group_is_destroyed_after_an_error_and_not_nested(alone):
-    with pytest.raises(KeyError, match="mine"), process_group():
+        with pytest.raises(RuntimeError, match="in a process group already"), process_group():
+            pass
         raise KeyError("mine")
+
+
+def test_without_an_environment_this_is_the_only_rank_and_its_group_is_destroyed_after_an_error(alone):
+    with pytest.raises(KeyError, match="mine"):
+        alone_in_a_group()
     assert not dist.is_initialized()
-    with process_group(), pytest.raises(RuntimeError, match="in a process group already"), process_group():
-        pass
 
 
 @pytest.mark.parametrize(
@@ -87,33 +67,50 @@ def test_the_group_is_destroyed_after_an_error_and_not_nested(alone):
         ({"backend": "glo"}, "backend is 'glo'"),
         ({"device": "gpu"}, "device is 'gpu'"),
         ({"timeout_s": -1}, "timeout_s is -1"),
+        pytest.param(
+            *({"device": "cuda"}, "torch sees no GPU; pass 'cpu'"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(alone, options, message):
-    with pytest.raises(ValueError, match=message):
-        with process_group(**options):
-            pass
+    with pytest.raises(ValueError, match=message), process_group(**options):
+        pass
     assert not dist.is_initialized()
 
 
-def test_a_device_that_is_not_there_is_refused(alone):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match="torch sees no GPU; pass 'cpu'"):
-        with process_group(device="cuda"):
-            pass
-
-
-def test_a_port_that_is_taken_is_told():
+@pytest.fixture
+def port():
+    """A port that a different program has taken; bound, and nobody listens there until somebody asks for it."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        address = read_environment(WORLD | {"MASTER_PORT": str(port)})
-        with pytest.raises(
-            RuntimeError, match=f"port {port} on 127.0.0.1 is taken by a different program; set MASTER_PORT"
-        ):
-            make_store(address, 5)
+        yield other
+
+
+def address_at(other, **changes) -> Address:
+    return read_environment(WORLD | {"MASTER_PORT": str(other.getsockname()[1])} | changes)
+
+
+def test_a_port_that_is_taken_is_told(port):
+    port.listen()
+    with pytest.raises(RuntimeError, match=r"port \d+ on 127.0.0.1 is taken by a different program; set MASTER_PORT"):
+        make_store(address_at(port), 5)
+
+
+def test_a_master_that_does_not_answer_is_told(port):
+    with pytest.raises(RuntimeError, match="rank 1: no process answers at 127.0.0.1:.* is rank 0 running"):
+        make_store(address_at(port, RANK="1"), 1)
+    with pytest.raises(ValueError, match="MASTER_ADDR='no.such.host.invalid' is not a known address"):
+        make_store(address_at(port, MASTER_ADDR="no.such.host.invalid"), 1)
+
+
+def test_rank_0_s_store_listens_on_loopback_only(port):
+    address = address_at(port)
+    port.close()
+    store = make_store(address, 5)
+    connections = psutil.Process().net_connections()
+    assert {c.laddr.ip for c in connections if c.laddr and c.laddr.port == address.master_port} == {"127.0.0.1"}
+    del store
 
 
 def _meets_twice(store_file: str, taken: int) -> list[str]:
@@ -127,32 +124,10 @@ def _meets_twice(store_file: str, taken: int) -> list[str]:
     return [*said, f"{len(listening)} ports"]
 
 
-def test_ranks_of_a_launcher_of_one_machine_meet_in_a_file_whoever_has_the_port(tmp_path):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        found = run(_meets_twice, 2, args=(str(tmp_path / "store"), other.getsockname()[1]), timeout_s=60)
+def test_ranks_of_a_launcher_of_one_machine_meet_in_a_file_whoever_has_the_port(tmp_path, port):
+    port.listen()
+    found = run(_meets_twice, 2, args=(str(tmp_path / "store"), port.getsockname()[1]), timeout_s=60)
     assert found == [["0", "1", "0 ports"], ["0", "1", "0 ports"]]
-
-
-def test_a_master_that_does_not_answer_is_told():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = read_environment(WORLD | {"RANK": "1", "MASTER_PORT": str(unused.getsockname()[1])})
-        with pytest.raises(RuntimeError, match="rank 1: no process answers at 127.0.0.1:.* is rank 0 running"):
-            make_store(address, 1)
-    with pytest.raises(ValueError, match="MASTER_ADDR='no.such.host.invalid' is not a known address"):
-        make_store(read_environment(WORLD | {"MASTER_ADDR": "no.such.host.invalid"}), 1)
-
-
-def test_rank_0_s_store_listens_on_loopback_only():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    store = make_store(read_environment(WORLD | {"MASTER_PORT": str(port)}), 5)
-    listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == port}
-    assert listening == {"127.0.0.1"}
-    del store
 
 
 def test_one_machine_is_told_from_several():
@@ -174,47 +149,6 @@ def test_the_cpu_is_chosen_without_a_gpu_and_gloo_without_a_gpu_each(monkeypatch
     assert choose_backend(2) == "cpu:gloo,cuda:nccl"
     assert choose_backend(3) == "gloo", "it moves tensors of a GPU that ranks share"
     assert choose_backend(2, on_cpu=True) == "cpu"
-
-
-RESTARTED = """
-    import json, os, signal, sys
-    import psutil, torch, torch.distributed as dist
-    from distlab.comm import entry, process_group
-
-    @entry
-    def main():
-        folder, attempt = sys.argv[1], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        with process_group(timeout_s=30, trace_dir=folder + "/trace") as member:
-            total = torch.ones(1)
-            with member.spans.span("work", kind="F"):
-                dist.all_reduce(total, group=member.group)
-            if attempt == 0 and member.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            dist.all_reduce(total)
-            ips = sorted({c.laddr.ip for c in psutil.Process().net_connections("inet")})
-            seen = [attempt, member.world_size, total.item(), ips]
-            with open(f"{folder}/rank{member.rank}.json", "w") as file:
-                json.dump(seen, file)
-        assert not dist.is_initialized()
-
-    main()
-"""
-
-
-def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(tmp_path):
-    done = torchrun(tmp_path, RESTARTED, "--max-restarts", "1", "-m", "distlab.comm.standby")
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        attempt, world_size, total, ips = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert (attempt, world_size, total) == (1, 2, 4.0)
-        assert ips
-        assert all(map(is_loopback, ips)), ips
-    assert json.loads((tmp_path / "trace" / "clocks.json").read_text()) == [0, 0]
-    trace = load_folder(tmp_path / "trace")
-    assert trace.ranks == (0, 1)
-    names = [(span.rank, span.lane) for span in trace]
-    assert all(names.count((rank, "compute")) == 1 for rank in range(2))
-    assert all(names.count((rank, "communication")) >= 2 for rank in range(2))
 
 
 def reach(axes: dict[str, int]) -> dict[str, list[int]]:
@@ -243,10 +177,6 @@ def test_a_group_for_each_axis(ranks):
         assert found == [{axis: list(Mesh(axes).group_of(rank, axis)) for axis in axes} for axes in AXES]
 
 
-def test_clocks_of_one_machine_are_one(ranks):
-    assert ranks(3).run(clock_offsets_ns) == [(0, 0, 0)] * 3
-
-
 def measure(late_ns: int) -> int:
     """Measure rank 1's clock, made late on purpose."""
     from distlab.comm import clocks
@@ -260,6 +190,7 @@ def measure(late_ns: int) -> int:
 
 
 def test_a_late_clock_is_measured(ranks):
+    assert ranks(3).run(clock_offsets_ns) == [(0, 0, 0)] * 3, "those of one machine are one"
     late_ns = 3600_000_000_000
     first, second = ranks(2).run(measure, late_ns)
     assert first == second

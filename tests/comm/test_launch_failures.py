@@ -1,14 +1,14 @@
-"""How failures are told: the root cause first, soon, and nothing is left."""
+"""How failures are told: the root cause first, soon, and nothing is left; also endings that nobody plans."""
 
 import ctypes
-import errno
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
-from itertools import accumulate
 
 import psutil
 import pytest
@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks, RankTimeout, run
-from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
-from distlab.comm.launch.pool import RankProcess
-from distlab.comm.where.answer import is_whole
+from distlab.comm.launch.fork_client import fork_server
+from distlab.comm.launch.worker import failure_of
 
 
 def fail_on(rank: int, how: str) -> None:
@@ -105,9 +104,15 @@ def test_of_an_endless_last_line_an_error_repeats_a_little():
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(RankError, match="killed by SIGKILL") as caught:
+    with pytest.raises(RankError, match=r"killed by SIGKILL \(out of memory\?") as caught:
         run(fill_a_line, 1, echo=False, timeout_s=60)
     assert 500 <= str(caught.value).count("x") <= 20 * 500
+
+
+def test_an_error_in_a_lambda_has_its_line():
+    with pytest.raises(RankError) as failed:
+        run(lambda: [[].pop() for _ in range(1)], 1)
+    assert f'File "{__file__}", line {failed.traceback[0].lineno + 1}, in <lambda>' in str(failed.value)
 
 
 def test_a_noisy_failure_is_still_told_when_there_is_no_other():
@@ -147,17 +152,6 @@ def test_a_timeout_says_where_every_rank_stands():
     assert "rank 0 waits in all_reduce" in text, text
 
 
-def test_a_stopped_rank_is_named():
-    def stop() -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        dist.barrier()
-
-    with warm(1.0) as pool, pytest.raises(RankTimeout) as caught:
-        pool.run(stop)
-    assert "it is stopped by a signal (SIGSTOP" in str(caught.value)
-
-
 def test_processes_and_grandchildren_are_gone_after_a_failure_while_other_ranks_live_on(ranks):
     others = ranks(2).run(os.getpid)
 
@@ -181,41 +175,79 @@ def test_processes_and_grandchildren_are_gone_after_a_failure_while_other_ranks_
     assert ranks(2).run(os.getpid) == others
 
 
-def test_an_interrupt_kills_the_ranks_and_is_raised():
-    pool = Ranks(2, timeout_s=900)
-    pids = pool.run(os.getpid)
-    previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+def test_ranks_without_room_for_their_records_are_refused():
+    server = psutil.Process(fork_server().pid)  # what it forks has its limits
+    before = server.rlimit(psutil.RLIMIT_FSIZE)
+    server.rlimit(psutil.RLIMIT_FSIZE, (1 << 20, before[1]))
+    says = (
+        r"could not join the group in /.* \(make room there, or set TMPDIR to a different folder\): OSError: .* large"
+    )
     try:
-        with pytest.raises(KeyboardInterrupt):
-            pool.run(time.sleep, 1000)
+        with pytest.raises(RankError, match=says):
+            run(int, 2)
     finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert pool.pids == ()
+        server.rlimit(psutil.RLIMIT_FSIZE, before)
 
 
-def test_a_rank_that_the_system_does_not_fork_is_told():
-    read, write = os.pipe()
-    os.write(write, STATUS.pack(NOT_STARTED, errno.EAGAIN, 5))
-    process = RankProcess(2, None, None, read)
-    assert process.read_status()
-    assert (process.is_gone, process.ended_ns) == (True, 5)
-    assert process.summary.startswith("could not be started (Resource temporarily unavailable): this user or container")
-    os.close(write)
-    assert not RankProcess(2, None, None, read).read_status(), "the fork server has gone"
-    os.close(read)
+class Bomb:
+    def __reduce__(self):
+        return eval, ("1 / 0",)
 
 
-STACK = """Thread 0x00007f0 (most recent call first):
-  File "/home/me/threads.py", line 3 in wait
-
-Current thread 0x00007f1 (most recent call first):
-  File "/home/me/train.py", line 9 in step
-  File "<string>", line 1 in <module>
-"""
+def on_rank_1(make):
+    return make() if dist.get_rank() == 1 else None
 
 
-def test_a_stack_is_complete_when_its_last_line_is_there():
-    whole = [is_whole(part) for part in accumulate(STACK.splitlines(keepends=True))]
-    assert whole == [False] * 5 + [True]
+def test_a_result_that_cannot_be_sent_or_read_names_its_rank():
+    with Ranks(2) as pool:
+        with pytest.raises(RankError, match=r"rank 1 of 2 returned what cannot be read: ZeroDivision.*; return plain"):
+            pool.run(on_rank_1, Bomb)
+        assert pool.run(dist.get_rank) == [0, 1], "the ranks go on"
+        with pytest.raises(RankError, match=r"rank 1 of 2 returned a lock that cannot be sent back") as caught:
+            pool.run(on_rank_1, threading.Lock)
+        assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (SystemExit(3), "exited with status 3 (sys.exit) before it returned"),
+        (KeyboardInterrupt(), "was interrupted (SIGINT)"),
+        (ValueError("half \ud800"), "raised ValueError: half \\ud800"),
+    ],
+)
+def test_an_error_is_told_in_one_line_that_can_be_printed(error, says):
+    told = failure_of(error, 0)
+    assert told.summary == says
+    assert not told.is_noise
+    (told.summary + told.traceback).encode()  # it can be printed
+
+
+def test_what_a_different_rank_saw_of_a_failure_is_noise_also_as_its_cause():
+    error = ValueError("my own words")
+    error.__cause__ = RuntimeError("Connection reset by peer")
+    assert failure_of(error, 0).is_noise
+    assert not failure_of(OSError("Connection reset by peer"), 0).is_noise
+
+
+def test_of_a_huge_error_a_page_is_told():
+    told = failure_of(ValueError("line\n" * 300_000 + "x" * 1_500_000), 0)
+    for text in (told.summary, told.traceback):
+        assert re.search(r"\[\.\.\. 2,99\d,\d\d\d characters \.\.\.\]|\[\.\.\. 2,98\d,\d\d\d characters", text)
+        assert len(text) < 21_000
+        assert max(map(len, text.splitlines())) < 600
+
+
+def leave_the_group():
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+        return
+    dist.all_reduce(torch.ones(4))
+
+
+def test_who_left_the_group_is_named():
+    says = r"(?s)rank 0 of 2 destroyed a group that the other ranks still used \(group .*rank 1"
+    with pytest.raises(RankError, match=says) as caught:
+        run(leave_the_group, 2, timeout_s=60)
+    assert caught.value.rank == 0, str(caught.value)

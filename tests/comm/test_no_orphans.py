@@ -24,23 +24,20 @@ def case(request):
     case.close()
 
 
-@pytest.mark.parametrize("case", [("script",)], indirect=True)
-def test_a_script_that_is_killed_leaves_nothing(case):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", [("script", ("SIGSTOP", "SIGTERM ignored"))], indirect=True)
+def test_interrupts_leave_no_rank_and_a_script_that_is_killed_nothing(case):
+    case.interrupt_each()
+    assert case.leftovers(60, fork_server_stays=True) == []
+    for path in case.folder.glob("*-*"):
+        path.unlink()
+    case.kinds = launch.KINDS
     case.start_all()
     before = case.leftovers(0)
     assert sum("stopped" in left for left in before) == 2, "the count sees what is to go, stopped ranks too"
     ports = {"port"} if os.environ.get("DISTLAB_BACKEND") == "gloo" else set()  # ranks in shared memory have none
     assert {left.split()[0] for left in before} == {"process", "folder"} | ports
     case.end("kill")
-    assert case.leftovers(60) == []
-
-
-@pytest.mark.parametrize("case", [("script", ("SIGSTOP", "SIGTERM ignored"))], indirect=True)
-def test_interrupts_leave_no_rank_and_the_end_of_a_script_nothing(case):
-    case.interrupt_each()
-    assert case.leftovers(60, fork_server_stays=True) == []
-    case.start_all()
-    case.end("end")
     assert case.leftovers(60) == []
 
 

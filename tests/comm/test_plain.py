@@ -22,36 +22,27 @@ def again(value):
     return unpack(pack(value))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_plain_values_come_back():
+    for value in (
         *(None, True, 7, -(10**30), 2.5, "text", b"bytes", 1 + 2j, range(1, 9, 2), slice(1, None)),
         *([1, [2, "a"]], (1, (2,)), {"a": [1.0], 2: None}, {1, 2}, frozenset({"a"}), torch.float32, torch.Size([2, 3])),
         *(torch.device("cpu"), Fault("code", "message"), np.float64(1.5)),
-    ],
-    ids=repr,
-)
-def test_plain_values_come_back(value):
-    got = again(value)
-    assert got == value
-    assert type(got) is type(value)
+    ):
+        assert again(value) == value
+        assert type(again(value)) is type(value)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
+def test_tensors_come_back():
+    for tensor in (
         *(X, X.view(2, 3).T, X[::2], torch.tensor(3), torch.empty(0, 4), torch.ones(2, 2, 1, 3, dtype=torch.bfloat16)),
         *(torch.tensor([True, False]), torch.tensor([1 + 2j]).conj(), X.clone().requires_grad_(), (2 * X).expand(4, 6)),
         *(X.view(3, 2)[:1, 1], X[:1], X.view(2, 3)[:, ::3][:1], X.view(2, 3)[:, ::3].mT[:, :1]),  # any stride
-    ],
-    ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)} {tensor.stride()}",
-)
-def test_tensors_come_back(tensor):
-    got = again([tensor])[0]
-    assert type(got) is torch.Tensor
-    assert (got.dtype, got.shape, got.layout) == (tensor.dtype, tensor.shape, tensor.layout)
-    assert got.requires_grad == tensor.requires_grad
-    assert torch.equal(got, tensor)
+    ):
+        got = again([tensor])[0]
+        assert type(got) is torch.Tensor
+        assert (got.dtype, got.shape, got.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+        assert got.requires_grad == tensor.requires_grad
+        assert torch.equal(got, tensor)
 
 
 class Loud(int):
@@ -146,7 +137,7 @@ def test_plain_values_need_no_names_and_a_name_stands_for_what_the_list_has():
     assert read(data, {("posixpath", "join"): lambda *parts: "+".join(parts)}) == "a+b"
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
 def test_code_is_refused_before_it_is_looked_up_and_does_not_run(tmp_path, protocol):
     touched = tmp_path / "touched"
     data = pickle.dumps(Runs(os.system, (f"touch {touched}",)), protocol)

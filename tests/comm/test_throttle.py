@@ -9,7 +9,7 @@ import torch.distributed as dist
 from distlab.comm import recorded, throttled
 from distlab.comm.nodes import wire
 from distlab.comm.record import throttle
-from distlab.comm.record.throttle import ThrottledLink, link_s
+from distlab.comm.record.throttle import link_s
 
 RATE, LATENCY = 1e6, 1e-3
 NUM_BYTES = 40_000
@@ -124,11 +124,11 @@ def a_send_on_a_link():
     with pytest.raises(ValueError, match="slows down collectives only"), throttled(RATE):
         dist.send(torch.zeros(1), 1 - dist.get_rank())
     assert dist.Work.is_completed is before
+    for numbers, text in (((0.0,), "bytes_per_s is 0"), ((1e6, -1.0), "latency_s is -1")):
+        with pytest.raises(ValueError, match=text), throttled(*numbers):
+            pass
     dist.all_reduce(torch.zeros(1))
 
 
-def test_sends_are_refused_and_the_link_is_taken_away(ranks):
+def test_sends_and_links_that_cannot_be_are_refused_and_the_link_is_taken_away(ranks):
     ranks(2).run(a_send_on_a_link)
-    for numbers, text in (((0.0,), "bytes_per_s is 0"), ((1e6, -1.0), "latency_s is -1")):
-        with pytest.raises(ValueError, match=text):
-            ThrottledLink(*numbers)

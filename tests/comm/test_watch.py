@@ -3,6 +3,7 @@
 One job tries one fault after the other: torchrun starts the ranks anew after each.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -10,11 +11,14 @@ import sys
 
 import pytest
 
+from distlab.comm.rendezvous import is_loopback
+from distlab.trace import load_folder
+
 pytestmark = pytest.mark.gloo("the faults are those that leave gloo's ranks waiting")
 
 SCRIPT = """
-import os, sys, time
-import torch, torch.distributed as dist
+import os, signal, sys, time
+import psutil, torch, torch.distributed as dist
 from distlab.comm import entry, process_group
 
 def mismatch(rank, x):
@@ -36,12 +40,23 @@ def swapped_after_a_slow_rank(rank, x):
         dist.all_reduce(x)
         dist.all_reduce(x + 1)
 
+def killed(rank, x):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x)
+
+def right(rank, x):
+    dist.all_reduce(x)
+    ips = {c.laddr.ip for c in psutil.Process().net_connections("inet")}
+    print(f"rank {rank}:", x[0].item(), "on", *sorted(ips), flush=True)
+
 @entry
 def main():
-    programs = [mismatch, skipped, swapped_after_a_slow_rank]
+    programs = [mismatch, skipped, swapped_after_a_slow_rank, killed, right]
     program = programs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
-    with process_group(timeout_s=100) as member:
-        dist.barrier()
+    with process_group(timeout_s=100, trace_dir=sys.argv[1]) as member:
+        with member.spans.span("work", kind="F"):
+            dist.barrier()
         if member.rank == 0:
             print(f"\\nnow: {program.__name__}", flush=True)
         program(member.rank, torch.ones(4))
@@ -58,20 +73,21 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("watch")
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    flags = ["--nproc-per-node", "3", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+    flags = ["--nproc-per-node", "3", "--max-restarts", "4", "--rdzv-backend", "c10d"]
     flags += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "-m", "distlab.comm.standby"]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *flags, str(script)],
+        [sys.executable, "-m", "torch.distributed.run", *flags, str(script), str(folder / "trace")],
         env=kept | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     parts = re.split(r"^now: (\w+)$", done.stdout, flags=re.M)
     assert not [*folder.glob("distlab-watch-*")]
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+    said = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return said | {"status": done.returncode, "trace": folder / "trace"}
 
 
 @pytest.mark.timeout(300)
@@ -90,3 +106,17 @@ def told(tmp_path_factory):
 )
 def test_a_fault_is_told_on_every_rank_that_has_a_part_in_it(told, program, ranks, words):
     assert len(re.findall(words, told[program], re.M)) >= len(ranks), told[program]
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(told):
+    assert told["status"] == 0, told["right"]
+    for rank in range(3):
+        (ips,) = re.findall(rf"^rank {rank}: 3.0 on (.*)$", told["right"], re.M)
+        assert all(map(is_loopback, ips.split())), ips
+    assert json.loads((told["trace"] / "clocks.json").read_text()) == [0, 0, 0]
+    trace = load_folder(told["trace"])
+    assert trace.ranks == (0, 1, 2)
+    names = [(span.rank, span.lane) for span in trace]
+    assert all(names.count((rank, "compute")) == 1 for rank in range(3))
+    assert all(names.count((rank, "communication")) >= 2 for rank in range(3))

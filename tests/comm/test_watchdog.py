@@ -10,8 +10,7 @@ from distlab.comm import read_records
 from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
 from distlab.comm.watch import watchdog as module
-from distlab.comm.watch.waits import describe
-from distlab.comm.watch.watchdog import Watchdog, find_deadlock
+from distlab.comm.watch.watchdog import Watchdog, describe, find_deadlock
 
 
 class Job:
@@ -60,9 +59,9 @@ def job(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A watchdog that takes a tenth of a second of stillness for a deadlock."""
-    monkeypatch.setattr(module, "STABLE_S", 0.1)
-    monkeypatch.setattr(module, "MISMATCH_GRACE_S", 0.05)
+    """A watchdog that takes some hundredths of a second of stillness for a deadlock."""
+    monkeypatch.setattr(module, "STABLE_S", 0.04)
+    monkeypatch.setattr(module, "MISMATCH_GRACE_S", 0.02)
 
 
 def verdict(job, finished=(), looks=4):
@@ -72,7 +71,7 @@ def verdict(job, finished=(), looks=4):
         message = watchdog.check(finished)
         if message:
             return message
-        time.sleep(0.06)
+        time.sleep(0.025)
     return None
 
 
@@ -134,15 +133,10 @@ LINES = ("train0.py:40", "train1.py:41")
 ODD = {  # what the ranks do, and what is told of it at once
     "op": (differ({}, {"op": "broadcast", "peer": 0}), (SAME, *LINES)),
     "shape": (differ({}, {"shape": (5,)}), (SAME, *LINES)),
-    "same count, other shape": (differ({"shape": (2, 2)}, {"shape": (4,)}), (SAME, *LINES)),
     "dtype": (differ({}, {"dtype": "torch.float64"}), (SAME, *LINES)),
     "root": (differ({"op": "broadcast", "peer": 0}, {"op": "broadcast", "peer": 1}), (SAME, *LINES)),
     "size of a message": (
         differ({"op": "send", "peer": 1}, {"op": "recv", "peer": 0, "shape": (8,)}),
-        ("a send and the receive", *LINES),
-    ),
-    "type of a message": (
-        differ({"op": "send", "peer": 1}, {"op": "recv", "peer": 0, "dtype": "torch.int32"}),
         ("a send and the receive", *LINES),
     ),
     "calls that are over": (
@@ -172,17 +166,7 @@ def test_the_message_waits_a_moment_for_the_other_members(job, quick):
     assert all(f"rank {rank}: all_reduce #1" in message for rank in range(3))
 
 
-def test_deadlock_of_a_cycle(job, quick):
-    job = job()
-    job.wait(0, "recv", peer=1, line=5)
-    job.wait(1, "recv", peer=0, line=6)
-    message = verdict(job)
-    assert "deadlock" in message
-    assert "train0.py:5" in message
-    assert "rank 0 has not called the send" in message
-
-
-@pytest.mark.parametrize("call", [("all_reduce", {}), ("recv", {"peer": 0}), ("send", {"peer": 0})])
+@pytest.mark.parametrize("call", [("all_reduce", {}), ("send", {"peer": 0})])
 def test_deadlock_when_the_other_has_returned(job, quick, call):
     job = job()
     pairs(job, "all_gather")
@@ -263,10 +247,13 @@ def test_whatever_moves_begins_the_two_seconds_anew(job, quick):
     watchdog, number = Watchdog(job.folder, 2, since_ns=0), job.wait(1, "recv", peer=0)
     for _ in range(4):
         assert watchdog.check() is None
-        time.sleep(0.06)
+        time.sleep(0.025)
         job.done(1, number)
-        number = job.wait(1, "recv", peer=0, tag=number)
-    assert verdict(job) is not None
+        number = job.wait(1, "recv", peer=0, tag=number, line=6)
+    message = verdict(job)
+    assert "deadlock" in message
+    assert "train1.py:6" in message
+    assert "rank 0 has not called the send" in message
 
 
 def test_ranks_in_different_jobs_never_meet(job, quick):

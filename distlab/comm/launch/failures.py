@@ -63,14 +63,6 @@ class RankTimeout(RankError):
     """Some ranks had not finished in time; the text says where each one stands."""
 
 
-def text_of(error: BaseException) -> str:
-    """Return str(error), or, where the exception's own __str__ raises, a text that says so."""
-    try:
-        return well_formed(str(error))
-    except BaseException as other:  # whatever it raises, the report must go on
-        return f"(no text: its __str__ raised {type(other).__name__})"
-
-
 def shortened(text: str, limit: int = MAX_TEXT) -> str:
     """Return text without the middle of it where it is long, and without the ends of its long lines."""
     num_left = len(text) - limit
@@ -219,7 +211,7 @@ def record_failure(error: BaseException, stack: str = "") -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    text = shortened(f"{type(error).__name__}: {text_of(error)}", MAX_SUMMARY)
+    text = shortened(f"{type(error).__name__}: {error}", MAX_SUMMARY)
     stack = shortened(stack)
     whole = stack if text in stack else f"{text}\n{stack}"
     more = {"py_callstack": whole, "timestamp": str(int(time.time())), "stack": stack}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import glob
-import importlib.util
 import itertools
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -58,25 +57,12 @@ class ForkServer:
     is_lost = False
 
     def __init__(self, modules: Sequence[str]) -> None:
-        for name in ("torch", "cloudpickle"):
-            if importlib.util.find_spec(name) is None:
-                raise RuntimeError(f"starting ranks needs {name}, which is not installed: pip install 'distlab[labs]'")
-        if None in (sys.__stdin__, sys.__stdout__, sys.__stderr__):  # sockets may have got their numbers
-            raise RuntimeError("standard input, output or errors are closed; start this program with them on /dev/null")
         self._lock, self._owner, self._number = threading.Lock(), os.getpid(), itertools.count()
         self._prefix = Path(tempfile.gettempdir()) / f"distlab-{secrets.token_hex(8)}"
         self._control, theirs = socket.socketpair()
-        try:
+        with theirs:
             folders = f"{glob.escape(str(self._prefix))}_*"
             self._process = start_server(theirs, os.getpid(), (*modules, PREPARE), folders, is_listening=False)
-        except OSError as error:
-            self._control.close()
-            raise RuntimeError(
-                f"no process that starts ranks can be made ({sys.executable}: {error.strerror}); is this Python still "
-                "installed there, and may this user have more processes (ulimit -u)?"
-            ) from error
-        finally:
-            theirs.close()
         self.pid = self._process.pid
 
     def is_alive(self) -> bool:
@@ -91,7 +77,6 @@ class ForkServer:
         """
         try:
             with self._lock:
-                self._process.send_signal(signal.SIGCONT)  # a rank, or a person, may have stopped it
                 send_request(self._control, request, fds)
         except OSError as error:
             raise RuntimeError(
@@ -99,31 +84,22 @@ class ForkServer:
             ) from error
 
     def make_folder(self) -> Path:
-        """Make a private folder, which the server removes at its end where it is still there.
-
-        Raises:
-            RuntimeError: the folder for temporary files is gone, or takes no more.
-        """
+        """Make a private folder, which the server removes at its end where it is still there."""
         path = Path(f"{self._prefix}_{next(self._number)}")
-        try:
-            path.mkdir(mode=0o700)
-        except OSError as error:
-            raise RuntimeError(
-                f"cannot make a folder for the ranks in {path.parent} ({error.strerror}); create that directory or "
-                "make room in it, or set TMPDIR to a different folder before you start Python"
-            ) from error
+        path.mkdir(mode=0o700)
         return path
 
     def close(self) -> None:
         """End the server and every rank, and wait until they have ended."""
-        self._control.close()
         if os.getpid() == self._owner:
+            with contextlib.suppress(RuntimeError):
+                self.request({"kind": "end"})  # a copy of this process may hold the connection open
             try:
-                self._process.send_signal(signal.SIGCONT)
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._control.close()
 
 
 class _Current:
@@ -131,12 +107,6 @@ class _Current:
 
     lock = threading.Lock()
     server: ForkServer | None = None
-
-
-def _after_fork_in_child() -> None:
-    """A forked copy of this process (a data loader's worker, say) must not hold the ranks' lifeline."""
-    _Current.lock = threading.Lock()
-    shut_down()
 
 
 def fork_server(modules: Sequence[str] = ()) -> ForkServer:
@@ -163,5 +133,4 @@ def shut_down() -> None:
             _Current.server = None
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(shut_down)

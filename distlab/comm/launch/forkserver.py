@@ -40,7 +40,7 @@ from distlab.comm.launch.processes import (
     kill_group,
     prctl,
 )
-from distlab.comm.where.answer import SIGNAL
+from distlab.comm.where.stacks import SIGNAL
 
 LENGTH = struct.Struct("I")
 STATUS = struct.Struct("qqq")  # process number, wait status (-1 while it runs), time in nanoseconds
@@ -134,11 +134,13 @@ class RankServer:
             for pid, child in self.ranks.items():
                 if child.pool == request["pool"] and (chosen is None or child.rank in chosen):
                     kill_group(pid) if number == signal.SIGKILL else os.kill(pid, number)
-        else:
+        elif kind == "load":
             load(request["modules"])
+        else:
+            self.part_with(client)
 
     def part_with(self, client: socket.socket) -> None:
-        """Kill the ranks of one who is gone."""
+        """Kill the ranks of one who is gone, or asks for their end."""
         self.clients.remove(client)
         client.close()
         for pid, child in self.ranks.items():

@@ -12,6 +12,7 @@ import dis
 import importlib
 import inspect
 import io
+import json
 import linecache
 import os
 import pickle
@@ -24,7 +25,6 @@ from typing import Any
 
 from distlab.comm.launch.failures import Failure
 from distlab.comm.nodes import Nodes
-from distlab.comm.plain import pack, unpack
 
 SETTINGS, CALL = "settings", "call"  # files of a set's folder
 START = b"call"  # the word that a call is there
@@ -60,28 +60,18 @@ class Settings:
 
 
 def pack_reply(failure: Failure | None) -> bytes:
-    """Write how a call went, as plain data: nothing of the rank's own runs in the launcher."""
-    return pack(None if failure is None else tuple(failure))
+    """Write how a call went, as JSON: nothing of the rank's own runs in the launcher."""
+    return json.dumps(failure).encode()
 
 
-def read_reply(data: bytes, rank: int) -> Failure | None:
-    """Read how a call went on a rank; None: well, and its result lies in its file.
-
-    Raises:
-        ValueError: it is not a reply.
-    """
-    try:
-        if (failure := unpack(data)) is None:
-            return None
-        _, summary, text, is_noise, time_ns = failure
-        return Failure(rank, str(summary), str(text), bool(is_noise), int(time_ns))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"rank {rank} sent something that is not a reply ({error})") from None
+def read_reply(data: bytes) -> Failure | None:
+    """Read how a call went on a rank; None: well, and its result lies in its file."""
+    return None if (failure := json.loads(data)) is None else Failure(*failure)
 
 
-def result_path(folder: str | Path, rank: int) -> Path:
-    """File for a rank's result."""
-    return Path(folder) / f"rank{rank}.result"
+def rank_file(folder: Path, rank: int, what: str) -> Path:
+    """File of a rank: its "result"; its "stack" when asked or in a crash; a script's "error" (`record_failure`)."""
+    return folder / f"rank{rank}.{what}"
 
 
 def write_new(path: Path, data: bytes) -> None:

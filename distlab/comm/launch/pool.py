@@ -18,14 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from distlab.comm.checks import FDS_PER_RANK
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack, recorded_failure
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
-from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, read_reply, write_new
-from distlab.comm.launch.worker import error_path, stack_path
-from distlab.comm.where.answer import SIGNAL, STOPPED, is_whole
-from distlab.comm.where.find import status
+from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, rank_file, read_reply, write_new
+from distlab.comm.where.stacks import SIGNAL, SILENT, ask
 
 Echo = Callable[[int, str], object]  # takes a rank, and a line that it has printed
 Said = tuple[int, Failure | None, bool]  # a rank; how its call went (None: well) or its process ended; is that gone?
@@ -120,12 +117,6 @@ class RankProcess:
         self.ended_ns, self.is_gone = now, True
         return True
 
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped it (Linux; elsewhere never)."""
-        with contextlib.suppress(OSError, IndexError):
-            return status(self.pid or 0)[0] in ("T", "t")
-        return False
-
 
 class Pool:
     """A set of rank processes with its private folder; alive from its making until `close`.
@@ -144,14 +135,9 @@ class Pool:
             (self.folder / SETTINGS).write_bytes(pickle.dumps(settings))
             for rank in range(settings.world_size):
                 self._start(rank, echo)
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if not isinstance(error, OSError):
-                raise
-            raise RuntimeError(
-                f"rank {len(self.ranks)} of {settings.world_size} cannot be started ({error.strerror}): each takes "
-                f"{FDS_PER_RANK} open files here; close some, raise their limit (ulimit -n), or start fewer ranks"
-            ) from error
+            raise
 
     def _start(self, rank: int, echo: Echo | None) -> None:
         """Ask the fork server for one rank and keep our ends of its channels."""
@@ -171,18 +157,8 @@ class Pool:
             os.close(status_w)
 
     def send(self, call: bytes, ranks: Iterable[int]) -> None:
-        """Let some ranks make a call; one that has died is noticed by `poll`.
-
-        Raises:
-            RuntimeError: the file of the call cannot be written.
-        """
-        try:
-            write_new(self.folder / CALL, call)
-        except OSError as error:
-            raise RuntimeError(
-                f"{len(call)} bytes for the ranks cannot be written into {self.folder} ({error.strerror}); make room "
-                "there, or set TMPDIR to a different folder"
-            ) from error
+        """Let some ranks make a call; one that has died is noticed by `poll`."""
+        write_new(self.folder / CALL, call)
         for rank in ranks:
             with contextlib.suppress(OSError):
                 self.ranks[rank].connection.send_bytes(START)
@@ -203,7 +179,7 @@ class Pool:
                     self._forget(process.status_fd)
                     said += self._read_reply(process)  # which may have come after the select
                     self._read_output(process)
-                    text = self._stack_text(rank)  # which a crash left
+                    text = self._crash(rank)
                     if not text and process.output.last:
                         last = [f"    {line[:LONGEST_LINE]}" for line in process.output.last]
                         text = "\n".join(["its last output:", *last])
@@ -221,9 +197,7 @@ class Pool:
         try:
             if not self._is_listening(connection) or not connection.poll(0):
                 return []
-            failure = read_reply(connection.recv_bytes(MAX_REPLY_BYTES), rank)
-        except ValueError as error:
-            failure = Failure(rank, str(error), "", False, time.monotonic_ns())
+            failure = read_reply(connection.recv_bytes(MAX_REPLY_BYTES))
         except (EOFError, OSError):
             self._forget(connection)
             return []
@@ -239,7 +213,7 @@ class Pool:
 
     def told(self, rank: int, time_ns: int) -> Failure | None:
         """Return what a rank that runs a script wrote down of its failure, or None."""
-        return None if self.settings.joined else recorded_failure(error_path(self.folder, rank), rank, time_ns)
+        return None if self.settings.joined else recorded_failure(rank_file(self.folder, rank, "error"), rank, time_ns)
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to some ranks (all if None); SIGKILL goes to everything that they have started too."""
@@ -247,30 +221,19 @@ class Pool:
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Ask ranks where they stand; works while they wait in C, and says when one does not answer."""
-        asked = [rank for rank in ranks if not self.ranks[rank].is_gone]
-        for rank in asked:
-            with contextlib.suppress(OSError):  # it is starting
-                os.truncate(stack_path(self.folder, rank), 0)  # `distlab where` may have asked before
+        files = {rank: rank_file(self.folder, rank, "stack") for rank in ranks if not self.ranks[rank].is_gone}
         with contextlib.suppress(RuntimeError):
-            self.signal(SIGNAL, asked)
-        deadline = time.monotonic() + ANSWER_S
-        while time.monotonic() < deadline and not all(self._has_answered(rank) for rank in asked):
-            time.sleep(0.01)
-        silent = "it does not answer: it is starting, or it gets no time to run"
-        return {r: self._stack_text(r) or (STOPPED if self.ranks[r].is_stopped() else silent) for r in asked}
+            said = ask(files, lambda asked: self.signal(SIGNAL, asked), ANSWER_S)
+            return {rank: format_stack(text) or SILENT for rank, text in said.items()}
+        return dict.fromkeys(files, SILENT)
 
-    def _has_answered(self, rank: int) -> bool:
-        with contextlib.suppress(OSError):
-            if is_whole(stack_path(self.folder, rank).read_text(errors="replace")):
-                return True
-        return self.ranks[rank].is_stopped()
-
-    def _stack_text(self, rank: int) -> str:
+    def _crash(self, rank: int) -> str:
+        """Return the stack that a crash left, or ""."""
         try:
-            text = stack_path(self.folder, rank).read_text(errors="replace")
+            _, found, text = rank_file(self.folder, rank, "stack").read_text(errors="replace").rpartition(CRASH)
         except OSError:
             return ""
-        return format_stack(text[max(0, text.rfind(CRASH)) :])  # what it was asked before its crash matters no more
+        return format_stack(found + text) if found else ""
 
     def close(self) -> None:
         """Kill every rank with all that it has started, wait until they are gone, and remove the folder."""

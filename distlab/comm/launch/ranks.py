@@ -26,15 +26,14 @@ from typing import Any, TypedDict, Unpack
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
 from distlab.comm.launch import worker
-from distlab.comm.launch.failures import Failure, RankError, error_of, standing, text_of, timeout_of, who_left
+from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of, who_left
 from distlab.comm.launch.fork_client import fork_server
-from distlab.comm.launch.messages import Settings, pack_call, result_path
+from distlab.comm.launch.messages import Settings, pack_call, rank_file
 from distlab.comm.launch.pool import Echo, Pool, show
 from distlab.comm.nodes import Nodes
 from distlab.comm.plain import unpack
 from distlab.comm.record.read import Records, read_records
-from distlab.comm.watch.waits import describe, is_settled
-from distlab.comm.watch.watchdog import Watchdog
+from distlab.comm.watch.watchdog import Watchdog, describe, is_settled
 
 POLL_S = 0.2
 GRACE_S = 0.3  # how long the others may still report after a rank failed with a cause of its own
@@ -151,7 +150,7 @@ class Ranks:
         try:
             return unpack(result) if self.plain else pickle.loads(result)
         except Exception as error:  # whatever unpickling an object of the rank's raises
-            what = f"{type(error).__name__}: {text_of(error)}; return plain values or tensors"
+            what = f"{type(error).__name__}: {error}; return plain values or tensors"
             raise RankError(f"rank {rank} of {self.world_size} returned what cannot be read: {what}", rank) from error
 
     def execute(self, source: str, ranks: Sequence[int] | None = None, *, name: str | None = None) -> list[str | None]:
@@ -307,7 +306,7 @@ class _Round:
             if failure is None and rank in self.asked:
                 continue
             if failure is None:
-                self.replies[rank] = result_path(self.pool.folder, rank).read_bytes()
+                self.replies[rank] = rank_file(self.pool.folder, rank, "result").read_bytes()
             elif rank in self.waiting or all(one.rank != rank for one in self.failures):
                 self.failures.append(self.pool.told(rank, failure.time_ns) or failure)
             self.waiting.discard(rank)
@@ -340,12 +339,7 @@ class _Round:
 
     def _words(self) -> list[str]:
         """Who waits for whom, from the recorded calls."""
-        if self.watchdog is None:
-            return []
-        try:
-            return describe(read_records(self.pool.folder), self.owner.world_size)
-        except Exception as error:
-            return [f"(the recorded calls could not be read: {error})"]
+        return [] if self.watchdog is None else describe(read_records(self.pool.folder), self.owner.world_size)
 
     def _stacks(self) -> dict[int, str]:
         """Return where each rank stands from which nothing has come; what it returns from now on does not count."""

@@ -24,25 +24,15 @@ import torch.distributed as dist
 from distlab.comm import device
 from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
-from distlab.comm.launch.failures import PEER_NOISE, Failure, text_of, well_formed
+from distlab.comm.launch.failures import PEER_NOISE, Failure, well_formed
 from distlab.comm.launch.forkserver import take_files
-from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, result_path, write_new
+from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, rank_file, write_new
 from distlab.comm.launch.processes import JOB_VARIABLE
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import STORE_FILE, loopback_interface
-from distlab.comm.where.answer import SIGNAL
-
-
-def stack_path(folder: str | Path, rank: int) -> Path:
-    """File into which a rank writes its stack when asked, or when it crashes."""
-    return Path(folder) / f"rank{rank}.stack"
-
-
-def error_path(folder: str | Path, rank: int) -> Path:
-    """File into which a rank that runs a script writes what went wrong (`record_failure`)."""
-    return Path(folder) / f"rank{rank}.error"
+from distlab.comm.where.stacks import SIGNAL
 
 
 def before_forks() -> None:
@@ -64,7 +54,7 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
     output, control = files
     take_files({1: output, 2: output})
     connection: Connection = Connection(control)
-    folder, number, own = Path(request["folder"]), request["rank"], os.getpid()
+    folder, number = Path(request["folder"]), request["rank"]
     settings: Settings = pickle.loads((folder / SETTINGS).read_bytes())
     rank = _Rank(settings, folder, number)
     try:
@@ -81,8 +71,6 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
             return 0
         failure = rank.do()
         flush_output()
-        if os.getpid() != own:  # a copy that the call made (os.fork) must not answer in the rank's place
-            return int(failure is not None)
         connection.send_bytes(pack_reply(failure))
 
 
@@ -96,7 +84,7 @@ def prepare_process(settings: Settings, folder: Path, rank: int) -> None:
         os.chdir(settings.directory)
     torch.set_num_threads(1)
     keep_freed_memory()
-    stacks = os.open(stack_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    stacks = os.open(rank_file(folder, rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     signal.signal(SIGNAL, lambda *_: None)  # so that a process group made in here leaves the signal to this file
     faulthandler.register(SIGNAL, stacks, all_threads=True)
     faulthandler.enable(stacks, all_threads=False)
@@ -136,7 +124,7 @@ def rank_environment(settings: Settings, folder: Path, rank: int) -> dict[str, s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # nobody listens there: they meet in the file
         STORE_FILE: f"{folder}/store",
-        "TORCHELASTIC_ERROR_FILE": str(error_path(folder, rank)),
+        "TORCHELASTIC_ERROR_FILE": str(rank_file(folder, rank, "error")),
     }
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback_interface())
     return {
@@ -188,15 +176,11 @@ class _Rank:
             import cloudpickle
 
             data = pack(result) if self.settings.plain else cloudpickle.dumps(result)
+            write_new(rank_file(self.folder, self.rank, "result"), data)
         except BaseException as error:
             what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
             return failure_of(error, self.rank, what)
-        try:
-            write_new(result_path(self.folder, self.rank), data)
-            return None
-        except OSError as error:
-            what = f"could not write its result ({len(data)} bytes); make room there, or set a different TMPDIR: "
-            return failure_of(error, self.rank, what)
+        return None
 
 
 def execute(source: str, name: str) -> str | None:
@@ -220,14 +204,15 @@ def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
     while link is not None and all(link is not part for part in chain):
         chain.append(link)
         link = link.__cause__ or link.__context__
-    is_noise = any(isinstance(part, RuntimeError) and PEER_NOISE.search(text_of(part)) is not None for part in chain)
+    is_noise = any(isinstance(part, RuntimeError) and PEER_NOISE.search(str(part)) is not None for part in chain)
     if isinstance(error, SystemExit):
-        summary = f"{what}exited with status {text_of(error) or None} (sys.exit) before it returned"
+        summary = f"{what}exited with status {str(error) or None} (sys.exit) before it returned"
     elif isinstance(error, KeyboardInterrupt):
         summary = f"{what}was interrupted (SIGINT)"
     else:
         verb = "" if what else "raised "
-        summary = failures.shortened(f"{what}{verb}{type(error).__name__}: {text_of(error)}", failures.MAX_SUMMARY)
+        text = well_formed(f"{what}{verb}{type(error).__name__}: {error}")
+        summary = failures.shortened(text, failures.MAX_SUMMARY)
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename == __file__:
         start = start.tb_next

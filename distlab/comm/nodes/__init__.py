@@ -11,12 +11,12 @@ network card of its own.
 What is not as on real nodes: the ranks meet before each collective, which takes some 50 us and lets a call that does
 not fit be named. All nodes share this machine's cores and memory: a wire faster than these is not reached.
 
-Read `place` (who sits where), `wire` (times), and `group` (what torch gets).
+Read `wire` (who sits where, and times) and `group` (what torch gets).
 """
 
 from __future__ import annotations
 
-from distlab.comm.nodes.place import Nodes as Nodes
+from distlab.comm.nodes.wire import Nodes as Nodes
 
 NAME = "nodes"
 

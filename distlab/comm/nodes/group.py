@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from distlab.comm.nodes.place import NodePlacement, Nodes
-from distlab.comm.nodes.wire import Pace
+from distlab.comm.nodes.wire import NodePlacement, Nodes, Pace
 from distlab.comm.shared_memory.group import SharedGroup
 from distlab.comm.shared_memory.meeting import meet
 

@@ -9,7 +9,6 @@ When more calls are made than there are slots, old rows are overwritten; the tot
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import struct
@@ -60,7 +59,7 @@ KNOWN = struct.Struct("<QQQIIIIIiHHI")
 _PACK = struct.Struct(f"<QqqqQ{KNOWN.size}sQ")
 _COUNT = struct.Struct("<q")
 _GROUPS = struct.Struct("<qqq")
-_END_AT, _WAIT_AT, _PARTIES_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "parties", "state"))  # type: ignore[index]
+_END_AT, _WAIT_AT, _STATE_AT = (ROW.fields[name][1] for name in ("end", "wait", "state"))  # type: ignore[index]
 
 GROUP = "new_group"  # begins the text of a group: number of the job, and of the group in it
 _COUNT_AT, _ASIDE_AT, _COUNTED_AT, _GROUPS_AT = (HEADER.size - 8 * n for n in (7, 5, 4, 3))
@@ -142,7 +141,7 @@ class RecordWriter:
         if hasattr(os, "posix_fallocate"):  # to write later where a full disk has no room would end the process
             os.posix_fallocate(self._file.fileno(), 0, size)
         self._map = mmap.mmap(self._file.fileno(), size)
-        self._names = open(path.with_suffix(".names"), "wb", buffering=0)  # noqa: SIM115 (open until the rank ends)
+        self._names = open(path.with_suffix(".names"), "wb")  # noqa: SIM115 (open until the rank ends)
         self._ids: dict[str, int] = {}
         self._lock = threading.RLock()  # a signal handler of the same thread may make a call too
         self.rank, self.slots, self._newest, self._job = rank, slots, 0, 0
@@ -175,9 +174,8 @@ class RecordWriter:
                 number = len(self._ids) + 1
                 if number > MAX_TEXTS:
                     return 0
-                line = " ".join(text.splitlines()).encode("utf-8", "replace") + b"\n"
-                if self._names.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._names.name)
+                self._names.write(" ".join(text.splitlines()).encode("utf-8", "replace") + b"\n")
+                self._names.flush()
                 self._ids[text] = number
         return number
 
@@ -207,18 +205,6 @@ class RecordWriter:
         add_to_totals(totals, rows)
         self._counted = stop
         _COUNT.pack_into(self._map, _COUNTED_AT, stop)
-
-    def withdraw(self, n: int) -> None:
-        """Note that call n was refused before it began: it matches no call, and the next one takes its number."""
-        with self._lock:
-            if n < self._first or self._newest - n >= self.slots:
-                return
-            at = ROWS_AT + n % self.slots * ROW_BYTES
-            row = np.frombuffer(self._map, ROW, 1, at)[0]
-            channel, op = int(row["channel"]), int(row["op"])
-            self._numbers[channel ^ op if op == RECV else channel] -= 1
-            struct.pack_into("<H", self._map, at + _PARTIES_AT, 1)
-        self.end(n, FAILED)
 
     def group(self, event: str, what: str = "") -> None:
         """Note that a group is "begun", "made" or "left" (destroyed); `what`: its members and the line."""

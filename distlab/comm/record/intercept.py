@@ -3,20 +3,23 @@
 Kernels for the `c10d::*` operators see every call on every thread, those of DDP's C++ reducer, FSDP and functional
 collectives included. They patch something that the whole process shares. So there is one FrontEnd per process, however
 many recorders are on, and the last one to stop puts back exactly what was there.
+Groups in shared memory are seen by their methods, since no operator tells of their calls.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from distlab.comm import device
@@ -32,23 +35,15 @@ from distlab.comm.record.operations import (
     refused_peer,
     splits_given,
     tensors_in,
+    terms_of,
 )
-from distlab.comm.record.taps import tap_groups, tap_shared_memory
-from distlab.comm.where.frames import Site, blocks_rank, find_site
+from distlab.comm.shared_memory.group import SharedGroup
+from distlab.comm.shared_memory.work import SharedWork, untraced
+from distlab.comm.where.frames import blocks_rank, find_site
 
 MAX_UNWAITED = 1024  # of sends and receives without a wait; older ones are dropped, so that their tensors can be freed
 
 Token = tuple[RecordWriter, int]
-
-
-class Sink(Protocol):
-    """What records calls: a recorder, or a throttled link."""
-
-    def call(self, operation: Operation, group: Any, data: Any, terms: Terms, site: Site, aside: bool) -> Token:
-        """Write down a call that is about to be made."""
-
-    def group(self, event: str, what: str = "") -> None:
-        """Note that a group is "begun", "made" or "left" (destroyed); `what`: its members and the line."""
 
 
 class FrontEnd:
@@ -58,7 +53,7 @@ class FrontEnd:
     _guard: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self) -> None:
-        self.sinks: tuple[Sink, ...] = ()
+        self.sinks: tuple[Any, ...] = ()  # of class Recorder or ThrottledLink
         self._main = threading.main_thread().ident
         self._live: dict[Any, list[Token]] = {}  # Work -> its rows
         self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first; `_live` alone keeps them
@@ -81,7 +76,7 @@ class FrontEnd:
             return cls._active
 
     @classmethod
-    def add(cls, sink: Sink) -> None:
+    def add(cls, sink: Any) -> None:
         """Hand calls to this recorder from now on."""
         with cls._guard:
             front = cls.install()
@@ -89,7 +84,7 @@ class FrontEnd:
             front.sinks += (sink,)
 
     @classmethod
-    def remove(cls, sink: Sink) -> None:
+    def remove(cls, sink: Any) -> None:
         """Stop; the last recorder off restores torch."""
         with cls._guard:
             front = cls._active
@@ -159,8 +154,7 @@ class FrontEnd:
             try:
                 result = passes_on(keys.remove(key), *args)
             except BaseException:
-                for writer, number in tokens:
-                    writer.withdraw(number)
+                self.close(tokens, FAILED)
                 raise
             work = result[-1] if work_is_last else result
             waits_itself = len(args) > async_at and not args[async_at]
@@ -191,7 +185,7 @@ class FrontEnd:
     def follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
         """Remember the Work of a call until the program waits for it, or until it is seen to be over."""
         if work is None:  # over when it returned
-            self._close(tokens, DONE)
+            self.close(tokens, DONE)
             return
         self._live[work] = tokens
         if self._has_gpu and operation.op not in ("send", "recv"):
@@ -217,9 +211,15 @@ class FrontEnd:
         self._collectives.discard(work)
         return self._live.pop(work, [])
 
-    def _close(self, tokens: list[Token], state: int) -> None:
+    def close(self, tokens: list[Token], state: int) -> None:
+        """Note that a call is over, DONE or FAILED."""
         for writer, number in tokens:
             writer.end(number, state)
+
+    def wait(self, tokens: Iterable[Token], state: int) -> None:
+        """Note that the rank waits for a call from now on, or for one that was over (`RecordWriter.wait`)."""
+        for writer, number in tokens:
+            writer.wait(number, state)
 
     def _look(self) -> None:
         """Note which of the oldest asynchronous calls are over.
@@ -238,7 +238,7 @@ class FrontEnd:
                 self._unwaited.appendleft(oldest)
                 return
             self._over[work] = tokens = self._forget(work)
-            self._close(tokens, DONE)
+            self.close(tokens, DONE)
 
     def watch_waits(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Work.wait: here a rank stands still, and here a call's end is known exactly.
@@ -250,23 +250,20 @@ class FrontEnd:
         def wait(work: Any, *args: Any, **named: Any) -> Any:
             tokens = live.get(work)
             if tokens is None:
-                for writer, number in over.pop(work, ()) if work is not None else ():
-                    writer.wait(number, DONE)
+                self.wait(over.pop(work, ()) if work is not None else (), DONE)
                 return real(work, *args, **named)
             begun = WAITING if thread() == main or blocks_rank() else ASIDE
-            for writer, number in tokens:
-                writer.wait(number, begun)
+            self.wait(tokens, begun)
             state = FAILED
             try:
                 result = real(work, *args, **named)
                 state = DONE
             finally:
                 if state == DONE and work in self._collectives and not work.is_completed():
-                    for writer, number in tokens:
-                        writer.wait(number, ISSUED)
+                    self.wait(tokens, ISSUED)
                     self._unwaited.append(weakref.ref(work))
                 else:
-                    self._close(self._forget(work), state)
+                    self.close(self._forget(work), state)
             return result
 
         return wait
@@ -281,3 +278,105 @@ class FrontEnd:
             return wait(self._works.get(address), keys.remove(key), tensor)
 
         return kernel
+
+
+# Methods of the group: the operators' own names, and newer ones. What a rank contributes stands where it stands in the
+# operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
+NEWER = {
+    "all_gather_single": "_allgather_base_",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
+    "all_to_all_single": "alltoall_base_",
+    "recv_anysource": "recv_any_source_",
+}
+_BY_OPERATOR = {operation.operator: operation for operation in OPERATIONS}
+_NAMES = {operator.removesuffix("_"): operator for operator in _BY_OPERATOR} | NEWER
+METHODS = tuple(
+    _BY_OPERATOR[operator]._replace(operator=name, raw=())
+    for name, operator in _NAMES.items()
+    if name in vars(SharedGroup)
+)
+
+
+def tap_shared_memory(front: Any) -> Callable[[], None]:
+    """Report every call of a shared-memory group to the process's one tap, `front`; return what undoes this."""
+    methods = {operation.operator: getattr(SharedGroup, operation.operator) for operation in METHODS}
+    real_wait = SharedWork.wait
+    for operation in METHODS:
+        setattr(SharedGroup, operation.operator, _method(front, operation, methods[operation.operator]))
+    SharedWork.wait = untraced(front.watch_waits(real_wait))  # type: ignore[method-assign]
+
+    def restore() -> None:
+        for name, method in methods.items():
+            setattr(SharedGroup, name, method)
+        SharedWork.wait = real_wait  # type: ignore[method-assign]
+
+    return restore
+
+
+def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the method of one operation: it records the call and passes it on."""
+    is_pair = operation.op in ("send", "recv")
+    main = threading.main_thread().ident
+
+    @functools.wraps(real)
+    def method(group: SharedGroup, *args: Any, **named: Any) -> Any:
+        frame = sys._getframe(1)
+        opts = named.get("opts", args[-1] if args else None)
+        terms = terms_of(operation, args, opts)
+        if terms.peer >= group.size():
+            raise refused_peer(operation.op, terms.peer, group.size(), frame)
+        is_waiting = not is_pair and not getattr(opts, "asyncOp", True)
+        tokens = front.begin(operation, group, args, terms, frame)
+        if is_waiting:
+            front.wait(tokens, WAITING if threading.get_ident() == main or blocks_rank() else ASIDE)
+        try:
+            work = real(group, *args, **named)
+        except BaseException:
+            front.close(tokens, FAILED)
+            raise
+        if is_waiting:
+            front.close(tokens, DONE)
+        else:
+            front.follow(operation, work, tokens, args or ((),), False)
+        return work
+
+    return untraced(method)
+
+
+def tap_groups(tell: Callable[..., None]) -> Callable[[], None]:
+    """Tell at which line a group is made or destroyed, as ranks wait for each other there; return what undoes this.
+
+    Args:
+        tell: called with "begun", "made" or "left", and the members and the line.
+    """
+    make, destroy = c10d._new_group_with_tag, c10d.destroy_process_group
+
+    def note(event: str, ranks: Any) -> None:
+        site = find_site(sys._getframe(2))
+        tell(event, f"{'of all ranks' if ranks is None else sorted(ranks)} at {site[0]}:{site[1]}")
+
+    @functools.wraps(make)
+    def new(ranks: Any = None, *args: Any, **named: Any) -> Any:
+        if named.get("use_local_synchronization"):  # then only its members meet
+            return make(ranks, *args, **named)
+        note("begun", ranks)
+        try:
+            return make(ranks, *args, **named)
+        finally:
+            tell("made")
+
+    @functools.wraps(destroy)
+    def leave(group: Any = None) -> Any:
+        if group is None or group in c10d._world.pg_group_ranks:  # what is not a group here is torch's to refuse
+            is_all = group is None or group is dist.group.WORLD
+            note("left", None if is_all else dist.get_process_group_ranks(group))
+        return destroy(group)
+
+    def put(new_group: Any, destroy_group: Any) -> None:
+        c10d._new_group_with_tag = new_group
+        c10d.destroy_process_group = dist.destroy_process_group = destroy_group
+
+    put(new, leave)
+    return functools.partial(put, make, destroy)

@@ -20,8 +20,7 @@ from distlab.comm.where.frames import find_site, is_internal
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
-
-
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _REDUCTIONS = {  # torch's own members by identity: to ask one of them for its name takes microseconds
     id(getattr(dist.ReduceOp, name)): name.lower()
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -82,6 +81,18 @@ OPERATIONS = (
     Operation("recv_", "recv", 0, (0,)),
     Operation("recv_any_source_", "recv", 0, (0,)),
 )
+
+
+def terms_of(operation: Operation, args: tuple[Any, ...], opts: Any) -> Terms:
+    """Return what a call of a method of a group in shared memory says."""
+    if operation.op == "send" or operation.operator == "recv":
+        return Terms(args[1], args[2])
+    if operation.op == "recv":
+        return Terms(-1, args[1])
+    peer = getattr(opts, "rootRank", -1) if operation.op in _ROOTED else -1
+    if operation.op not in ("all_reduce", "reduce", "reduce_scatter"):
+        return Terms(peer)
+    return Terms(peer, 0, name_of_reduction(opts.reduceOp) if hasattr(opts, "reduceOp") else "sum")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from distlab.comm.nodes.wire import Pace, Wire, link_s as link_s, sleep_until
-from distlab.comm.record.file import FAILED, RecordWriter
+from distlab.comm.record.file import RecordWriter
 from distlab.comm.record.intercept import FrontEnd, Token
 from distlab.comm.record.operations import Operation, Terms, num_bytes_of, tensors_in
 from distlab.comm.shared_memory.work import SharedWork
@@ -76,11 +76,9 @@ class ThrottledLink:
         """Sleep until a call's bytes are through the link (called before the real wait)."""
         sleep_until(self._ends.get(number, 0.0))
 
-    def end(self, number: int, state: int = FAILED) -> None:
+    def end(self, number: int, state: int) -> None:
         """Forget a call that is over, or failed at once."""
         self._ends.pop(number, None)
-
-    withdraw = end
 
 
 @contextmanager

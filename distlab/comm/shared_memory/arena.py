@@ -1,7 +1,8 @@
 """The memory in which the ranks of a group meet: one nameless file, mapped by all.
 
-The group's first rank makes it (memfd: it has no name in any folder) and tells the others where it stands under
-`/proc`. Once all have mapped it, nobody holds it open: it is gone with the last of them, however they end.
+The group's first rank makes it (memfd: it has no name in any folder) and tells the others through the store where it
+stands under `/proc`. Once all have mapped it, nobody holds it open: it is gone with the last of them, however they end.
+Where one of them cannot map it, all are told the same line, and all go the same way.
 
     headers     one page per rank: its step, its state, its bell, why it failed
     slots       two per rank: what it shows to the others in even and in odd steps
@@ -12,11 +13,18 @@ Only pages that are used take memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import mmap
 import os
+import platform
+import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,3 +173,130 @@ def start_of(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] in b"ZX" else fields[19].decode()
+
+
+class CannotShare(RuntimeError):
+    """The ranks cannot share memory: every rank of the group is told the same line."""
+
+
+def join(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Arena:
+    """Make the arena of a group, or map it; every member calls this.
+
+    Args:
+        store: through which the members find each other.
+        rank: this process's number among the members.
+        members: global rank of each.
+        timeout_s: how long to wait for each other rank.
+        reason: why this rank does not want to share memory.
+
+    Raises:
+        CannotShare: on every rank.
+        RuntimeError: one does not come in time, or has ended.
+    """
+    reason = reason or futex.why_not_here()
+    store.set(f"place{rank}", json.dumps([reason, _here(), os.getpid(), start_of(os.getpid())]))
+    if rank == 0:
+        return _make(store, members, timeout_s)
+    told = _told(store, "arena", rank, members, 0, timeout_s)
+    if isinstance(told, str):
+        raise CannotShare(told)
+    try:
+        file = os.open(f"/proc/{told['pids'][0][0]}/fd/{told['file']}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            arena = Arena(file, rank, len(members), [tuple(pid) for pid in told["pids"]])
+        finally:
+            os.close(file)
+    except OSError as error:
+        text = _cannot_map(members[rank], len(members), error)
+        store.set("refused", text)
+        raise CannotShare(text) from error
+    arena.change_state(PRESENT)
+    _await_all(arena, store, members, timeout_s, (0,))
+    return arena
+
+
+def _make(store: Any, members: list[int], timeout_s: float) -> Arena:
+    """Make the arena, hand it to the others and wait until all have it."""
+    size, file, text = len(members), -1, ""
+    places = [_told(store, f"place{rank}", 0, members, rank, timeout_s) for rank in range(size)]
+    pids = [(pid, start) for _, _, pid, start in places]
+    for (reason, here, _, _), member in zip(places, members, strict=True):
+        if reason or here != places[0][1]:
+            reason = reason or f"it runs on {here}, and rank {members[0]} on {places[0][1]}"
+            text = f"backend 'shared' does not work for rank {member}: {reason}; pass backend='gloo'"
+    try:
+        if not text:
+            try:
+                file = os.memfd_create("distlab", os.MFD_CLOEXEC)
+                os.ftruncate(file, ArenaLayout(size).num_bytes)
+                arena = Arena(file, 0, size, pids)
+            except OSError as error:
+                text = _cannot_map(members[0], size, error)
+        store.set("arena", json.dumps(text or {"file": file, "pids": pids}))
+        if text:
+            raise CannotShare(text)
+        _await_all(arena, store, members, timeout_s, range(1, size))
+    finally:
+        if file >= 0:
+            os.close(file)
+    arena.change_state(PRESENT)
+    return arena
+
+
+def _here() -> str:
+    """Return this host and container, in words that are equal where processes can reach each other."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{platform.node()} (kernel {boot}, container {os.readlink('/proc/self/ns/pid')})"
+    return ""
+
+
+def _told(store: Any, key: str, rank: int, members: list[int], other: int, timeout_s: float) -> Any:
+    """Return what a different rank has said through the store.
+
+    Raises:
+        RuntimeError: it says nothing in time.
+    """
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {members[rank]}: timed out waiting {timeout_s * 1000:.0f} ms for rank {members[other]} to make the "
+            f"group of ranks {members}; every rank must make all groups, in the same order"
+        ) from error
+    return json.loads(store.get(key))
+
+
+def _cannot_map(rank: int, size: int, error: OSError) -> str:
+    num_bytes = ArenaLayout(size).num_bytes
+    return (
+        f"backend 'shared': rank {rank} on {platform.node()} cannot map {num_bytes >> 20} MiB of addresses, of which "
+        f"{size} ranks use what their calls need: {error.strerror}; run all as one user in one container of one host, "
+        "raise the limits (ulimit -v, ulimit -f), or pass backend='gloo'"
+    )
+
+
+def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, ranks: Iterable[int]) -> None:
+    """Wait until some ranks have said that they are present.
+
+    Raises:
+        CannotShare: one may not map the memory.
+        RuntimeError: one has ended or does not come in time.
+    """
+    deadline, me, mine = time.monotonic() + timeout_s, members[arena.rank], arena.header(arena.rank) + BELL
+    bell = futex.word_at(mine)
+    for rank in ranks:
+        while True:
+            seen = bell.value
+            if arena.state(rank):
+                break
+            futex.wait(mine, seen)
+            if arena.state(rank):
+                break
+            if store.check(["refused"]):
+                raise CannotShare(store.get("refused").decode())
+            reason = arena.why_gone(rank, members)
+            if time.monotonic() > deadline:
+                reason = f"timed out waiting {timeout_s * 1000:.0f} ms for rank {members[rank]} to join the group"
+            if reason:
+                raise RuntimeError(f"rank {me}: {reason}")

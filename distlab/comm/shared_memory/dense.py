@@ -86,9 +86,23 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def listed(tensors: Any) -> list[torch.Tensor]:
-    """Return one tensor or several as a list."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+def only(tensors: Any, who: str) -> torch.Tensor:
+    """Return the one tensor of a call, which may stand in a list.
+
+    Raises:
+        ValueError: there are several, as in a coalesced call of torch's.
+    """
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{who}: got {len(tensors)} tensors; backend 'shared' takes one a call, so call for each")
+    tensor: torch.Tensor = tensors[0]
+    return tensor
+
+
+def only_list(lists: Any) -> list[torch.Tensor]:
+    """Return the one list of a call: a tensor for each rank."""
+    return list(lists if lists and isinstance(lists[0], torch.Tensor) else lists[0])
 
 
 def parts(address: int, lengths: Sequence[int]) -> list[tuple[int, int]]:

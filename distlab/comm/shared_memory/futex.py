@@ -7,7 +7,6 @@ value also sees all that was written before it.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
 
@@ -31,8 +30,6 @@ def why_not_here() -> str:
         return f"it needs Linux (futex, memfd) and this is {sys.platform}"
     if platform.machine() != "x86_64":  # others reorder reads and writes, of which nothing here takes care
         return f"it needs the processor x86_64, and this is {platform.machine()}"
-    if not hasattr(os, "memfd_create"):
-        return "it needs memfd_create, which this Python was built without"
     word = ctypes.c_int32()
     add(ctypes.addressof(word))
     return "" if word.value == 1 else "this kernel does not let processes wake each other (futex)"

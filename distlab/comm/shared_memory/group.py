@@ -45,7 +45,6 @@ class SharedGroup(dist.ProcessGroup):
         self._collectives, self._messages = Collectives(meeting), Messages(meeting)
         self._queue = CallQueue(f"shared-calls-{meeting.members}")
         self._num_calls = 0
-        self._coalesced: list[SharedWork] | None = None
         self._end = weakref.finalize(self, _leave, meeting, self._queue, self._messages)
 
     # What torch asks of a group and of the backends in it: this one is the only one in its group.
@@ -110,9 +109,9 @@ class SharedGroup(dist.ProcessGroup):
             raise ValueError(f"{self._who('root')} {root} is not in the group, whose ranks are 0 to {self.size() - 1}")
         return root
 
-    def _reductions(self, op: str, tensors: Tensors, opts: Any) -> list[ReduceOperation]:
+    def _reduction(self, op: str, tensor: torch.Tensor, opts: Any) -> ReduceOperation:
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        return [reduction_of(getattr(kind, "op", kind), tensor.dtype, self._who(op)) for tensor in tensors]
+        return reduction_of(getattr(kind, "op", kind), tensor.dtype, self._who(op))
 
     def _start(self, call: GroupCall, do: Do, reads: Tensors, writes: Tensors, opts: Any) -> Any:
         """Have a call done, here or on the group's thread."""
@@ -126,12 +125,7 @@ class SharedGroup(dist.ProcessGroup):
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call
         call_it = functools.partial(self._do, call, record, do, reads, writes)
-        return self._with(self._queue.run(call_it, writes, is_async=getattr(opts, "asyncOp", True)))
-
-    def _with(self, work: SharedWork) -> SharedWork:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._queue.run(call_it, writes, is_async=getattr(opts, "asyncOp", True))
 
     def _do(self, call: GroupCall, record: CallRecord, do: Do, reads: Tensors, writes: Tensors) -> None:
         """Do a call; where it fails the group is of no use any more, and the others learn why."""
@@ -153,123 +147,83 @@ class SharedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Combine a tensor of all ranks."""
-        return self._reduce_all("all_reduce", dense.listed(tensors), opts, -1)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        """Combine several tensors."""
-        return self._reduce_all("all_reduce", tensors, opts, -1)
+        return self._reduce("all_reduce", tensors, opts, -1)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         """Combine a tensor of all ranks at the root."""
-        return self._reduce_all("reduce", dense.listed(tensors), opts, self._root(opts))
+        return self._reduce("reduce", tensors, opts, self._root(opts))
 
-    def _reduce_all(self, op: str, tensors: Tensors, opts: Any, root: int) -> Any:
-        reductions = self._reductions(op, tensors, opts)
+    def _reduce(self, op: str, tensors: Any, opts: Any, root: int) -> Any:
+        tensor = dense.only(tensors, self._who(op))
+        reduction = self._reduction(op, tensor, opts)
 
         def do(_: Tensors, flats: Tensors) -> None:
-            for flat, reduction in zip(flats, reductions, strict=True):
-                self._collectives.all_reduce(flat, reduction, root)
+            self._collectives.all_reduce(flats[0], reduction, root)
 
-        return self._start(GroupCall(op, tensors, root, reductions[0].name), do, [], tensors, opts)
+        return self._start(GroupCall(op, [tensor], root, reduction.name), do, [], [tensor], opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Copy the root's tensor to all."""
-        tensors, root = dense.listed(tensors), self._root(opts)
+        tensor, root = dense.only(tensors, self._who("broadcast")), self._root(opts)
 
         def do(_: Tensors, flats: Tensors) -> None:
-            for flat in flats:
-                self._collectives.broadcast(flat, root)
+            self._collectives.broadcast(flats[0], root)
 
-        return self._start(GroupCall("broadcast", tensors, root), do, [], tensors, opts)
+        return self._start(GroupCall("broadcast", [tensor], root), do, [], [tensor], opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Copy every rank's tensor to all."""
-        if output_lists and isinstance(output_lists[0], torch.Tensor):
-            output_lists = [output_lists]
-        return self._gather_all(output_lists, dense.listed(inputs), opts)
-
-    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """Copy several tensors of every rank to all; `output_lists` has one list for each rank."""
-        return self._gather_all([list(outputs) for outputs in zip(*output_lists, strict=True)], inputs, opts)
-
-    def _gather_all(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
-        size = self._meeting.size
-        for outputs, source in zip(output_lists, inputs, strict=True):
-            dense.fit_each(outputs, source, size, self._who("all_gather"), "output")
+        who = self._who("all_gather")
+        outputs, source = dense.only_list(output_lists), dense.only(inputs, who)
+        dense.fit_each(outputs, source, self._meeting.size, who, "output")
 
         def do(sources: Tensors, targets: Tensors) -> None:
-            for number, source in enumerate(sources):
-                places = [target.data_ptr() for target in targets[number * size : (number + 1) * size]]
-                self._collectives.all_gather(places, source)
+            self._collectives.all_gather([target.data_ptr() for target in targets], sources[0])
 
-        outputs = [output for outputs in output_lists for output in outputs]
-        return self._start(GroupCall("all_gather", inputs), do, inputs, outputs, opts)
+        return self._start(GroupCall("all_gather", [source]), do, [source], outputs, opts)
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Copy every rank's tensor to its place in one tensor."""
-        return self._gather_single([output], [source], opts)
-
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """As `all_gather_single`, for several tensors."""
-        return self._gather_single(outputs, inputs, opts)
-
-    def _gather_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        size = self._meeting.size
-        for output, source in zip(outputs, inputs, strict=True):
-            dense.fits(output, source, size, self._who("all_gather"), "output")
+        who, size = self._who("all_gather"), self._meeting.size
+        output, source = dense.only(outputs, who), dense.only(inputs, who)
+        dense.fits(output, source, size, who, "output")
 
         def do(sources: Tensors, targets: Tensors) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                first, length = target.data_ptr(), dense.bytes_of(source)
-                self._collectives.all_gather([first + rank * length for rank in range(size)], source)
+            first, length = targets[0].data_ptr(), dense.bytes_of(sources[0])
+            self._collectives.all_gather([first + rank * length for rank in range(size)], sources[0])
 
-        return self._start(GroupCall("all_gather", inputs), do, inputs, outputs, opts)
+        return self._start(GroupCall("all_gather", [source]), do, [source], [output], opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Combine each rank's list; rank r gets the r-th of the results."""
-        outputs, size = dense.listed(outputs), self._meeting.size
-        if input_lists and isinstance(input_lists[0], torch.Tensor):
-            input_lists = [input_lists]
-        for output, inputs in zip(outputs, input_lists, strict=True):
-            dense.fit_each(inputs, output, size, self._who("reduce_scatter"), "input")
-        reads = [tensor for inputs in input_lists for tensor in inputs]
+        who = self._who("reduce_scatter")
+        output, inputs = dense.only(outputs, who), dense.only_list(input_lists)
+        dense.fit_each(inputs, output, self._meeting.size, who, "input")
+        return self._scatter_sum(output, inputs, lambda flats: flats, opts)
 
-        def cut(sources: Tensors) -> list[Tensors]:
-            return [sources[start : start + size] for start in range(0, len(sources), size)]
-
-        return self._scatter_sums(outputs, reads, cut, opts)
-
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Combine a tensor of all ranks; rank r gets the r-th part."""
-        return self._scatter_single([output], [source], opts)
+        who, size = self._who("reduce_scatter"), self._meeting.size
+        output, source = dense.only(outputs, who), dense.only(inputs, who)
+        dense.fits(source, output, size, who, "input")
+        return self._scatter_sum(output, [source], lambda flats: flats[0].view(size, -1).unbind(), opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """As `reduce_scatter_single`, for several tensors."""
-        return self._scatter_single(outputs, inputs, opts)
-
-    def _scatter_single(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        size = self._meeting.size
-        for output, source in zip(outputs, inputs, strict=True):
-            dense.fits(source, output, size, self._who("reduce_scatter"), "input")
-        return self._scatter_sums(outputs, inputs, lambda flats: [flat.view(size, -1).unbind() for flat in flats], opts)
-
-    def _scatter_sums(
-        self, outputs: Tensors, reads: Tensors, cut: Callable[[Tensors], Sequence[Sequence[torch.Tensor]]], opts: Any
+    def _scatter_sum(
+        self, output: torch.Tensor, reads: Tensors, cut: Callable[[Tensors], Sequence[torch.Tensor]], opts: Any
     ) -> Any:
-        reductions = self._reductions("reduce_scatter", outputs, opts)
+        reduction = self._reduction("reduce_scatter", output, opts)
 
         def do(sources: Tensors, targets: Tensors) -> None:
-            for target, inputs, reduction in zip(targets, cut(sources), reductions, strict=True):
-                self._collectives.reduce_scatter(target, inputs, reduction)
+            self._collectives.reduce_scatter(targets[0], cut(sources), reduction)
 
-        return self._start(GroupCall("reduce_scatter to", outputs, -1, reductions[0].name), do, reads, outputs, opts)
+        return self._start(GroupCall("reduce_scatter to", [output], -1, reduction.name), do, reads, [output], opts)
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy every rank's tensor to the root's list."""
-        source, root = dense.listed(inputs)[0], self._root(opts)
-        outputs = list(output_lists[0]) if root == self._meeting.rank else []
+        who, root = self._who("gather"), self._root(opts)
+        source, outputs = dense.only(inputs, who), dense.only_list(output_lists) if root == self._meeting.rank else []
         if root == self._meeting.rank:
-            dense.fit_each(outputs, source, self._meeting.size, self._who("gather"), "output")
+            dense.fit_each(outputs, source, self._meeting.size, who, "output")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.gather(targets, sources[0], root)
@@ -278,10 +232,10 @@ class SharedGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copy the root's r-th tensor to rank r."""
-        output, root = dense.listed(outputs)[0], self._root(opts)
-        inputs = list(input_lists[0]) if root == self._meeting.rank else []
+        who, root = self._who("scatter"), self._root(opts)
+        output, inputs = dense.only(outputs, who), dense.only_list(input_lists) if root == self._meeting.rank else []
         if root == self._meeting.rank:
-            dense.fit_each(inputs, output, self._meeting.size, self._who("scatter"), "input")
+            dense.fit_each(inputs, output, self._meeting.size, who, "input")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.scatter(targets[0], sources, root)
@@ -326,10 +280,8 @@ class SharedGroup(dist.ProcessGroup):
         """Wait until all are here."""
         return self._start(GroupCall("barrier"), lambda _, __: self._collectives.barrier(), [], [], opts)
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _allgather_base = allgather_into_tensor_coalesced = all_gather_single_coalesced = all_gather_single
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
@@ -339,7 +291,7 @@ class SharedGroup(dist.ProcessGroup):
         if self.wire is not None:
             message.until_s, message.arrives_s = self.wire.message(destination, message.num_bytes)
         self._messages.send(message)
-        return self._with(message)
+        return message
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """Receive a tensor from a rank of the group."""
@@ -353,7 +305,7 @@ class SharedGroup(dist.ProcessGroup):
         dense.check(tensors[0], self._who("recv"), written=True)
         message = self._message(tensors[0], source, tag, "recv")
         self._messages.receive(message)
-        return self._with(message)
+        return message
 
     def _message(self, tensor: torch.Tensor, peer: int, tag: int, op: str) -> Message:
         if not -1 <= peer < self._meeting.size:
@@ -366,18 +318,6 @@ class SharedGroup(dist.ProcessGroup):
         text = record_of(op, -1, "", (tensor.shape, tensor.dtype)).text
         with dense.unseen():
             return Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        works, self._coalesced = self._coalesced or [], None
-
-        def wait_for_all() -> None:
-            for work in works:
-                work.wait()
-
-        return self._queue.run(wait_for_all, [], is_async=True)
 
 
 keep_untraced(SharedGroup, SharedWork, Message)

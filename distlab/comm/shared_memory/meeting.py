@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from distlab.comm.agree import not_the_same
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, Arena
-from distlab.comm.shared_memory.join import CannotShare, join
+from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, Arena, CannotShare, join
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _HEAD = 16  # of a record: the number that stands for it, and the length of its text

@@ -99,10 +99,6 @@ class SharedWork(dist.Work):
         """Wait: there is no stream on a CPU."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait: there is no stream on a CPU."""
-        self.wait()
-
     def _source_rank(self) -> int:
         return self.source
 

@@ -149,7 +149,11 @@ def _look(eye: Watch, done: threading.Event, main: int, what: str) -> None:
         try:
             words = eye.look()
         except Exception as error:
-            say(f"rank {eye.rank}: the ranks are watched no more, a hang will not be told ({error})")
+            print(
+                f"rank {eye.rank}: the ranks are watched no more, a hang will not be told ({error})",
+                file=sys.stderr,
+                flush=True,
+            )
             return
         if words and not done.is_set():
             who = what or f"rank {eye.rank} of {len(eye.watchdog.ranks)}"
@@ -163,16 +167,9 @@ def end(error: RankError, stack: str, *, aloud: bool = True) -> NoReturn:
     with contextlib.suppress(OSError):
         heard = record_failure(error, stack)
     if aloud or not heard:
-        say(f"{error}\n\nIt stands here (innermost call last):\n{stack}")
+        print(f"{error}\n\nIt stands here (innermost call last):\n{stack}", file=sys.stderr, flush=True)
     time.sleep(TELL_S)
     os._exit(1)
-
-
-def say(text: str) -> None:
-    """Print on the error output at once, in one piece."""
-    with contextlib.suppress(Exception):  # it may be closed
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
 
 
 def stack_of(thread: int) -> str:
@@ -191,7 +188,7 @@ def _meet(address: Address, folder: Path | None) -> tuple[Recorder, Watch]:
         records = folder or Path(private)
         together(lambda: made.append(Recorder(records, rank)), what=what)
         eye = Watch(rank, Watchdog(records, address.world_size, since_ns=0), Path(private) / "board")
-        eye.watchdog.open()
+        eye.watchdog.follow()
         dist.barrier()  # all files are open
     finally:
         if private and rank == 0:

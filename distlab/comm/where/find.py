@@ -14,11 +14,8 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from distlab.comm.where.answer import SIGNAL
-
-PROC = Path("/proc")
 _HELD = re.compile(r"^(?:/memfd:distlab-|(/.*)/)rank(\d+)\.(stack|rec|names)(?: \(deleted\))?$")
 _ELASTIC = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
 
@@ -29,17 +26,15 @@ class JobRank(NamedTuple):
     Attributes:
         rank: its rank.
         pid: its process number.
-        started: when, in the kernel's ticks: a number that is given away again has a later one.
-        state: the kernel's letter: R runs, S and D wait, T is stopped, Z has ended.
-        stack: where it writes its stacks when it is asked (`answer`), or None.
+        is_stopped: whether a signal has stopped it.
+        stack: where it writes its stacks when it is asked (`stacks`), or None.
         record: the files of its calls and of their texts, or None.
         environment: what it was started with.
     """
 
     rank: int
     pid: int
-    started: int
-    state: str
+    is_stopped: bool
     stack: Path | None
     record: tuple[Path, Path] | None
     environment: Mapping[str, str]
@@ -49,18 +44,16 @@ class RunningJob(NamedTuple):
     """The ranks of one job on this machine.
 
     Attributes:
-        name: what its ranks have in common.
         launcher: process number and command of what started it, in words.
         world_size: how many ranks it has, also on other machines.
         ranks: its processes here, ascending.
-        parents: process numbers of all that its ranks come from.
+        processes: process numbers of all that belong to it, and of all that its ranks come from.
     """
 
-    name: tuple[str, ...]
     launcher: str
     world_size: int
     ranks: tuple[JobRank, ...]
-    parents: frozenset[int]
+    processes: frozenset[int]
 
 
 def find_jobs(pid: int | None = None) -> list[RunningJob]:
@@ -71,12 +64,12 @@ def find_jobs(pid: int | None = None) -> list[RunningJob]:
     """
     if sys.platform != "linux":
         raise ValueError("where reads /proc, which Linux alone has; on this system use py-spy on each rank")
-    jobs = sorted(_jobs(), key=lambda job: job.ranks[0].started)
+    jobs = list(_jobs())
     if pid is None:
         return jobs
-    if not (PROC / str(pid)).exists():
+    if not Path(f"/proc/{pid}").exists():
         raise ValueError(f"there is no process {pid}; pass the number of a launcher or of a rank, or none for all jobs")
-    found = [job for job in jobs if pid in job.parents or any(rank.pid == pid for rank in job.ranks)]
+    found = [job for job in jobs if pid in job.processes]
     if not found:
         raise ValueError(
             f"process {pid} is not a rank of yours and has started none: a rank has RANK and WORLD_SIZE in its "
@@ -86,59 +79,58 @@ def find_jobs(pid: int | None = None) -> list[RunningJob]:
 
 
 def _jobs() -> Iterator[RunningJob]:
-    me = {os.getpid(), *ancestors(os.getpid())}
-    found: dict[tuple[str, ...], dict[int, list[tuple[JobRank, int]]]] = {}
-    for path in PROC.iterdir():
-        if path.name.isdigit() and int(path.name) not in me:
-            try:
-                read = _read(path)
-            except (OSError, ValueError, IndexError):  # it has ended, or belongs to somebody else
-                continue
-            if read is not None:
-                name, size, process = read
-                found.setdefault(name, {}).setdefault(process.rank, []).append((process, size))
-    for name, by_rank in found.items():
+    import psutil
+
+    me = psutil.Process()
+    others = {me.pid, *(one.pid for one in me.parents())}
+    found: dict[tuple[str, ...], dict[int, list[tuple[JobRank, int, Any]]]] = {}
+    for process in psutil.process_iter():
+        # It has ended, or belongs to somebody else.
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            if process.pid not in others and (read := _read(process)) is not None:
+                name, size, rank = read
+                found.setdefault(name, {}).setdefault(rank.rank, []).append((rank, size, process))
+    for by_rank in found.values():
         # What a rank has started, such as a loader's workers, inherits all of this: the first of the line is the rank.
         # What asked for a rank that was forked came before it, and shows no stacks.
         ordered = [
-            sorted(same, key=lambda one: (one[0].stack is None, one[0].started, one[0].pid))
+            sorted(same, key=lambda one: (one[0].stack is None, one[2].create_time(), one[0].pid))
             for _, same in sorted(by_rank.items())
         ]
-        firsts = [same[0] for same in ordered]
-        everyone = [process.pid for same in ordered for process, _ in same]
-        lines = [ancestors(pid) for pid in everyone]
-        ranks = tuple(process for process, _ in firsts)
-        launcher = next(filter(None, (_launcher(line, everyone) for line in lines)), "a process that has ended")
-        yield RunningJob(name, launcher, max(size for _, size in firsts), ranks, frozenset().union(*lines))
+        parents: list[Any] = []
+        for _, _, process in (one for same in ordered for one in same):
+            with contextlib.suppress(psutil.Error):
+                parents += [one for one in process.parents() if one.pid > 1]
+        own = {rank.pid for same in ordered for rank, _, _ in same}
+        ranks, size = tuple(same[0][0] for same in ordered), max(same[0][1] for same in ordered)
+        launchers = filter(None, (_words(one) for one in parents if one.pid not in own))
+        launcher = next(launchers, "a process that has ended")
+        yield RunningJob(launcher, size, ranks, frozenset(own | {one.pid for one in parents}))
 
 
-def _read(path: Path) -> tuple[tuple[str, ...], int, JobRank] | None:
+def _read(process: Any) -> tuple[tuple[str, ...], int, JobRank] | None:
     """Return a process's job, its number of ranks and its place in it; None where it is not a rank."""
-    if path.stat().st_uid != os.geteuid():
+    is_python = "python" in " ".join([*process.cmdline(), process.exe()]).lower()
+    if process.uids().effective != os.geteuid() or not is_python:
         return None
-    command = (path / "cmdline").read_bytes()
-    if b"python" not in command.lower() and "python" not in os.readlink(path / "exe").lower():
-        return None
-    entries = (path / "environ").read_bytes().decode(errors="replace").split("\0")
-    environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-    stacks, records = _held(path)
+    environment, state = process.environ(), process.status()
+    stacks, records = _held(Path(f"/proc/{process.pid}/fd"))
     stack, folder, rank = stacks[-1] if stacks else (None, None, int(environment.get("RANK", "-1")))
-    state, _, started = status(int(path.name))
-    if state == "Z" or rank < 0 or (folder is None and "WORLD_SIZE" not in environment):
+    if state == "zombie" or rank < 0 or (folder is None and "WORLD_SIZE" not in environment):
         return None
-    process = JobRank(rank, int(path.name), started, state, stack, records.get(rank), environment)
+    found = JobRank(rank, process.pid, "stop" in state, stack, records.get(rank), environment)
     if folder is not None:
-        return (folder,), len(list(Path(folder).glob("rank*.stack"))), process
-    return tuple(environment.get(part, "") for part in _ELASTIC), int(environment["WORLD_SIZE"]), process
+        return (folder,), len(list(Path(folder).glob("rank*.stack"))), found
+    return tuple(environment.get(part, "") for part in _ELASTIC), int(environment["WORLD_SIZE"]), found
 
 
-def _held(path: Path) -> tuple[list[tuple[Path, str | None, int]], dict[int, tuple[Path, Path]]]:
+def _held(links: Path) -> tuple[list[tuple[Path, str | None, int]], dict[int, tuple[Path, Path]]]:
     """Return the files that a process holds open: of stacks, with folder (None: memory) and rank; of records, by rank.
 
     Where it has several records of one rank, the first that it opened counts.
     """
     stacks, parts = [], dict[tuple[str, int], dict[str, Path]]()
-    for link in sorted((path / "fd").iterdir(), key=lambda link: int(link.name)):
+    for link in sorted(links.iterdir(), key=lambda link: int(link.name)):
         with contextlib.suppress(OSError):  # it was closed meanwhile
             found = _HELD.match(os.readlink(link))
             if found is None:
@@ -152,52 +144,11 @@ def _held(path: Path) -> tuple[list[tuple[Path, str | None, int]], dict[int, tup
     return stacks, dict(reversed(whole))
 
 
-def status(pid: int) -> tuple[str, int, int]:
-    """Return a process's state (one letter), its parent, and when it started.
-
-    Raises:
-        OSError: it has ended.
-    """
-    words = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    return words[0], int(words[1]), int(words[19])
-
-
-def ancestors(pid: int) -> list[int]:
-    """Return the process numbers of parent, grandparent and so on; process 1 (init) is left out."""
-    line: list[int] = []
-    while pid > 1:
-        try:
-            pid = status(pid)[1]
-        except OSError:
-            break
-        if pid > 1:
-            line.append(pid)
-    return line
-
-
-def _launcher(line: list[int], own: list[int]) -> str:
-    """Return the command of the first ancestor that is not a process of the job or of `run`; "" where none is left."""
-    for pid in line:
-        if pid in own:
-            continue
-        try:
-            words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-        except OSError:
-            continue
-        if not any("distlab.comm.launch" in word for word in words):
-            text = " ".join(" ".join(words).split())
-            return f"{text if len(text) <= 80 else text[:77] + '...'} (process {pid})"
-    return ""
-
-
-def answers(process: JobRank) -> bool:
-    """Tell whether the signal makes the process write its stacks: it catches it; else the signal would end it."""
-    if process.stack is None:
-        return False
+def _words(process: Any) -> str:
+    """Return a launcher's command and process number; "" for a process of `run`, or one that has ended."""
     try:
-        lines = (PROC / str(process.pid) / "status").read_text().splitlines()
-        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
-        same = status(process.pid)[2] == process.started
-    except (OSError, StopIteration):
-        return False
-    return same and bool(caught >> (SIGNAL - 1) & 1)
+        text = " ".join(" ".join(process.cmdline()).split())
+    except Exception:  # whatever psutil says of a process that has just ended
+        return ""
+    short = text if len(text) <= 80 else text[:77] + "..."
+    return "" if "distlab.comm.launch" in text else f"{short} (process {process.pid})"

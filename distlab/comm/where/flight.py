@@ -15,7 +15,6 @@ from typing import Any
 
 from distlab.comm.plain import restricted_load
 
-MAX_BYTES = 1 << 28
 _WORLD = "0"  # torch's name for the group of all ranks in a call; some backends give it none in the list of groups
 
 
@@ -42,8 +41,6 @@ def read_dumps(prefix: str | Path) -> dict[int, dict[str, Any]]:
     for path in sorted(start.parent.glob(f"{start.name}*")):
         rank = path.name[len(start.name) :]
         if rank.isdigit() and path.is_file():
-            if path.stat().st_size > MAX_BYTES:
-                raise ValueError(f"{path} has {path.stat().st_size} bytes; a dump has {MAX_BYTES} at most")
             dumps[int(rank)] = read_dump(path.read_bytes(), str(path))
     if not dumps:
         raise ValueError(f"there are no files {prefix}0, {prefix}1, ...; pass the value of TORCH_FR_DUMP_TEMP_FILE")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distlab.comm.agree import ranks_in_words
 from distlab.comm.record.file import OPS
 from distlab.comm.record.matching import explain, ledger_of
 from distlab.comm.record.read import RankRecord, RecordReader, Records, read_record, short
-from distlab.comm.watch.waits import Wait, describe, waits_of
+from distlab.comm.watch.watchdog import Wait, describe, waits_of
 from distlab.comm.where.find import RunningJob
 from distlab.comm.where.frames import Frame, owner_of, traceback_lines
 from distlab.comm.where.stacks import RankStack, stacks_of
 
 _PAIRS = ("send", "isend", "recv", "irecv")
 _WITH_ALL = ("new_group", "init_process_group", "monitored_barrier", "split_group")
-_IDLE, _BACKWARD = ("serve_rank",), "_engine_run_backward"
+_IDLE, _BACKWARD = "serve_rank", "_engine_run_backward"
+_WELL = "no rank waits for one that does not come"
 
 
 class WhereItStands(NamedTuple):
@@ -46,16 +47,14 @@ def report(job: RunningJob, *, with_stacks: bool = True) -> Iterator[str]:
     stacks = stacks_of(job.ranks)
     places = {rank: place_of(stack) for rank, stack in stacks.items()}
     records = records_of(job)
-    recorded = waits_of(records.by_rank, ledger_of(records))
-    waits = by_stacks(places) | {rank: wait for rank, wait in recorded.items() if wait.is_blocked}
-    size, source = len(job.ranks), "from distlab's recorder" if len(records) else "are not recorded"
-    yield f"{job.launcher}: {size} of {job.world_size} ranks are here; calls {source}"
+    source = "from distlab's recorder" if len(records) else "are not recorded"
+    yield f"{job.launcher}: {len(job.ranks)} of {job.world_size} ranks are here; calls {source}"
     words = describe(records, job.world_size) if len(records) else []
     for process in job.ranks:
         rank, place = process.rank, places[process.rank]
         known = words[rank].partition(f"rank {rank} ")[2] if rank in records.by_rank and words else ""
         yield f"rank {rank} (process {process.pid}): {'; '.join(filter(None, [known, str(place)]))}"
-    yield f"=> {sentence(job, records, places, waits)}"
+    yield f"=> {sentence(job, records, places)}"
     if with_stacks:
         yield from _stack_lines(stacks)
 
@@ -84,7 +83,7 @@ def place_of(stack: RankStack) -> WhereItStands:
             call = call or "wait"
         elif owner == "torch" and name == _BACKWARD:
             call = call or "backward"
-    if frames and not any(frame.function in _IDLE for frame in frames):
+    if frames and not any(frame.function == _IDLE for frame in frames):
         last = next((frame for frame in frames if owner_of(frame.file) != "torch"), frames[0])
         return WhereItStands(f"{last.file}:{last.line}", last.function, call)
     return WhereItStands("", "", "", stack.why)
@@ -100,39 +99,29 @@ def by_stacks(places: Mapping[int, WhereItStands]) -> dict[int, Wait]:
     return found
 
 
-def mismatch(records: Records) -> str:
-    """Return which calls meet and do not fit, or are alike and in a different order; "" where all fit."""
-    ledger = ledger_of(records)
-    found = ledger.disagreement()
-    return ledger.exchange() if found is None else explain(ledger, *found)
-
-
-def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStands], waits: Mapping[int, Wait]) -> str:
+def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStands]) -> str:
     """Say in one sentence what is wrong."""
-    here = {process.rank: process for process in job.ranks}
-    all_here = here[min(here)].environment.get("LOCAL_WORLD_SIZE", str(job.world_size)) == str(job.world_size)
-    lost = [rank for rank in range(job.world_size) if rank not in here]
-    if (found := mismatch(records)) != "":
+    ledger = ledger_of(records)
+    met = ledger.disagreement()
+    if found := ledger.exchange() if met is None else explain(ledger, *met):
         return found
-    if lost and all_here:
-        return f"{ranks_in_words(lost)} of {job.world_size} have no process: ended, or not begun; {_who_waits(waits)}"
-    stopped = [rank for rank, process in here.items() if process.state in "Tt"]
-    if stopped:
-        are = "is" if len(stopped) == 1 else "are"
-        return f"{ranks_in_words(stopped)} {are} stopped by a signal, until it gets SIGCONT; {_who_waits(waits)}"
+    recorded = {rank: wait for rank, wait in waits_of(records.by_rank, ledger).items() if wait.is_blocked}
+    waits = by_stacks(places) | recorded
+    here, chain = [process.rank for process in job.ranks], _chain(waits, places)
+    lost = [rank for rank in range(job.world_size) if rank not in here]
+    if lost and job.ranks[0].environment.get("LOCAL_WORLD_SIZE", str(job.world_size)) == str(job.world_size):
+        have = "has" if len(lost) == 1 else "have"
+        return f"{ranks_in_words(lost)} of {job.world_size} {have} no process: ended, or not begun; {chain or _WELL}"
+    if stopped := [process.rank for process in job.ranks if process.is_stopped]:
+        return f"stopped by a signal, until SIGCONT comes: {ranks_in_words(stopped)}; {chain or _WELL}"
     elsewhere = f"; {ranks_in_words(lost)} run on other machines and are not seen from here" if lost else ""
-    well, unknown = "nothing is wrong: no rank waits for one that does not come", waits.keys() - records.by_rank.keys()
-    if messages := [rank for rank in unknown if waits[rank].op in _PAIRS]:
-        verb = "waits" if len(messages) == 1 else "wait"
-        well = f"{ranks_in_words(messages)} {verb} in a message, and no record tells whether its other end comes"
-    return (_chain(waits, places) or well) + elsewhere
+    if not chain and (messages := [rank for rank in waits if rank not in recorded and waits[rank].op in _PAIRS]):
+        chain = f"{_wait(messages)} in a message, and no record tells whether its other end comes"
+    return (chain or f"nothing is wrong: {_WELL}") + elsewhere
 
 
-def _who_waits(waits: Mapping[int, Wait]) -> str:
-    if not waits:
-        return "no rank waits in a call"
-    rank = min(waits)
-    return f"{ranks_in_words(sorted(waits))} wait{'s' if len(waits) == 1 else ''}, rank {rank} in {waits[rank].call}"
+def _wait(ranks: Sequence[int]) -> str:
+    return f"{ranks_in_words(ranks)} wait{'s' if len(ranks) == 1 else ''}"
 
 
 def _chain(waits: Mapping[int, Wait], places: Mapping[int, WhereItStands]) -> str:
@@ -148,8 +137,7 @@ def _chain(waits: Mapping[int, Wait], places: Mapping[int, WhereItStands]) -> st
             line.append(following)
         if len(line) > 1 and line[-1] not in waits:
             last, first = line[-1], waits[line[-2]].call
-            waiting = sorted(rank for rank, wait in waits.items() if wait.absent)
-            who = f"{ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} for rank {last} in {first}"
+            who = f"{_wait([rank for rank, wait in waits.items() if wait.absent])} for rank {last} in {first}"
             return f"{who}; rank {last} has not called it" + (f": {places[last]}" if last in places else "")
     return ""
 

@@ -1,12 +1,14 @@
 """Where processes stand: their frames, read from outside by py-spy, or written by a rank that is asked.
 
 py-spy reads the memory of a process that goes on meanwhile; it works for any Python program. Where it is missing or may
-not read, ranks of distlab answer a signal (faulthandler).
+not read, ranks of distlab answer a signal (faulthandler). That handler is C: it answers also while the rank waits in C
+or holds the interpreter lock. The signal is one that programs do not use for themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import shutil
@@ -14,14 +16,64 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.comm.where.answer import SIGNAL, STOPPED, is_whole
-from distlab.comm.where.find import JobRank, answers
+from distlab.comm.where.find import JobRank
 from distlab.comm.where.frames import Frame, threads_in
+
+SIGNAL = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR1)  # macOS has no SIGRTMIN
+SILENT = "it does not answer: it is starting, it is stopped by a signal, or it gets no time to run"
+
+
+@contextlib.contextmanager
+def answering(rank: int) -> Iterator[None]:
+    """Answer the questions of `distlab where` while the block runs, in memory that no file names.
+
+    Nobody can ask where the program uses the signal itself, or the system has no such memory.
+    """
+    if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN) or not hasattr(os, "memfd_create"):
+        yield
+        return
+    faulthandler.register(SIGNAL, 2)  # who sees the file may send the signal, which must not end the rank
+    file = os.memfd_create(f"distlab-rank{rank}.stack")
+    faulthandler.register(SIGNAL, file, all_threads=True)
+    try:
+        yield
+    finally:
+        os.close(file)
+        faulthandler.unregister(SIGNAL)
+
+
+def ask(files: Mapping[int, Path], send: Callable[[list[int]], object], limit_s: float) -> dict[int, str]:
+    """Let ranks write their stacks; return by rank what each has written, "" where it does not answer.
+
+    Args:
+        files: where each writes.
+        send: sends the signal to some ranks.
+        limit_s: how long to wait until all have written to the end.
+    """
+    with contextlib.ExitStack() as stack:
+        opened, said = {}, dict.fromkeys(files, b"")
+        for rank, path in files.items():
+            with contextlib.suppress(OSError):  # it is starting, or has just ended
+                opened[rank] = stack.enter_context(path.open("rb"))
+                opened[rank].seek(0, os.SEEK_END)
+        send(list(opened))
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not all(is_whole(said[rank]) for rank in opened):
+            time.sleep(0.01)
+            for rank, file in opened.items():
+                said[rank] += file.read()
+    return {rank: text.decode(errors="replace") for rank, text in said.items()}
+
+
+def is_whole(dump: bytes) -> bool:
+    """Tell whether the stacks are written to their end: the main thread comes last, its outermost call too."""
+    return dump.endswith((b" in <module>\n", b"in _bootstrap\n"))
+
 
 WAIT_S = 1.0
 _TRIES = 5  # a process that runs changes its frames while they are read
@@ -42,13 +94,15 @@ def stacks_of(processes: Sequence[JobRank]) -> dict[int, RankStack]:
 
 
 def _stack_of(process: JobRank) -> RankStack:
-    if process.state in "Tt":
-        return RankStack((), STOPPED)
-    spy = find_py_spy()
-    stack = (
-        RankStack((), "py-spy is not installed: pip install 'distlab[labs]'") if spy is None else _spied(spy, process)
-    )
-    return stack if stack.frames or not answers(process) else _asked(process)
+    if (spy := find_py_spy()) is None:
+        stack = RankStack((), "py-spy is not installed: pip install 'distlab[labs]'")
+    else:
+        stack = _spied(spy, process.pid)
+    if stack.frames or process.stack is None:
+        return stack
+    text = ask({0: process.stack}, lambda ranks: os.kill(process.pid, SIGNAL) if ranks else None, WAIT_S)[0]
+    frames = tuple(threads_in(text)[-1][1])
+    return RankStack(frames, "" if frames else SILENT)
 
 
 def find_py_spy() -> str | None:
@@ -57,8 +111,8 @@ def find_py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _spied(spy: str, process: JobRank) -> RankStack:
-    command = [spy, "dump", "--pid", str(process.pid), "--nonblocking", "--json"]
+def _spied(spy: str, pid: int) -> RankStack:
+    command = [spy, "dump", "--pid", str(pid), "--nonblocking", "--json"]
     why = ""
     for _ in range(_TRIES):
         try:
@@ -68,7 +122,7 @@ def _spied(spy: str, process: JobRank) -> RankStack:
         if done.returncode == 0:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 threads: list[dict[str, Any]] = json.loads(done.stdout)
-                chosen = next((one for one in threads if one.get("os_thread_id") == process.pid), threads[0])
+                chosen = next((one for one in threads if one.get("os_thread_id") == pid), threads[0])
                 if chosen["frames"]:
                     read = [(one["filename"], one["line"], one["name"]) for one in chosen["frames"]]
                     return RankStack(tuple(Frame(f, int(line), name.rpartition(".")[2]) for f, line, name in read))
@@ -76,31 +130,3 @@ def _spied(spy: str, process: JobRank) -> RankStack:
         why = " ".join(line.strip() for line in lines[:2])
         time.sleep(0.02)
     return RankStack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
-
-
-def _asked(process: JobRank) -> RankStack:
-    """Ask a rank to write its stacks, and read what it writes."""
-    assert process.stack is not None, "answers() has seen it"
-    try:
-        with process.stack.open("rb") as file:
-            start = file.seek(0, os.SEEK_END)
-            _send(process)
-            deadline, text = time.monotonic() + WAIT_S, ""
-            while time.monotonic() < deadline and not is_whole(text):
-                time.sleep(0.01)
-                file.seek(start)
-                text = file.read().decode(errors="replace")
-    except OSError:
-        return RankStack((), "it has just ended")
-    frames = tuple(threads_in(text)[-1][1])
-    return RankStack(frames, "" if frames else "it does not answer: it starts, ends, or gets no time to run")
-
-
-def _send(process: JobRank) -> None:
-    """Send the signal, to this process and to no other that got its number since."""
-    handle = os.pidfd_open(process.pid)
-    try:
-        if answers(process):
-            signal.pidfd_send_signal(handle, SIGNAL)
-    finally:
-        os.close(handle)

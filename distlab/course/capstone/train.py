@@ -16,7 +16,7 @@ from distlab.blocks.data import ByteCorpus, python_documentation
 from distlab.blocks.models import GPT
 from distlab.checkpoint import load, save
 from distlab.comm import recorded
-from distlab.comm.nodes.place import NodePlacement
+from distlab.comm.nodes.wire import NodePlacement
 from distlab.comm.record.read import Call
 from distlab.course.capstone.task import BATCH, MODEL, NODES, NUM_RANKS, BoardEntry
 from distlab.elastic import Fault, Faults

@@ -1,4 +1,4 @@
-"""Ranks in nodes: what they are told, what the recorder sees, how long a wire takes, and what is refused."""
+"""Ranks in nodes: what they are told, how long a wire takes, what is built on their groups, and what is refused."""
 
 import os
 import time
@@ -6,10 +6,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from lab_on_ranks import QUICK
+from hybrid_gpt import assert_equal_to_one_process, train, train_alone
+from random_programs import hold
 
 from distlab.cli import main
-from distlab.comm import Nodes, RankError, node_groups, run
+from distlab.comm import Nodes, node_groups, run
+from distlab.plan import Plan
 
 RATE, LATENCY_S = 2e6, 5e-3
 WIRE = Nodes(2, between="2MB/s,5ms")
@@ -89,7 +91,6 @@ def of_two_nodes():
     else:
         work = dist.irecv(landing, 0)
         assert work.get_future().then(lambda future: float(landing.sum())).wait() == 3.0
-    assert from_anyone() == 1
     try:
         dist.send(torch.ones(2), 1) if me == 0 else dist.recv(torch.ones(4), 0)
     except (RuntimeError, ValueError) as error:
@@ -103,47 +104,12 @@ def test_messages_between_nodes():
         assert "send float32[2], receive recv float32[4]; give both the same number of elements and the" in text
 
 
-def one_ends():
-    if dist.get_rank() == 3:
-        os._exit(5)
-    dist.all_reduce(torch.ones(5))
-    dist.barrier()
+def test_random_programs_equal_gloo(node_ranks, request):
+    hold(node_ranks, 5, request.config.getoption("--hypothesis-seed"), sizes=(2, 4))
 
 
-def disagree():
-    dist.all_reduce(torch.ones(2 + dist.get_rank() // 2))
-
-
-@pytest.mark.parametrize(
-    ("fn", "says"),
-    [(one_ends, "rank 3 of 4 exited with status 5"), (disagree, r"rank 2: all_reduce float32\[3\]")],
-)
-def test_what_goes_wrong_is_told_over_all_nodes(fn, says):
-    with pytest.raises(RankError, match=says):
-        run(fn, 4, nodes=2, record=False)
-
-
-def from_anyone():
-    x = torch.ones(2)
-    if dist.get_rank():
-        dist.send(x, 0)
-        return 1
-    return dist.recv(x)
-
-
-def test_what_does_not_go_together_is_refused_before_any_process_starts():
-    with pytest.raises(ValueError, match="the ranks make 2 nodes, which have a backend of their own"):
-        run(told, 4, nodes=2, backend="gloo")
-    with pytest.raises(ValueError, match="3 ranks do not fill 2 nodes evenly"):
-        run(told, 3, nodes=2)
-
-
-def test_a_lab_runs_in_nodes_over_a_wire(capsys):
-    status = main(["lab", "02", "--ranks", "2", *QUICK["02"].split(), "--nodes", "2", "--between", "40MB/s,200us"])
-    said = capsys.readouterr()
-    assert status == 0, said
-    assert "--nodes 2 --between 40MB/s,200us" in said.out, "the plain command says it too"
-    assert "on 2 ranks, cpu, nodes; functions: reference" in said.out
+def test_a_mesh_over_two_nodes_equals_one_process(node_ranks):
+    assert_equal_to_one_process(node_ranks(4).run(train, Plan(data=2, tensor=2)), train_alone())
 
 
 @pytest.mark.parametrize(

@@ -4,27 +4,15 @@ import pytest
 
 from distlab.comm.nodes import Nodes
 from distlab.comm.nodes.group import NodeWire
-from distlab.comm.nodes.place import NodePlacement
-from distlab.comm.nodes.wire import Pace, Wire
+from distlab.comm.nodes.wire import NodePlacement, Pace, Wire
 
 
-@pytest.mark.parametrize(
-    ("text", "wire"),
-    [
-        ("40MB/s,200us", Wire(40e6, 200e-6)),
-        ("1.25 GB/s, 5 us", Wire(1.25e9, 5e-6)),
-        ("500kB/s", Wire(5e5)),
-    ],
-)
-def test_a_wire_is_written_with_units(text, wire):
-    assert Wire.of(text) == wire
-    assert Wire.of(str(wire)) == wire
-
-
-@pytest.mark.parametrize("text", ["40MB", "fast", "40MB/s,200", "40 MB/s 200us", "0MB/s", ""])
-def test_what_is_no_wire_is_refused(text):
-    with pytest.raises(ValueError, match="the wire between nodes is"):
-        Wire.of(text)
+def test_a_wire_is_written_with_units_and_anything_else_is_refused():
+    for text, wire in (("1.25 GB/s, 5 us", Wire(1.25e9, 5e-6)), ("500kB/s", Wire(5e5))):
+        assert Wire.of(text) == Wire.of(str(wire)) == wire
+    for text in ("40MB", "40MB/s,200", "40 MB/s 200us", "0MB/s", ""):
+        with pytest.raises(ValueError, match="the wire between nodes is"):
+            Wire.of(text)
 
 
 def test_what_is_sent_goes_one_after_the_other():
@@ -44,11 +32,8 @@ def test_ranks_fill_nodes_in_their_order():
     assert NodePlacement.of(range(8), 5, 4) == NodePlacement(((0, 1, 2, 3), (4, 5, 6, 7)), (4, 5, 6, 7))
     assert NodePlacement.of([1, 3, 4, 6], 2, 4) == NodePlacement(((0, 1), (2, 3)), (2, 3)), "numbers within the group"
     assert NodePlacement.of([1, 5], 0, 4).mates == (0,)
-
-
-def test_ranks_of_unequal_nodes_share_nothing():
     assert NodePlacement.of([0, 1, 4, 5], 1, 4).part("all_reduce", 100) == 50
-    assert NodePlacement.of([0, 1, 4], 1, 4).part("all_reduce", 100) == 100
+    assert NodePlacement.of([0, 1, 4], 1, 4).part("all_reduce", 100) == 100, "unequal nodes share nothing"
     assert NodePlacement.of([0, 1, 4, 5], 1, 4).part("all_gather", 100) == 100
 
 
@@ -83,14 +68,10 @@ def test_a_message_is_on_the_wire_where_it_leaves_the_node():
     [
         (3, "4 ranks do not fill 3 nodes evenly; use a multiple of 3 ranks"),
         (Nodes(1, "1MB/s"), "there is one node, so nothing lies between nodes"),
+        (0, "pass a whole number of nodes"),
+        (True, "pass a whole number of nodes"),
     ],
 )
 def test_nodes_that_do_not_fit_the_ranks_are_refused(nodes, match):
     with pytest.raises(ValueError, match=match):
         Nodes.for_ranks(nodes, 4)
-
-
-@pytest.mark.parametrize("count", [0, 1.5, True])
-def test_a_number_of_nodes_is_a_number(count):
-    with pytest.raises(ValueError, match="pass a whole number of nodes"):
-        Nodes(count)

@@ -61,7 +61,7 @@ def different():
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_collectives_of_buffers_have_the_bits_of_any_other(shared_ranks, world_size):
     assert shared_ranks(world_size).run(different) == [[]] * world_size
 

@@ -85,20 +85,11 @@ def on_both(program):
     return program(dist.new_group(backend="gloo")), program(dist.group.WORLD)
 
 
-@pytest.mark.parametrize(
-    ("program", "sizes"),
-    [
-        (with_ddps, (2,)),
-        (with_fsdp2, (3,)),
-        (with_dtensor, (2,)),  # with uneven shards torch's own linear layers fail, on gloo as well
-        (with_pipelining, (2,)),
-    ],
-    ids=["DDP", "FSDP2", "DTensor", "pipelining"],
-)
-def test_torchs_products_compute_what_they_compute_on_gloo(shared_ranks, program, sizes):
-    for n in sizes:
-        for there, here in shared_ranks(n).run(on_both, program):
-            torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("program", [with_ddps, with_fsdp2, with_dtensor, with_pipelining])
+def test_torchs_products_compute_what_they_compute_on_gloo(shared_ranks, program):
+    # With uneven shards torch's own linear layers of DTensor fail, on gloo as well.
+    for there, here in shared_ranks(3 if program is with_fsdp2 else 2).run(on_both, program):
+        torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
 
 
 def with_dcp(folder):
@@ -118,23 +109,3 @@ def test_dcp_saves_also_while_the_ranks_go_on_and_loads_in_a_different_layout(tm
     for x, step in run(with_dcp, 2, args=(str(tmp_path),), timeout_s=60, nodes=2):  # over shared memory, and a wire
         assert torch.equal(x, torch.arange(30.0).reshape(5, 6))
         assert step == 7
-
-
-def asked_of_a_backend():
-    found = []
-    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
-        before = group._get_sequence_number_for_group()
-        dist.all_reduce(torch.ones(2), group=group)
-        dist.barrier(group=group)
-        calls = group._get_sequence_number_for_group() - before
-        found.append(
-            (torch.device("cpu") in group._device_types, calls, group._get_backend(torch.device("cpu")).size())
-        )
-    with pytest.raises(RuntimeError, match="rank [01]: backend 'shared' moves CPU tensors, and was asked for cuda"):
-        dist.group.WORLD._get_backend(torch.device("cuda"))
-    return found
-
-
-def test_a_group_answers_as_a_backend_of_gloo_does(shared_ranks):
-    for here, there in shared_ranks(2).run(asked_of_a_backend):
-        assert here == there == (True, 2, 2)

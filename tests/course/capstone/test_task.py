@@ -7,7 +7,7 @@ import json
 import pytest
 
 from distlab.cli import main
-from distlab.comm.nodes.place import NodePlacement
+from distlab.comm.nodes.wire import NodePlacement
 from distlab.course.capstone import FIRST_PLAN, CapstoneVerdict, add_row, read_board, read_entry, table
 
 PIPELINE = """
