@@ -10,10 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.regions import Attention, Experts, Region, Work
+from distlab.plan.regions import Experts, Region, Work
 from distlab.plan.require import require, require_count
-
-__all__ = ["COLUMNS", "PARAMETER_AXES", "Attention", "Experts", "Layer", "Region", "Work", "Workload"]
 
 PARAMETER_AXES = ("", "tensor", "expert")
 COLUMNS = (

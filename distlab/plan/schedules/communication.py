@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.check.messages import find_messages
+from distlab.plan.schedules.check.structure import find_messages
 from distlab.plan.schedules.check.validate import validate
 from distlab.plan.schedules.grammar import RECV_B, RECV_F, SEND_B, SEND_F, B, I, Schedule
 

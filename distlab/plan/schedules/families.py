@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
-from distlab.plan.schedules.building_blocks import v_half, v_min
 from distlab.plan.schedules.grammar import ActionTimes, Schedule
-from distlab.plan.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
 from distlab.plan.schedules.search.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
-from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, zb_v
-from distlab.plan.schedules.zero_bubble import zb_h1, zb_h2
+from distlab.plan.schedules.turns import interleaved, interleaved_zero_bubble, looped_bfs, zb_h1, zb_h2
+from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, v_half, v_min, zb_v
 
 Placement = Literal["one", "loop", "v", "copies"]
 
@@ -46,9 +44,10 @@ class Family(NamedTuple):
             return 2 if wanted is None else wanted
         needed = 2 if self.placement == "v" else 1
         if wanted not in (None, needed):
+            loops = (name for name, family in SCHEDULES.items() if family.placement == "loop")
             raise ValueError(
                 f"{self.name} needs {needed} stage{'s' * (needed > 1)} per rank, got stages_per_rank={wanted}; pass "
-                f"stages_per_rank={needed}, or choose one of {', '.join(_with_placement('loop'))}"
+                f"stages_per_rank={needed}, or choose one of {', '.join(loops)}"
             )
         return needed
 
@@ -58,12 +57,6 @@ class Family(NamedTuple):
         if self.placement == "v":
             return tuple(min(stage, stages[-1] - stage) for stage in stages)
         return tuple(stage % num_ranks for stage in stages)
-
-
-def _automatic(
-    num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES, memory_limit: float | None = None
-) -> Schedule:
-    return automatic(num_ranks, num_microbatches, times, num_ranks if memory_limit is None else memory_limit)
 
 
 _FAMILIES = (
@@ -76,7 +69,7 @@ _FAMILIES = (
     Family("zb_h2", "ZB-H2", zb_h2, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
     Family("zb_1p", "ZB-1p", zb_1p, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
     Family("zb_2p", "ZB-2p", zb_2p, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("automatic", "automatic zero bubble", _automatic, "one", True, "after Qi et al. 2023, arXiv:2401.10241"),
+    Family("automatic", "automatic zero bubble", automatic, "one", True, "after Qi et al. 2023, arXiv:2401.10241"),
     Family(
         "interleaved_zero_bubble",
         "interleaved zero bubble",
@@ -134,7 +127,3 @@ def make_schedule(
     if name == "zb_2p":
         options["held_after_input_gradient"] = held_after_input_gradient
     return family.make(num_ranks, num_microbatches, **options)
-
-
-def _with_placement(placement: Placement) -> list[str]:
-    return [family.name for family in _FAMILIES if family.placement == placement]
