@@ -29,10 +29,9 @@ from distlab.plan.regions import (
     Work as Work,
 )
 from distlab.plan.schedules.basic import gpipe as gpipe, naive as naive, one_f_one_b as one_f_one_b
-from distlab.plan.schedules.check.fault import ScheduleError as ScheduleError, text_grid as text_grid
-from distlab.plan.schedules.check.validate import ScheduleReport as ScheduleReport, validate as validate
 from distlab.plan.schedules.communication import add_communication as add_communication
 from distlab.plan.schedules.families import SCHEDULES as SCHEDULES, Family as Family, make_schedule as make_schedule
+from distlab.plan.schedules.fault import ScheduleError as ScheduleError, text_grid as text_grid
 from distlab.plan.schedules.grammar import (
     KINDS as KINDS,
     Action as Action,
@@ -56,6 +55,7 @@ from distlab.plan.schedules.v_shaped import (
     v_min as v_min,
     zb_v as zb_v,
 )
+from distlab.plan.schedules.validate import ScheduleReport as ScheduleReport, validate as validate
 from distlab.plan.sharding import (
     FlatLayout as FlatLayout,
     Precision as Precision,

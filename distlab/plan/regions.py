@@ -148,12 +148,8 @@ class Attention(Parted):
     window: int | None = None
 
     def __post_init__(self) -> None:
-        require_count(
-            "Attention",
-            num_heads=self.num_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            num_positions=self.num_positions,
-        )
+        names = ("num_heads", "num_key_value_heads", "num_positions")
+        require_count("Attention", **{name: getattr(self, name) for name in names})
 
     @property
     def is_fused(self) -> bool:

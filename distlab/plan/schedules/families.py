@@ -24,7 +24,6 @@ class Family(NamedTuple):
         placement: stages on ranks: "one" stage per rank; in a "loop", stage s on rank s mod p; as a "v", stages s and
             2p - 1 - s on rank s; or two "copies" of the model, stage s on ranks s and p - 1 - s.
         splits_backward: whether it has I and W.
-        source: who described it.
     """
 
     name: str
@@ -32,7 +31,6 @@ class Family(NamedTuple):
     make: Callable[..., Schedule]
     placement: Placement
     splits_backward: bool
-    source: str
 
     def stages_per_rank(self, wanted: int | None = None) -> int:
         """Return how many stages of a model each rank runs; `wanted` chooses where there is a choice, else it is 2.
@@ -60,29 +58,22 @@ class Family(NamedTuple):
 
 
 _FAMILIES = (
-    Family("naive", "naive model parallelism", naive, "one", False, ""),
-    Family("gpipe", "GPipe", gpipe, "one", False, "Huang et al. 2019, arXiv:1811.06965"),
-    Family("one_f_one_b", "1F1B", one_f_one_b, "one", False, "Narayanan et al. 2021, arXiv:2104.04473"),
-    Family("interleaved", "interleaved 1F1B", interleaved, "loop", False, "Narayanan et al. 2021, arXiv:2104.04473"),
-    Family("looped_bfs", "looped BFS", looped_bfs, "loop", False, "Lamy-Poirier 2022, arXiv:2211.05953"),
-    Family("zb_h1", "ZB-H1", zb_h1, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("zb_h2", "ZB-H2", zb_h2, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("zb_1p", "ZB-1p", zb_1p, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("zb_2p", "ZB-2p", zb_2p, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("automatic", "automatic zero bubble", automatic, "one", True, "after Qi et al. 2023, arXiv:2401.10241"),
-    Family(
-        "interleaved_zero_bubble",
-        "interleaved zero bubble",
-        interleaved_zero_bubble,
-        "loop",
-        True,
-        "torch.distributed.pipelining, after Qi et al. 2023, arXiv:2401.10241",
-    ),
-    Family("zb_v", "ZB-V", zb_v, "v", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("v_half", "V-Half", v_half, "v", True, "Qi et al. 2024, arXiv:2405.15362"),
-    Family("v_min", "V-Min", v_min, "v", True, "Qi et al. 2024, arXiv:2405.15362"),
-    Family("dualpipe_v", "DualPipeV", dualpipe_v, "v", True, "DeepSeek-V3 2024, arXiv:2412.19437, cut in half"),
-    Family("dualpipe", "DualPipe", dualpipe, "copies", True, "DeepSeek-V3 2024, arXiv:2412.19437"),
+    Family("naive", "naive model parallelism", naive, "one", False),
+    Family("gpipe", "GPipe", gpipe, "one", False),
+    Family("one_f_one_b", "1F1B", one_f_one_b, "one", False),
+    Family("interleaved", "interleaved 1F1B", interleaved, "loop", False),
+    Family("looped_bfs", "looped BFS", looped_bfs, "loop", False),
+    Family("zb_h1", "ZB-H1", zb_h1, "one", True),
+    Family("zb_h2", "ZB-H2", zb_h2, "one", True),
+    Family("zb_1p", "ZB-1p", zb_1p, "one", True),
+    Family("zb_2p", "ZB-2p", zb_2p, "one", True),
+    Family("automatic", "automatic zero bubble", automatic, "one", True),
+    Family("interleaved_zero_bubble", "interleaved zero bubble", interleaved_zero_bubble, "loop", True),
+    Family("zb_v", "ZB-V", zb_v, "v", True),
+    Family("v_half", "V-Half", v_half, "v", True),
+    Family("v_min", "V-Min", v_min, "v", True),
+    Family("dualpipe_v", "DualPipeV", dualpipe_v, "v", True),
+    Family("dualpipe", "DualPipe", dualpipe, "copies", True),
 )
 SCHEDULES = {family.name: family for family in _FAMILIES}
 TIMED = ("zb_1p", "zb_2p", "automatic")  # those made for the times of their actions

@@ -28,14 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.require import require_count
-from distlab.plan.schedules.grammar import B, F, I, Schedule, W
+from distlab.plan.schedules.grammar import KINDS, F, I, Schedule, W
 from distlab.plan.schedules.turns import Ints
 
 BEAT = 6
 HALF = np.array([0, 1, 1, 0, 1, 0], np.int32)  # of the six actions that a rank runs of a micro-batch, in this order
 KIND = np.array([F, F, I, I, W, W], np.int32)
 OLDEST = -1
-_CODES = {"F": F, "I": I, "W": W, "B": B}
 
 
 def v_stage(num_ranks: int, rank: int, half: Ints) -> Ints:
@@ -221,7 +220,7 @@ class Row:
         names = actions.split()
         part = np.full((times, len(names), 3), OLDEST, np.int32)
         for place, name in enumerate(names):
-            part[:, place, 1] = _CODES[name[-1]]
+            part[:, place, 1] = KINDS.index(name[-1])
             if name != "W":
                 part[:, place, 0] = int(name[0])
                 part[:, place, 2] = self._count(int(name[0]), name[1], times) + np.arange(times)

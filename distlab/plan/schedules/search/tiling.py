@@ -41,9 +41,8 @@ def find_steady(draft: Draft, longest_period: int) -> Iterator[Steady]:
     kinds, ends = np.array(draft.kinds, np.int8), np.array(draft.input_ends)  # [p, 3 m] and [p, m]
     length, rows = kinds.shape[1], np.arange(len(kinds))
     num_f, num_i = (np.pad(np.cumsum(kinds == kind, axis=1, dtype=np.int32), ((0, 0), (1, 0))) for kind in (F, I))
-    halfway = (num_i[:, 1:] < (ends <= draft.end // 2).sum(axis=1)[:, None]).sum(
-        axis=1
-    )  # each rank's place at half-time
+    done = (ends <= draft.end // 2).sum(axis=1)  # each rank's I at half-time, and its place then
+    halfway = (num_i[:, 1:] < done[:, None]).sum(axis=1)
     distance = np.abs(np.arange(length) - halfway[:, None])
     for period in range(1, min(longest_period, length // 9) + 1):
         width = 3 * period

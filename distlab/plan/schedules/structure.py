@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.check.fault import ScheduleError
+from distlab.plan.schedules.fault import ScheduleError
 from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, I, Schedule, W
 
 Rows = NDArray[np.int64]

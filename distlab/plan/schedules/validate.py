@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.check.fault import ScheduleError
-from distlab.plan.schedules.check.structure import (
+from distlab.plan.schedules.fault import ScheduleError
+from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
+from distlab.plan.schedules.structure import (
     Rows,
     ScheduleMessages,
     check_backward_once,
@@ -24,7 +25,6 @@ from distlab.plan.schedules.check.structure import (
     check_ranks_of_stages,
     find_messages,
 )
-from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,9 @@ def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1)
         check_messages_once(schedule, messages)
     check_order(schedule, messages)
     need = _needs(schedule, messages)
-    return ScheduleReport(
-        schedule.num_ranks,
-        schedule.num_stages,
-        schedule.num_microbatches,
-        len(schedule),
-        _peaks(schedule, (F,), (B, W)),
-        _peaks(schedule, (I,), (W,)),
-        _longest_chain(schedule, need),
-    )
+    sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, len(schedule))
+    peaks = (_peaks(schedule, (F,), (B, W)), _peaks(schedule, (I,), (W,)))
+    return ScheduleReport(*sizes, *peaks, _longest_chain(schedule, need))
 
 
 def _peaks(schedule: Schedule, takes: tuple[int, ...], frees: tuple[int, ...]) -> tuple[int, ...]:
