@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.measure import RankReport, Window, judge, overlay_of, time_beside
-from distlab.measure.machine.others import busy_s, busy_sentence, taken_cores
+from distlab.measure.machine.ranks import busy_s, busy_sentence, taken_cores
 from distlab.measure.runs.windows import time_window, trouble_of
 from distlab.trace import Span, SpanWriter, Trace
 

@@ -32,7 +32,7 @@ from distlab.measure.machine.speed import Observation
 from distlab.measure.runs import calls as timed_calls
 from distlab.measure.runs.calibrate import MESH_REFERENCES, reference_samples, reference_sizes, solve_cost
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
-from distlab.measure.runs.predict import (
+from distlab.measure.runs.calibrate import (
     ByteCost,
     CalibrationRound,
     Overhead,

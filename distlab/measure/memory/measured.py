@@ -76,12 +76,6 @@ class MeasuredMemory:
         self._events = (array("q"), array("q"), array("q"))  # time, number, change of bytes
 
     @property
-    def now_bytes(self) -> int:
-        """Bytes held now."""
-        self.look(())
-        return self.held_bytes
-
-    @property
     def peak_bytes(self) -> int:
         """The most that was held at once; on a GPU as its allocator counts."""
         return sum(self.at_peak.values())
@@ -227,12 +221,6 @@ def track_memory(
             yield memory
     finally:
         memory.close()
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind tensors, each once: a view counts as the whole storage."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 ADVICE = {  # the cheapest first

@@ -21,8 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distlab.measure.machine.others import MAX_TAKEN_CORES, OtherProcesses, busy_sentence
-from distlab.measure.machine.ranks import Starter, largest_over_ranks, now, on_first_rank
+from distlab.measure.machine.ranks import (
+    MAX_TAKEN_CORES,
+    OtherProcesses,
+    Starter,
+    busy_sentence,
+    largest_over_ranks,
+    now,
+    on_first_rank,
+)
 from distlab.plan import Workload
 from distlab.trace import SpanWriter, Trace
 
