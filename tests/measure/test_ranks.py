@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from distlab.comm import recorded
 from distlab.measure import on_first_rank
-from distlab.measure.machine.ranks import OtherProcesses
-from distlab.measure.machine.ranks import Starter, largest_over_ranks, mean_over_ranks
+from distlab.measure.machine.ranks import OtherProcesses, Starter, largest_over_ranks, mean_over_ranks
 
 CPU = torch.device("cpu")
 

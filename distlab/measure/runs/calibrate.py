@@ -329,14 +329,18 @@ def references_of(plan: Plan) -> Sequence[Reference]:
 
 def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAYERS) -> GPTConfig:
     """Return a model about as large as the reference that the plan can split, for a model of so many layers."""
-    num_heads = _multiple(4, plan.tensor * plan.context)
+
+    def multiple(least: int, divisor: int) -> int:
+        return -(-least // divisor) * divisor
+
+    num_heads = multiple(4, plan.tensor * plan.context)
     positions = plan.context * plan.tensor * (2 if plan.context > 1 else 1)
     num_stages = plan.pipeline * plan.stages_per_rank
     return GPTConfig(
         num_layers=num_stages * min(4, -(-num_layers // num_stages)),
         num_heads=num_heads,
-        hidden_size=_multiple(reference.hidden_size, num_heads),
-        context=_multiple(reference.context, positions),
+        hidden_size=multiple(reference.hidden_size, num_heads),
+        context=multiple(reference.context, positions),
         tied=False,
     )
 
@@ -344,8 +348,3 @@ def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAY
 def reference_samples(reference: Reference, plan: Plan) -> int:
     """Return the samples of a micro-batch of a replica, one at least."""
     return -(-reference.samples // (plan.num_microbatches * plan.num_replicas))
-
-
-def _multiple(least: int, divisor: int) -> int:
-    """Return the smallest multiple of divisor that is at least so large."""
-    return -(-least // divisor) * divisor

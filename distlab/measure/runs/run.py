@@ -182,7 +182,7 @@ class RunResult:
 
     @cached_property
     def windows(self) -> list[Window]:
-        """Each window as measured, and as predicted from the rounds around it; experts are as busy as they were in it."""
+        """Each window as measured, and as predicted by the rounds around it; experts are as busy as they were in it."""
         report, middle = self.reports[0], self._middle
 
         @cache  # the two rounds after a window are those before the next but one
