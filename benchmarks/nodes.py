@@ -11,17 +11,15 @@ than 5 % are dropped. Ranks meet before each call, whose time is that of its slo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value, timed
 from _rows import Row, absolute, compare, noise
 from _script import run_script
-from shared_memory import timed
 
 from distlab.collectives import hierarchical_all_reduce, ring_all_reduce
 from distlab.comm import Nodes, Ranks, node_groups
@@ -93,8 +91,7 @@ def fit(rounds: Sequence[tuple[list[float], list[float]]]) -> tuple[Link, Link]:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the ratio, the noise, and the error of each prediction."""
-    for module in (sys.modules["shared_memory"], sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
+    by_value(__name__)
     with Ranks(NUM_RANKS, nodes=NODES, timeout_s=600, record=False) as ranks:
         seen: Seen = ranks.run(measure, 2 if quick else WINDOWS)[0]
     two, flat, again = np.concatenate(seen.windows, axis=1).tolist()

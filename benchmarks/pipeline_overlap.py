@@ -14,16 +14,15 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value
 from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 from torch import Tensor, nn
@@ -156,7 +155,7 @@ def time_split(name: str, blocks: int, steps: int) -> list[list[float]]:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the rows of the module's docstring."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     yield from split_rows(quick)
     yield from sleeping_rows(quick)
 

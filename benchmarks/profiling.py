@@ -9,14 +9,13 @@ that other programs do not count.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value
 from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 from torch.nn.parallel import DistributedDataParallel
@@ -106,7 +105,7 @@ def training_steps(blocks: int, steps: int) -> dict[str, list[float]]:
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the cost per step and per call, then the share of a step."""
     blocks, empty, steps = (4, 50, 1) if quick else (MIN_BLOCKS, 300, 2)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     with Ranks(1, timeout_s=600, record=False) as ranks:
         (found,) = ranks.run(_alone, empty_steps, blocks, empty)
     times = {name: np.asarray(seconds) * 1e6 for name, seconds in found.items()}

@@ -8,15 +8,14 @@ by the step's own time. The step is also timed with recording on and off.
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value
 from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 
@@ -117,7 +116,7 @@ def step_times(blocks: int, steps: int) -> dict[str, tuple[int, list[float], lis
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the cost per call, then the share of a step."""
     blocks, calls, steps = (4, 100, 1) if quick else (MIN_BLOCKS + 4, 500, 3)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     cost_us = 0.0
     with Ranks(1, timeout_s=600, record=False) as ranks:
         (found,) = ranks.run(_alone, call_times, blocks, calls)
