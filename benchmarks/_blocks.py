@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import cloudpickle
 import numpy as np
@@ -56,6 +57,22 @@ def take_turns(
 def slowest(per_rank: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """Return each program's time in each block: that of the rank that took longest."""
     found: list[list[float]] = np.asarray(per_rank).max(axis=0).tolist()
+    return found
+
+
+def largest(times: object) -> list[Any]:
+    """Run on each rank: return the larger of the ranks' times, in whatever order they stand."""
+    tensor = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return cast(list[Any], tensor.tolist())
+
+
+def alone(function: Callable[..., object], *args: object) -> object:
+    """Call a function on a rank that leaves its group first, and joins one of its own."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = function(*args)
+    dist.destroy_process_group()
     return found
 
 

@@ -4,9 +4,6 @@ The bars of a training step on 2 and on 4 ranks: FullyShard takes at most half o
 0.8 of it where both are on shared; tensor parallel takes at most 0.6 of the time of torch's DTensor over gloo. Data
 parallel has its rows in benchmarks/shared_memory.py. All programs live in the same ranks and take turns block by block;
 a block is some steps after a barrier, and its time is that of the slowest rank. Recording is off.
-
-    python benchmarks/backends.py            # rows
-    python benchmarks/backends.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Two promises, each with a count of failures that must be 0: a run killed by SIGK
 bitwise equal to the uninterrupted one, whichever way its gradients are averaged; and after a kill while saving the
 newest checkpoint is whole and no older than the last that a rank knew to be saved. Moments come from a fixed seed;
 where in the code they fall differs each time.
-
-    python benchmarks/checkpoint.py            # 7 x 100 kills of training, 200 while saving: minutes
-    python benchmarks/checkpoint.py --quick
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Held up are the call of `save` and the wait in the next update for the copy of t
 forward and backward. A block saves once each way in the middle of training; what the thread still writes is awaited
 between blocks, and not counted, as saves are minutes apart. Rows without a bar tell what the thread costs the steps
 beside it: a rank and its thread share a core here.
-
-    python benchmarks/checkpoint_async.py            # minutes
-    python benchmarks/checkpoint_async.py --quick
 """
 
 from __future__ import annotations

@@ -2,10 +2,6 @@
 
 The bar: the ring at 16 and 64 MB of float32 takes at most as long as the backend's all-reduce. Ranks meet in a barrier
 before each timed call, and a call's time is that of its slowest rank. Recording is off for both.
-
-    python benchmarks/collectives.py            # rows, then the table
-    python benchmarks/collectives.py --quick    # few blocks: shows that it runs
-    python benchmarks/collectives.py --device cuda
 """
 
 from __future__ import annotations

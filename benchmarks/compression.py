@@ -8,10 +8,6 @@ lose. When it wins is a matter of the link (benchmarks/throttled.py).
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
 is that of the slowest rank. PowerSGD is compared with one bucket on both sides: torch's hook starts its second
 all-reduce from a callback of the first, and with several buckets on gloo it hangs.
-
-    python benchmarks/compression.py            # rows
-    python benchmarks/compression.py --quick    # few blocks: shows that it runs
-    python benchmarks/compression.py --device cuda
 """
 
 from __future__ import annotations

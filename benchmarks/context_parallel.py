@@ -9,9 +9,6 @@ others idle.
 
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
 is that of the slowest rank. Recording is off. CPU, gloo, float32, one thread per rank.
-
-    python benchmarks/context_parallel.py            # rows
-    python benchmarks/context_parallel.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations

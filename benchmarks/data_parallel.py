@@ -5,10 +5,6 @@ the same bucket sizes and gradient_as_bucket_view=True; so does a step that accu
 and one that clips by the global norm. Ours also looks for NaN and names it; a row shows what that costs. All programs
 live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time is that of the
 slowest rank. Recording is off.
-
-    python benchmarks/data_parallel.py            # rows
-    python benchmarks/data_parallel.py --quick    # few blocks: shows that it runs
-    python benchmarks/data_parallel.py --device cuda
 """
 
 from __future__ import annotations

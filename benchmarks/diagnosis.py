@@ -4,9 +4,6 @@
 its fingerprint, its texts), and what the launcher spends on looking five times a second. Watching the numbers of a step
 comes last: `ReplicaVotes` as a share of the step, `AnomalyWatch` as steps with it against steps without.
 All times are processor time of the rank, which programs beside it lengthen little.
-
-    python benchmarks/diagnosis.py            # a minute or two
-    python benchmarks/diagnosis.py --quick
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ every rank and average all gradients: the mixture, and the dense loop. All progr
 turns block by block; a block's time is that of the slowest rank. Bytes are the recorder's for one step, native
 collectives as rings would send them. Which way is better depends on tokens per rank: rows grow with them, gradients do
 not.
-
-    python benchmarks/expert_parallel.py            # rows
-    python benchmarks/expert_parallel.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 The small GPT trains two steps on 1, 2 and 4 ranks under each stage of ZeRO, with and without recompute, with 1 and with
 4 micro-batches. Every storage of the second step is tracked. A row compares the fullest rank's peak with the same
 plan's `memory_of`; its note names the kinds that differ most. Bytes are exact: one run says all, whatever else runs.
-
-    python benchmarks/memory.py            # rows
-    python benchmarks/memory.py --quick    # 1 and 2 ranks
 """
 
 from __future__ import annotations

@@ -5,10 +5,6 @@
   turns block by block; a block's time is that of the slowest rank. Recording is off, one thread per rank.
 - Real compute cannot be faster than the machine has cores: the speed-up over one process is for information.
   `pipeline_overlap.py` shows with stages that sleep that the schedules do what they promise.
-
-    python benchmarks/pipeline.py            # rows
-    python benchmarks/pipeline.py --quick    # few blocks: shows that it runs
-    python benchmarks/pipeline.py --device cuda
 """
 
 from __future__ import annotations

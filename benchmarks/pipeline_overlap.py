@@ -6,9 +6,6 @@
 - I and W together take as long as one full backward, on one thread: a median of at most 1.05 times, and an interval
   that reaches 1. Width 128 only informs: its products take some tens of microseconds each. So do the Python of a
   deferred layer and the allocator's whims, and that row says more about those than about the split.
-
-    python benchmarks/pipeline_overlap.py            # rows
-    python benchmarks/pipeline_overlap.py --quick    # shorter blocks, 2 and 4 ranks: shows that it runs
 """
 
 from __future__ import annotations

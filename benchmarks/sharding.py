@@ -8,10 +8,6 @@ much memory at their peak. torch has no ZeRO-2 of its own: both stages are compa
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
 is that of the slowest rank. Recording is off. Peaks are counted by storages, each once: after every gradient of a
 backward pass, and after the update.
-
-    python benchmarks/sharding.py            # rows
-    python benchmarks/sharding.py --quick    # few blocks: shows that it runs
-    python benchmarks/sharding.py --device cuda
 """
 
 from __future__ import annotations

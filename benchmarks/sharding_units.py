@@ -5,10 +5,6 @@ FSDP2's with the same units (CPU, gloo; 1.0 times on a GPU), and holds at most a
 live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time is that of the
 slowest rank. Recording is off. Memory: what torch's allocator gave out since the model was built, at
 its highest in the third step; gloo's own tensors are in it.
-
-    python benchmarks/sharding_units.py            # rows
-    python benchmarks/sharding_units.py --quick    # few blocks: shows that it runs
-    python benchmarks/sharding_units.py --device cuda
 """
 
 from __future__ import annotations

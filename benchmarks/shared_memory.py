@@ -3,9 +3,6 @@
 Bars of an all-reduce: at most 0.45 of gloo's time at 16 and 64 MiB, half at 1 MiB on 4 ranks, no longer at 1 kB. At 64
 MiB it takes at most three times one memcpy of its bytes. All-gather and reduce-scatter of 16 MiB take at most half, a
 message of 1 MiB there and back at most 0.7. Ranks meet before each timed call, whose time is that of its slowest rank.
-
-    python benchmarks/shared_memory.py            # all rows
-    python benchmarks/shared_memory.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations

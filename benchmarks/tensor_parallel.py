@@ -7,9 +7,6 @@ programs live in the same ranks and take turns block by block; a block is some s
 that of the slowest rank. Recording is off while time is taken. torch cannot split a fused query, key and value by
 heads. So its model has three layers in its place, whose input's gradient is summed once. Both begin with the same
 weights and end with the same loss.
-
-    python benchmarks/tensor_parallel.py            # rows
-    python benchmarks/tensor_parallel.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations

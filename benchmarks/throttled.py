@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from _blocks import by_value, timed
+from _blocks import by_value, largest, timed
 from _rows import Row, absolute, median_interval, single
 
 from distlab.blocks.data import ByteCorpus, python_documentation
@@ -119,14 +119,7 @@ def time_steps(
             for program in programs:
                 timed(program, 1)()
             found.append(interleave([timed(program, steps) for program in programs], blocks))
-    return slowest_of(found)
-
-
-def slowest_of(times: list[list[list[float]]]) -> list[list[list[float]]]:
-    """Return the larger of the ranks' times, on every rank."""
-    tensor = torch.tensor(times, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
+    return largest(found)
 
 
 def time_calls(blocks: int) -> list[list[float]]:
