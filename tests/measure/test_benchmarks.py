@@ -4,10 +4,9 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from _replay import pipeline_replay_errors, replica_replay_errors
 from _rows import absolute, compare, compare_counts, median_interval, noise, paired_ratio, ratio_holds
-from _script import backend_of, run_script
+from _script import run_script
 
 from distlab.measure import RankReport, interleave
 from distlab.plan import Plan, make_schedule
@@ -60,16 +59,6 @@ def test_rows_are_printed_as_they_come_and_a_device_is_asked_for_only_where_ther
     with pytest.raises(SystemExit, match="2"):
         run_script("What it is.", lambda quick: iter(()))
     assert "--device" in capsys.readouterr().err
-
-
-def test_ranks_without_a_gpu_each_use_gloo(monkeypatch):
-    assert backend_of("cpu", 2) == "gloo"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="torch sees no GPU here; leave --device out"):
-        backend_of("cuda", 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [backend_of("cuda", ranks) for ranks in (1, 2, 3)] == ["nccl", "nccl", "gloo"]
 
 
 SIZES = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "sequence_length": 128, "vocab_size": 256}

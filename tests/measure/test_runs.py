@@ -31,7 +31,6 @@ from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Observation
 from distlab.measure.runs import calls as timed_calls
 from distlab.measure.runs.calibrate import (
-    MESH_REFERENCES,
     ByteCost,
     CalibrationRound,
     Overhead,
@@ -40,8 +39,6 @@ from distlab.measure.runs.calibrate import (
     fit_bytes,
     num_blocks,
     predict_step,
-    reference_samples,
-    reference_sizes,
     solve_cost,
 )
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
@@ -101,17 +98,6 @@ def test_regions_are_exactly_the_products_between_norms():
         more = layer.weight_gradient.without(left)
         assert more.memory_bytes == min(3 * 4 * layer.num_parameters, layer.weight_gradient.memory_bytes)
         assert more.num_kernels == min(2 * len(layer.parameter_sizes), layer.weight_gradient.num_kernels)
-
-
-def test_stages_have_the_whole_model_between_them():
-    counted = count_gpt(SMALL, B)
-    stages = merge_stages(counted, 2)
-    assert [num_blocks(stage) for stage in stages.layers] == [1, 1]
-    assert stages.num_parameters == counted.num_parameters
-    for name in WORKS:
-        assert total(stages.layers, name) == total(counted.layers, name)
-    assert stages.layers[0].output_bytes == 4 * B * S * H  # what one stage hands to the next
-    assert merge_stages(counted, 1) is counted
 
 
 def test_experts_are_counted_apart_from_what_chooses_them_and_are_as_busy_as_on_the_busiest_rank():
@@ -206,8 +192,6 @@ def test_costs_are_fitted_with_no_negative_part():
     assert (found.codec_slowdown, Overhead().codec_slowdown) == pytest.approx((1.005, 1.0))
     sizes = [1e3, 1e4, 1e5]
     assert fit_line(sizes, [1e-3 + 1e-8 * size for size in sizes], relative=True) == pytest.approx((1e-3, 1e-8))
-    fixed, rate = fit_line(sizes, [3e-3, 2e-3, 1e-3], relative=True)
-    assert (rate, 1e-3 < fixed < 3e-3) == (0, True)
 
 
 PLANS = {
@@ -229,28 +213,21 @@ def test_the_cost_that_made_a_step_longer_is_found_again_from_its_length(name, c
     assert found.seconds < 0 if cost_s < 0 else found.seconds == pytest.approx(cost_s, rel=0.01, abs=1e-6)
 
 
-def test_ranks_that_share_cores_fill_each_others_bubbles():
+def test_stages_have_the_whole_model_and_ranks_that_share_cores_fill_each_others_bubbles():
     plan = Plan(pipeline=2, num_microbatches=2)
-    stages = merge_stages(count_gpt(SMALL, B), 2)
+    counted = count_gpt(SMALL, B)
+    stages = merge_stages(counted, 2)
+    assert merge_stages(counted, 1) is counted
+    assert [num_blocks(stage) for stage in stages.layers] == [1, 1]
+    for name in WORKS:
+        assert total(stages.layers, name) == total(counted.layers, name)
+    assert stages.layers[0].output_bytes == 4 * B * S * H  # what one stage hands to the next
     step = predict_step(stages, made_up_round(plan), plan)
     assert step.bubble_fraction > 0.1
     busy = sum(span.end_ns - span.start_ns for span in step.trace if span.lane == "compute") / 2 / 1e9
     shared = predict_step(stages, made_up_round(plan), plan, cores=1)
     assert busy <= shared.duration_s < (busy + step.duration_s) / 2  # messages are waited for all the same
     assert predict_step(stages, made_up_round(plan), plan, cores=2).duration_s == step.duration_s
-
-
-def test_reference_models_can_be_split_by_any_plan():
-    for plan in (Plan(tensor=3), Plan(data=3, tensor=4, context=3, pipeline=2, num_microbatches=4)):
-        for reference in MESH_REFERENCES:
-            sizes = reference_sizes(reference, plan)
-            assert sizes.num_heads % (plan.tensor * plan.context) == 0
-            assert sizes.hidden_size % sizes.num_heads == 0
-            assert sizes.context % (2 * plan.context * plan.tensor if plan.context > 1 else plan.tensor) == 0
-            parts = plan.num_microbatches * plan.num_replicas
-            assert reference.samples <= parts * reference_samples(reference, plan) < reference.samples + parts
-    plan = Plan(tensor=2, pipeline=2, num_microbatches=2)  # as many blocks per stage as the model, and four at most
-    assert [reference_sizes(MESH_REFERENCES[0], plan, layers).num_layers for layers in (2, 3, 8, 80)] == [2, 4, 8, 8]
 
 
 def test_what_cannot_be_trained_is_refused():
@@ -280,9 +257,7 @@ PIPED = TrainingRun(
     replace(SMALL, num_layers=3), Plan(pipeline=2, num_microbatches=3, schedule="zb_h1"), batch_size=6, **LIMITS
 )
 TRAINED = {  # replicas, whatever they share, train the same model as one process
-    "whole": Plan(data=2, bucket_bytes=4000),
     "accumulated": Plan(data=2, num_microbatches=2),
-    "stage 1": Plan(data=2, bucket_bytes=4000, sharding=Sharding(1)),
     "stage 2": Plan(data=2, bucket_bytes=4000, num_microbatches=2, sharding=Sharding(2)),
     "stage 3": Plan(data=2, sharding=Sharding(3, reshard_after_forward=False, prefetch=0)),
 }

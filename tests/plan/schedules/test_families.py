@@ -10,7 +10,6 @@ from distlab.plan import (
     SCHEDULES,
     ActionTimes,
     Schedule,
-    ScheduleError,
     add_communication,
     interleaved,
     interleaved_zero_bubble,
@@ -132,16 +131,3 @@ def test_leaving_out_the_last_micro_batches_of_a_valid_schedule_leaves_it_valid(
         large, small = make_schedule(name, 3, 6), make_schedule(name, 3, 2)
         kept = [[a for a in large.actions(rank) if a.microbatch < 2] for rank in range(3)]
         assert Schedule.from_actions(kept) == small
-
-
-def test_a_swapped_pair_is_told_in_every_family():
-    for name in SCHEDULES:
-        ranks = [make_schedule(name, 2, 4).actions(rank) for rank in range(2)]
-        first = next(place for place, action in enumerate(ranks[1]) if action.kind in "BI")
-        stage, _, microbatch = ranks[1][first]
-        forward = next(p for p, a in enumerate(ranks[1]) if a == (stage, "F", microbatch))
-        ranks[1][first], ranks[1][forward] = ranks[1][forward], ranks[1][first]
-        with pytest.raises(ScheduleError) as caught:
-            validate(Schedule.from_actions(ranks), copies=copies_of(name))
-        assert f"rank {caught.value.rank}, step {caught.value.step}, {caught.value.action}: " in str(caught.value)
-        assert f"<-- rank {caught.value.rank}: {caught.value.action}" in caught.value.grid
