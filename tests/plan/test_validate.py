@@ -101,111 +101,92 @@ def test_accepts_exactly_what_runs_to_the_end(schedule):
     assert accepted == runs_to_the_end(schedule)
 
 
-REFUSED = {
-    "backward before forward": (
-        "0F0 0B0\n1B0 1F0",
-        "rank 1, step 0, 1B0: expected 1F0 before it; got 1F0 at step 1; move 1F0 to before step 0",
-    ),
-    "stages of one rank in the wrong order": (
-        "1F0 0F0 1B0 0B0",
-        "rank 0, step 0, 1F0: expected 0F0 before it; got 0F0 at step 1; move 0F0 to before step 0",
-    ),
-    "a stage on two ranks": (
-        "0F0 0B0\n0F1 0B1",
-        "rank 1, step 0, 0F1: expected all actions of stage 0 on one rank; got some on rank 0 and some on rank 1; "
-        "move this action to rank 0",
-    ),
-    "forward twice": (
-        "0F0 0F0 0B0",
-        "rank 0, step 1, 0F0: expected F of stage 0, micro-batch 0 once; got 0F0 at step 0 and this at step 1; "
-        "remove one of the two",
-    ),
-    "B and I": (
-        "0F0 0I0 0W0 0B0",
-        "rank 0, step 3, 0B0: expected B or I of stage 0, micro-batch 0 once; got 0I0 at step 1 and this at step 3; "
-        "B is I and W in one: keep one B, or one I and one W",
-    ),
-    "B and W": (
-        "0F0 0B0 0W0",
-        "rank 0, step 2, 0W0: expected no W next to 0B0, which computes the weight gradient too; got both; "
-        "remove the W, or make the B an I",
-    ),
-    "a forward is missing": (
-        "0F0 0F1 0B0 0B1\n1F1 1B0 1B1",
-        "rank 1, 1F0: expected every forward pass of 2 stages x 2 micro-batches; got none of it in the schedule; "
-        "add it, or number stages and micro-batches from 0 without gaps",
-    ),
-    "a stage is missing": (
-        "0F0 0B0\n2F0 2B0",
-        "no rank, 1F0: expected every forward pass of 3 stages x 1 micro-batches; got none of it in the schedule; "
-        "add it, or number stages and micro-batches from 0 without gaps",
-    ),
-    "a backward is missing": (
-        "0F0 0F1 0B1",
-        "rank 0, 0B0: expected a backward pass, as one B or as I and W, for every forward pass; "
-        "got none of it in the schedule; add it, or say forward_only=True where nothing is trained",
-    ),
-    "W is missing": (
-        "0F0 0I0",
-        "rank 0, 0W0: expected a W for every I: together they are the backward pass; got none of it in the schedule; "
-        "add it",
-    ),
-    "a deadlock": (
-        "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0",
-        "rank 0, step 1, 0B0: expected 1B0 to happen; got a deadlock: "
-        "rank 0 waits at step 1 (0B0) for 1B0, which is step 3 of rank 1; "
-        "rank 1 waits at step 1 (1F1) for 0F1, which is step 2 of rank 0; "
-        "break the circle, for instance let rank 1 run 1B0 before 1F1",
-    ),
-    "a receive before the send that it answers": (
-        "0F0 0RECV_B0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0",
-        "rank 0, step 1, 0RECV_B0: expected 1SEND_B0 to happen; got a deadlock: "
-        "rank 0 waits at step 1 (0RECV_B0) for 1SEND_B0, which is step 3 of rank 1; "
-        "rank 1 waits at step 0 (1RECV_F0) for 0SEND_F0, which is step 2 of rank 0; "
-        "break the circle, for instance let rank 1 run 1SEND_B0 before 1RECV_F0",
-    ),
-    "messages that overtake each other": (
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n1RECV_F1 1F1 1RECV_F0 1F0 1B0 1SEND_B0 1B1 1SEND_B1",
-        "rank 1, step 0, 1RECV_F1: expected to receive 0SEND_F0, the next message that rank 0 sends; got 1RECV_F1; "
-        "messages between two ranks arrive in the order of their sends: receive in that order",
-    ),
-    "a send without a receive": (
-        "0F0 0SEND_F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0",
-        "rank 1, 1RECV_F0: expected a send and a receive for every message between ranks; "
-        "got none of it in the schedule; add it, or let add_communication derive all sends and receives",
-    ),
-    "a send from the last stage": (
-        "0F0 0B0 0SEND_F0",
-        "rank 0, step 2, 0SEND_F0: expected SEND_F between stages that are neighbours and live on different ranks; "
-        "got one with no stage at its other end, or with both ends on one rank; remove it",
-    ),
-}
+REFUSED = """
+0F0 0B0 | 1B0 1F0
+rank 1, step 0, 1B0: expected 1F0 before it; got 1F0 at step 1; move 1F0 to before step 0
+
+1F0 0F0 1B0 0B0
+rank 0, step 0, 1F0: expected 0F0 before it; got 0F0 at step 1; move 0F0 to before step 0
+
+0F0 0B0 | 0F1 0B1
+rank 1, step 0, 0F1: expected all actions of stage 0 on one rank; got some on rank 0 and some on rank 1; move this
+action to rank 0
+
+0F0 0F0 0B0
+rank 0, step 1, 0F0: expected F of stage 0, micro-batch 0 once; got 0F0 at step 0 and this at step 1; remove one of
+the two
+
+0F0 0I0 0W0 0B0
+rank 0, step 3, 0B0: expected B or I of stage 0, micro-batch 0 once; got 0I0 at step 1 and this at step 3; B is I and
+W in one: keep one B, or one I and one W
+
+0F0 0B0 0W0
+rank 0, step 2, 0W0: expected no W next to 0B0, which computes the weight gradient too; got both; remove the W, or
+make the B an I
+
+0F0 0F1 0B0 0B1 | 1F1 1B0 1B1
+rank 1, 1F0: expected every forward pass of 2 stages x 2 micro-batches; got none of it in the schedule; add it, or
+number stages and micro-batches from 0 without gaps
+
+0F0 0B0 | 2F0 2B0
+no rank, 1F0: expected every forward pass of 3 stages x 1 micro-batches; got none of it in the schedule; add it, or
+number stages and micro-batches from 0 without gaps
+
+0F0 0F1 0B1
+rank 0, 0B0: expected a backward pass, as one B or as I and W, for every forward pass; got none of it in the schedule;
+add it, or say forward_only=True where nothing is trained
+
+0F0 0I0
+rank 0, 0W0: expected a W for every I: together they are the backward pass; got none of it in the schedule; add it
+
+0F0 0B0 0F1 0B1 | 1F0 1F1 1B1 1B0
+rank 0, step 1, 0B0: expected 1B0 to happen; got a deadlock: rank 0 waits at step 1 (0B0) for 1B0, which is step 3 of
+rank 1; rank 1 waits at step 1 (1F1) for 0F1, which is step 2 of rank 0; break the circle, for instance let rank 1 run
+1B0 before 1F1
+
+0F0 0RECV_B0 0SEND_F0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0
+rank 0, step 1, 0RECV_B0: expected 1SEND_B0 to happen; got a deadlock: rank 0 waits at step 1 (0RECV_B0) for 1SEND_B0,
+which is step 3 of rank 1; rank 1 waits at step 0 (1RECV_F0) for 0SEND_F0, which is step 2 of rank 0; break the
+circle, for instance let rank 1 run 1SEND_B0 before 1RECV_F0
+
+0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 | 1RECV_F1 1F1 1RECV_F0 1F0 1B0 1SEND_B0 1B1 1SEND_B1
+rank 1, step 0, 1RECV_F1: expected to receive 0SEND_F0, the next message that rank 0 sends; got 1RECV_F1; messages
+between two ranks arrive in the order of their sends: receive in that order
+
+0F0 0SEND_F0 0RECV_B0 0B0 | 1F0 1B0 1SEND_B0
+rank 1, 1RECV_F0: expected a send and a receive for every message between ranks; got none of it in the schedule; add
+it, or let add_communication derive all sends and receives
+
+0F0 0B0 0SEND_F0
+rank 0, step 2, 0SEND_F0: expected SEND_F between stages that are neighbours and live on different ranks; got one with
+no stage at its other end, or with both ends on one rank; remove it
+"""
+REFUSED_OF_TWO_COPIES = """
+0F0 1F0 1B0 0B0 | 0F1 1F1 1B1 0B1 | 0F2 1F2 1B2 0B2
+rank 2, step 0, 0F2: expected all actions of stage 0 on 2 ranks, one for each copy; got some on rank 2 too; move this
+action to rank 0 or 1
+
+0F0 1F1 1B1 0B1 | 1F0 1B0 0F1 0B0
+rank 0, step 3, 0B1: expected it on rank 1, where its forward pass ran; got it on rank 0; move it to rank 1: a
+micro-batch goes through one copy of the model
+
+0F0 0F1 1F2 1B2 0B0 0B1 1F4 1B4 | 1F0 1B0 1F1 1B1 0F2 0B2 0F3 1F3 1B3 0B3 0F4 0B4
+rank 1, step 6, 0F3: expected micro-batch 3 on the ranks of one copy of the model, of which there are 2; got its
+stages on ranks 1, 1; move it through one copy, as the others
+"""
 
 
-COPIES = {
-    "a stage on three ranks": (
-        "0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1\n0F2 1F2 1B2 0B2",
-        "rank 2, step 0, 0F2: expected all actions of stage 0 on 2 ranks, one for each copy; got some on rank 2 too; "
-        "move this action to rank 0 or 1",
-    ),
-    "backward in the other copy": (
-        "0F0 1F1 1B1 0B1\n1F0 1B0 0F1 0B0",
-        "rank 0, step 3, 0B1: expected it on rank 1, where its forward pass ran; got it on rank 0; "
-        "move it to rank 1: a micro-batch goes through one copy of the model",
-    ),
-    "a micro-batch that changes copies": (
-        "0F0 0F1 1F2 1B2 0B0 0B1 1F4 1B4\n1F0 1B0 1F1 1B1 0F2 0B2 0F3 1F3 1B3 0B3 0F4 0B4",
-        "rank 1, step 6, 0F3: expected micro-batch 3 on the ranks of one copy of the model, of which there are 2; "
-        "got its stages on ranks 1, 1; move it through one copy, as the others",
-    ),
-}
+def cases(block, copies):
+    """Return the schedules of a block, a rank behind each |, and what is said of each on the lines below it."""
+    for case in block.strip().split("\n\n"):
+        text, *words = case.splitlines()
+        yield text.replace(" | ", "\n"), " ".join(words), copies
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *COPIES])
-def test_refused_with_what_to_do(name):
-    text, message = (REFUSED | COPIES)[name]
+@pytest.mark.parametrize(("text", "message", "copies"), [*cases(REFUSED, 1), *cases(REFUSED_OF_TWO_COPIES, 2)])
+def test_refused_with_what_to_do(text, message, copies):
     with pytest.raises(ScheduleError) as caught:
-        validate(parse_schedule(text), copies=1 + (name in COPIES))
+        validate(parse_schedule(text), copies=copies)
     assert str(caught.value) == message
 
 

@@ -240,15 +240,19 @@ class CalibrationOfRun:
         self._works: dict[str, Work] = {}
         self._trained: list[tuple[Hybrid, torch.Tensor]] = []
         experts = {"num_experts": num_experts, "top_k": top_k}
-        sizes = [
-            (reference_sizes(each, plan, num_layers), reference_samples(each, plan)) for each in references_of(plan)
+        references = REPLICA_REFERENCES if is_data_parallel_alone(plan) else MESH_REFERENCES
+        parts = plan.num_microbatches * plan.num_replicas
+        sizes = [  # none for a rank that trains alone: it has no overhead
+            (reference_sizes(each, plan, num_layers), -(-each.samples // parts))
+            for each in (references if plan.world_size > 1 else ())
         ]
         for config, samples in sizes:
             model = make_gpt(config, 0, **experts).to(device)
             spans = span_writer(dist.get_rank(), device)
             hybrid = Hybrid(model, plan, partial(sgd, learning_rate=1e-6), order=order, spans=spans)
-            shape = (samples * plan.num_microbatches * plan.num_replicas, config.context)
-            tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+            tokens = torch.randint(
+                config.vocab_size, (samples * parts, config.context), generator=torch.Generator().manual_seed(0)
+            ).to(device)
             self._trained.append((hybrid, tokens))
         self._workloads = on_first_rank(
             lambda: [count_model(config, samples, plan, device=device, **experts) for config, samples in sizes]
@@ -320,13 +324,6 @@ def solve_cost(
     return ByteCost(num_bytes, high)
 
 
-def references_of(plan: Plan) -> Sequence[Reference]:
-    """Return the models whose steps tell a plan's overhead; none for a rank that trains alone, which has none."""
-    if plan.world_size == 1:
-        return ()
-    return REPLICA_REFERENCES if is_data_parallel_alone(plan) else MESH_REFERENCES
-
-
 def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAYERS) -> GPTConfig:
     """Return a model about as large as the reference that the plan can split, for a model of so many layers."""
 
@@ -343,8 +340,3 @@ def reference_sizes(reference: Reference, plan: Plan, num_layers: int = MANY_LAY
         context=multiple(reference.context, positions),
         tied=False,
     )
-
-
-def reference_samples(reference: Reference, plan: Plan) -> int:
-    """Return the samples of a micro-batch of a replica, one at least."""
-    return -(-reference.samples // (plan.num_microbatches * plan.num_replicas))
