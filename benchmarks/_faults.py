@@ -232,7 +232,7 @@ def tell(program: Program, backend: str) -> Told:
     """Run a program on three ranks and return what is said of it."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with Ranks(3, timeout_s=GROUP_S, backend=backend) as ranks:
-        ranks.run(_meet)
+        ranks.run(dist.barrier)
         start = time.monotonic()
         try:
             ranks.run(_run, program.run)
@@ -243,7 +243,3 @@ def tell(program: Program, backend: str) -> Told:
 
 def _run(program: Callable[[int], None]) -> None:
     program(dist.get_rank())
-
-
-def _meet() -> None:
-    dist.barrier()

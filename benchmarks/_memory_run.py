@@ -149,15 +149,8 @@ def _build(plan: Plan, model: GPT) -> _Parts:
         return _Parts(whole, adam, whole.zero_grad, whole.synchronize, adam.step, close=whole.close)
     if sharding.stage:
         sharded = ShardedOptimizer(model, _adam, stage=sharding.stage, bucket_bytes=plan.bucket_bytes)
-        return _Parts(
-            model,
-            sharded,
-            sharded.zero_grad,
-            sharded.synchronize,
-            sharded.step,
-            sharded.no_sync,
-            sharded.close,
-        )
+        steps = (sharded.zero_grad, sharded.synchronize, sharded.step)
+        return _Parts(model, sharded, *steps, sharded.no_sync, sharded.close)
     adam = _adam(model.parameters())
     if plan.data == 1:
         return _Parts(model, adam, adam.zero_grad, lambda: None, adam.step)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from distlab.measure import MIN_BLOCKS
+from distlab.measure import MIN_BLOCKS, Window, judge
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,8 @@ def compare(
     ratio, interval = paired_ratio(ours, peer)
     holds = ratio_holds(ratio, interval, bar)
     note = note if len(ours) >= MIN_BLOCKS else f"{note} (only {len(ours)} blocks: a smoke run)".strip()
-    return Row(
-        claim, float(np.median(ours)), float(np.median(peer)), ratio, interval, unit, f"<= {bar:g}x", holds, note
-    )
+    middles = float(np.median(ours)), float(np.median(peer))
+    return Row(claim, *middles, ratio, interval, unit, f"<= {bar:g}x", holds, note)
 
 
 def compare_counts(claim: str, ours: float, peer: float, *, bar: float = 1.0, unit: str = "B", note: str = "") -> Row:
@@ -111,17 +110,8 @@ def compare_counts(claim: str, ours: float, peer: float, *, bar: float = 1.0, un
 def noise(claim: str, first: Sequence[float], second: Sequence[float], *, unit: str = "s") -> Row:
     """Make the row of the peer against itself: what the machine's noise alone does to a ratio."""
     ratio, interval = paired_ratio(first, second)
-    return Row(
-        f"noise: {claim}",
-        float(np.median(first)),
-        float(np.median(second)),
-        ratio,
-        interval,
-        unit,
-        "-",
-        None,
-        "peer against itself",
-    )
+    middles = float(np.median(first)), float(np.median(second))
+    return Row(f"noise: {claim}", *middles, ratio, interval, unit, "-", None, "peer against itself")
 
 
 def without_bar(row: Row) -> Row:
@@ -129,8 +119,26 @@ def without_bar(row: Row) -> Row:
     return replace(row, bar="-", holds=None)
 
 
-def absolute(claim: str, values: Sequence[float], *, bar: float, unit: str, note: str = "") -> Row:
-    """Make the row of a value that has an upper limit: the median must be at most `bar`."""
+def single(
+    claim: str, values: Sequence[float], unit: str, *, bar: str = "-", holds: bool | None = None, note: str = ""
+) -> Row:
+    """Make the row of a value by itself, the median of some; without a bar it informs and claims nothing."""
     middle = float(np.median(values))
     interval = median_interval(values) if len(values) > 1 else (middle, middle)
-    return Row(claim, middle, None, None, interval, unit, f"<= {bar:g} {unit}", middle <= bar, note)
+    return Row(claim, middle, None, None, interval, unit, bar, holds, note)
+
+
+def absolute(claim: str, values: Sequence[float], *, bar: float, unit: str, note: str = "") -> Row:
+    """Make the row of a value that has an upper limit: the median must be at most `bar`."""
+    holds = float(np.median(values)) <= bar
+    return single(claim, values, unit, bar=f"<= {bar:g} {unit}", holds=holds, note=note)
+
+
+def judged(claim: str, windows: Sequence[Window], bar: float) -> Row:
+    """Make the row of predictions of measured windows: the median of their errors."""
+    verdict = judge(windows, bar=bar)
+    errors = [abs(window.error) for window in windows if window.calm] or [verdict.median_error]
+    note = f"bias {verdict.signed_error:+.1%}; {verdict}"
+    words = f"<= {bar} or twice the repeat spread"
+    row = single(claim, errors, "relative", bar=words, holds=verdict.holds, note=note)
+    return replace(row, ours=verdict.median_error)  # of all windows where few are calm

@@ -4,28 +4,23 @@ The bars of a training step on 2 and on 4 ranks: FullyShard takes at most half o
 0.8 of it where both are on shared; tensor parallel takes at most 0.6 of the time of torch's DTensor over gloo. Data
 parallel has its rows in benchmarks/shared_memory.py. All programs live in the same ranks and take turns block by block;
 a block is some steps after a barrier, and its time is that of the slowest rank. Recording is off.
-
-    python benchmarks/backends.py            # rows
-    python benchmarks/backends.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import cloudpickle
 import sharding_units
 import tensor_parallel
 import torch
 import torch.distributed as dist
+from _blocks import by_value, slowest, timed
 from _rows import Row, compare, noise, without_bar
 from _script import run_script
-from collectives import slowest
-from shared_memory import groups, timed
+from shared_memory import groups
 
 from distlab.comm import Ranks
 from distlab.measure import MIN_BLOCKS, interleave
@@ -84,8 +79,7 @@ def time_programs(name: str, model: str, blocks: int) -> list[list[float]]:
     with groups() as made:
         steps = [technique.make(whose, model, made[backend]) for whose, backend in technique.programs]
         for step in steps:
-            for _ in range(3):
-                step()
+            timed(step, 3)()
         losses = [float(step()) for step in steps]
         assert max(losses) - min(losses) < 1e-3, losses
         return interleave([timed(step, STEPS) for step in steps], blocks)
@@ -93,8 +87,7 @@ def time_programs(name: str, model: str, blocks: int) -> list[list[float]]:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the rows of each technique and model on 2 and on 4 ranks."""
-    for module in (sharding_units, tensor_parallel, sys.modules["shared_memory"], sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
+    by_value("sharding_units", "tensor_parallel", "shared_memory", __name__)
     blocks = 3 if quick else MIN_BLOCKS
     for num_ranks, (name, technique) in itertools.product((2, 4), TECHNIQUES.items()):
         for model in technique.models:

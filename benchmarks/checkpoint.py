@@ -4,9 +4,6 @@ Two promises, each with a count of failures that must be 0: a run killed by SIGK
 bitwise equal to the uninterrupted one, whichever way its gradients are averaged; and after a kill while saving the
 newest checkpoint is whole and no older than the last that a rank knew to be saved. Moments come from a fixed seed;
 where in the code they fall differs each time.
-
-    python benchmarks/checkpoint.py            # 7 x 100 kills of training, 200 while saving: minutes
-    python benchmarks/checkpoint.py --quick
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import hashlib
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -24,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 import torch.distributed as dist
+from _blocks import by_value
 from _rows import Row, absolute
 from _script import run_script
 
@@ -248,7 +244,7 @@ def require_kill(error: RankError) -> None:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield one row a promise."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     for way, what in WAYS.items():
         wrong, num_runs, kills = count_wrong_endings(4 if quick else 100, 2, way)
         claim = (

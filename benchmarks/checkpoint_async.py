@@ -4,23 +4,19 @@ Held up are the call of `save` and the wait in the next update for the copy of t
 forward and backward. A block saves once each way in the middle of training; what the thread still writes is awaited
 between blocks, and not counted, as saves are minutes apart. Rows without a bar tell what the thread costs the steps
 beside it: a rank and its thread share a core here.
-
-    python benchmarks/checkpoint_async.py            # minutes
-    python benchmarks/checkpoint_async.py --quick
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
+from _blocks import by_value
 from _rows import Row, compare, noise, without_bar
 from _script import run_script
 
@@ -93,7 +89,7 @@ def measure(folder: Path, way: str, blocks: int) -> dict[str, list[float]]:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the bar and its context for each way."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     num_parameters = sum(parameter.numel() for parameter in GPT(CONFIG).parameters())
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder, Ranks(2, timeout_s=600, echo=False) as ranks:

@@ -2,28 +2,23 @@
 
 The bar: the ring at 16 and 64 MB of float32 takes at most as long as the backend's all-reduce. Ranks meet in a barrier
 before each timed call, and a call's time is that of its slowest rank. Recording is off for both.
-
-    python benchmarks/collectives.py            # rows, then the table
-    python benchmarks/collectives.py --quick    # few blocks: shows that it runs
-    python benchmarks/collectives.py --device cuda
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value, slowest
 from _rows import Row, compare, noise
+from _script import backend_of, run_script
 
 from distlab import collectives
 from distlab.comm import Ranks
-from distlab.comm.device import device_of, is_available, num_gpus, synchronize
+from distlab.comm.device import device_of, synchronize
 from distlab.measure import MIN_BLOCKS, interleave
 
 WORLD_SIZES = (2, 4)
@@ -62,26 +57,14 @@ def time_programs(names: tuple[str, ...], num_bytes: int, blocks: int, device_ty
     return interleave([program(name) for name in names], blocks)
 
 
-def slowest(per_rank: list[list[list[float]]]) -> list[list[float]]:
-    """Return each program's time in each block: that of the rank that took longest."""
-    return [[float(time_s) for time_s in block] for block in np.asarray(per_rank).max(axis=0)]
-
-
 def ranks_for(world_size: int, device: str) -> Ranks:
-    """Return ranks that can move tensors of the device: nccl where each rank has its own GPU, else gloo.
-
-    Raises:
-        ValueError: cuda was asked for and this machine has none.
-    """
-    if device == "cuda" and not is_available():
-        raise ValueError("device cuda: torch sees no GPU here; leave --device out")
-    own_gpu = device == "cuda" and num_gpus() >= world_size
-    return Ranks(world_size, timeout_s=300, backend="nccl" if own_gpu else "gloo", record=False)
+    """Return ranks that can move tensors of the device, for the functions of this benchmark."""
+    by_value(__name__)
+    return Ranks(world_size, timeout_s=300, backend=backend_of(device, world_size), record=False)
 
 
 def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     """Yield the judged rows, what the peer's own noise is, and the bus bandwidths reached."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     blocks = 4 if quick else MIN_BLOCKS + 4
     for world_size in WORLD_SIZES:
         with ranks_for(world_size, device) as ranks:
@@ -107,7 +90,6 @@ def bus_bandwidth(num_bytes: int, world_size: int, times_s: list[float]) -> floa
 
 def table(quick: bool = False, device: str = "cpu") -> Iterator[str]:
     """Yield lines as nccl-tests' all_reduce_perf prints them: time, algorithm and bus bandwidth, by size."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     for world_size in WORLD_SIZES:
         yield f"\n# {world_size} ranks, {device}, float32, sum: time us | algbw GB/s | busbw GB/s (median of blocks)"
         yield f"{'bytes':>10}" + "".join(f"{name.removesuffix('_all_reduce'):>28}" for name in PROGRAMS)
@@ -124,20 +106,5 @@ def table(quick: bool = False, device: str = "cpu") -> Iterator[str]:
                 yield f"{num_bytes:>10}" + "".join(cells)
 
 
-def main() -> None:
-    """Print rows and the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few blocks")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    try:
-        for row in rows(arguments.quick, arguments.device):
-            print(row, flush=True)
-        for line in table(arguments.quick, arguments.device):
-            print(line, flush=True)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows, devices=True, then=table)

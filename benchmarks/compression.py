@@ -8,24 +8,19 @@ lose. When it wins is a matter of the link (benchmarks/throttled.py).
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
 is that of the slowest rank. PowerSGD is compared with one bucket on both sides: torch's hook starts its second
 all-reduce from a callback of the first, and with several buckets on gloo it hangs.
-
-    python benchmarks/compression.py            # rows
-    python benchmarks/compression.py --quick    # few blocks: shows that it runs
-    python benchmarks/compression.py --device cuda
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
-from _rows import Row, absolute, compare, noise, without_bar
+from _blocks import by_value, multilayer_perceptron, slowest, take_turns
+from _rows import Row, compare, noise, single, without_bar
 from _script import backend_of, run_script
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -65,16 +60,10 @@ BARS = {"Cast float16": "torch fp16", "PowerSGD": "torch PowerSGD"}
 PROGRAMS = (*PEERS, *HOOKS)
 
 
-def model_and_batch(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
-    """Return a model with large matrices and a batch: 8 million parameters, much to send."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]
-    return nn.Sequential(*layers).to(device), torch.randn(64, 512, device=device)
-
-
 def step_of(program: str, device: torch.device) -> Callable[[], torch.Tensor]:
     """Build a program's model and return one training step of it."""
-    module, inputs = model_and_batch(device)
+    torch.manual_seed(0)
+    module, *batch, loss_fn = multilayer_perceptron(device)
     called: nn.Module = module
     synchronize: Callable[[], None] | None = None
     one_bucket = "PowerSGD" in program
@@ -95,8 +84,7 @@ def step_of(program: str, device: torch.device) -> Callable[[], torch.Tensor]:
             hook=HOOKS[program](),
         ).synchronize
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    batch = (inputs, torch.zeros_like(inputs))
-    return partial(train_step, called, optimizer, batch=batch, loss_fn=nn.functional.mse_loss, synchronize=synchronize)
+    return partial(train_step, called, optimizer, batch=tuple(batch), loss_fn=loss_fn, synchronize=synchronize)
 
 
 def time_programs(device_type: str, blocks: int, steps: int) -> tuple[list[list[float]], list[float]]:
@@ -105,17 +93,8 @@ def time_programs(device_type: str, blocks: int, steps: int) -> tuple[list[list[
     device = device_of(device_type, dist.get_rank())
     step_functions = [step_of(program, device) for program in PROGRAMS]
 
-    def block(step: Callable[[], torch.Tensor], num_steps: int = steps) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        synchronize(device)
-        return (time.perf_counter() - begin) / num_steps
-
-    for step in step_functions:
-        block(step, 4)  # torch DDP builds its buckets anew after its first step, its PowerSGD begins with the third
-    times = interleave([partial(block, step) for step in step_functions], blocks)
+    # torch DDP builds its buckets anew after its first step, its PowerSGD begins with the third
+    times = take_turns(step_functions, blocks, steps, device, warm=4)
     return times, [float(step()) for step in step_functions]
 
 
@@ -125,13 +104,12 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     backend = backend_of(device, 2)
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS + 4, 2)
     with Ranks(2, timeout_s=900, backend=backend, record=False) as ranks:
         results = ranks.run(time_programs, device, blocks, steps)
-    slowest = np.asarray([times for times, _ in results]).max(axis=0).tolist()
-    times = dict(zip(PROGRAMS, slowest, strict=True))
+    times = dict(zip(PROGRAMS, slowest([times for times, _ in results]), strict=True))
     losses = dict(zip(PROGRAMS, results[0][1], strict=True))
     assert all(np.isfinite(loss) for loss in losses.values()), losses
     what = f"a step of 8 million parameters on 2 ranks ({device}, {backend})"
@@ -173,8 +151,7 @@ def codec_rows(device: str, blocks: int) -> Iterator[Row]:
     rates = interleave([partial(rate, program) for program in programs.values()], blocks)
     torch.set_num_threads(before)
     for name, values in zip(programs, rates, strict=True):
-        row = absolute(f"{name}: float32 taken in ({device}, one thread)", values, bar=0, unit="MB/s")
-        yield without_bar(row)
+        yield single(f"{name}: float32 taken in ({device}, one thread)", values, "MB/s")
 
 
 if __name__ == "__main__":

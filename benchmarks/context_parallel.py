@@ -9,27 +9,21 @@ others idle.
 
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
 is that of the slowest rank. Recording is off. CPU, gloo, float32, one thread per rank.
-
-    python benchmarks/context_parallel.py            # rows
-    python benchmarks/context_parallel.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.experimental._context_parallel._attention as torch_ring
 import torch.nn.functional as F
+from _blocks import by_value, slowest, timed
 from _rows import Row, compare, compare_counts, noise, without_bar
+from _script import run_script
 from torch import Tensor
 
 from distlab.comm import Ranks, Records, recorded
@@ -117,15 +111,7 @@ def time_programs(size: tuple[int, ...], blocks: int, steps: int) -> tuple[list[
         if program != WHOLE:
             apart = max((one - other).abs().max().item() for one, other in zip(found, first, strict=True))
             assert apart < 1e-3, f"{program} is {apart} from torch's"
-
-    def block(step: Callable[[], list[Tensor]]) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return (time.perf_counter() - begin) / steps
-
-    return interleave([partial(block, function) for function in functions], blocks), sent
+    return interleave([timed(function, steps) for function in functions], blocks), sent
 
 
 def bytes_of(records: Records, program: str) -> int:
@@ -137,7 +123,7 @@ def bytes_of(records: Records, program: str) -> int:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield, for each number of ranks and size: the two bars, the noise, and variants."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS, 3)
     for num_ranks in (2, 4):
         with Ranks(num_ranks, timeout_s=600, backend="gloo", record=False) as ranks:
@@ -148,8 +134,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 def _rows_of(results: list[tuple[list[list[float]], list[int]]], where: str) -> Iterator[Row]:
     programs = [*PEERS, *OURS, WHOLE]
-    slowest = np.asarray([times for times, _ in results]).max(axis=0).tolist()
-    times = dict(zip(programs, slowest, strict=True))
+    times = dict(zip(programs, slowest([times for times, _ in results]), strict=True))
     most = dict(zip(programs, np.asarray([sent for _, sent in results]).max(axis=0).tolist(), strict=True))
     peer = "torch's ring"
     for program in OURS:
@@ -164,13 +149,5 @@ def _rows_of(results: list[tuple[list[list[float]], list[int]]], where: str) -> 
         yield without_bar(compare(f"{program} over {where} against {WHOLE}", times[program], times[WHOLE]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args()
-    for row in rows(arguments.quick):
-        print(row, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

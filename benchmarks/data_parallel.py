@@ -5,33 +5,24 @@ the same bucket sizes and gradient_as_bucket_view=True; so does a step that accu
 and one that clips by the global norm. Ours also looks for NaN and names it; a row shows what that costs. All programs
 live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time is that of the
 slowest rank. Recording is off.
-
-    python benchmarks/data_parallel.py            # rows
-    python benchmarks/data_parallel.py --quick    # few blocks: shows that it runs
-    python benchmarks/data_parallel.py --device cuda
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-import cloudpickle
-import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value, multilayer_perceptron, slowest, small_gpt, take_turns
 from _rows import Row, compare, noise, without_bar
 from _script import backend_of, run_script
 from torch import nn
 
 from distlab.blocks.clip import clip_gradients_
-from distlab.blocks.data import ByteCorpus, python_documentation
-from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
-from distlab.comm.device import device_of, synchronize
+from distlab.comm.device import device_of
 from distlab.data_parallel import (
     Bucketed,
     DataParallel,
@@ -42,7 +33,7 @@ from distlab.data_parallel import (
     broadcast_parameters,
     train_step,
 )
-from distlab.measure import MIN_BLOCKS, interleave
+from distlab.measure import MIN_BLOCKS
 
 BUCKET_MIB = 25
 FIRST_BUCKET_BYTES = 1 << 20  # torch DDP's defaults, both; given a bucket_cap_mb it would make the first as large
@@ -56,22 +47,6 @@ PROGRAMS = (
 )
 LEARNING_RATE = 1e-3
 MAX_NORM = 0.1
-
-
-def multilayer_perceptron(device: torch.device) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Callable]:
-    """Return a model with large matrices, a batch and a loss: 8 million parameters, much to send."""
-    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]
-    x = torch.randn(64, 512, device=device)
-    return nn.Sequential(*layers).to(device), x, torch.zeros_like(x), nn.functional.mse_loss
-
-
-def small_gpt(device: torch.device) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Callable]:
-    """Return the small GPT, a batch of real text and its loss: 53 parameters, most of them small."""
-    config = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    corpus = ByteCorpus(python_documentation(), config.context)
-    inputs, targets = corpus.batch(0, 4 * world_size, rank=rank, world_size=world_size)
-    return GPT(config).to(device), inputs.to(device), targets.to(device), GPT.loss
 
 
 MODELS = {"multilayer perceptron": multilayer_perceptron, "small GPT": small_gpt}
@@ -153,17 +128,7 @@ def time_programs(model_name: str, device_type: str, blocks: int, steps: int) ->
     device = device_of(device_type, rank)
     step_functions = [step_of(program, model_name, device) for program in PROGRAMS]
 
-    def block(step: Callable[[], torch.Tensor], num_steps: int = steps) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        synchronize(device)
-        return (time.perf_counter() - begin) / num_steps
-
-    for step in step_functions:
-        block(step, 3)  # torch DDP builds its buckets anew after its first step
-    times = interleave([partial(block, step) for step in step_functions], blocks)
+    times = take_turns(step_functions, blocks, steps, device)  # torch DDP builds its buckets anew after its first step
     return times, [float(step()) for step in step_functions]
 
 
@@ -173,14 +138,13 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     backend = backend_of(device, 2)
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS + 4, 4)
     with Ranks(2, timeout_s=600, backend=backend, record=False) as ranks:
         for model_name in MODELS:
             results = ranks.run(time_programs, model_name, device, blocks, steps)
-            slowest = np.asarray([times for times, _ in results]).max(axis=0).tolist()
-            times = dict(zip(PROGRAMS, slowest, strict=True))
+            times = dict(zip(PROGRAMS, slowest([times for times, _ in results]), strict=True))
             losses = dict(zip(PROGRAMS, results[0][1], strict=True))
             for program in set(PROGRAMS) - {"no communication"}:
                 like = "torch DDP" + next((v for v in VARIANTS if program.endswith(v)), "")

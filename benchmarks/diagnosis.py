@@ -4,25 +4,21 @@
 its fingerprint, its texts), and what the launcher spends on looking five times a second. Watching the numbers of a step
 comes last: `ReplicaVotes` as a share of the step, `AnomalyWatch` as steps with it against steps without.
 All times are processor time of the rank, which programs beside it lengthen little.
-
-    python benchmarks/diagnosis.py            # a minute or two
-    python benchmarks/diagnosis.py --quick
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
-from _rows import Row, absolute, compare, noise, without_bar
+from _blocks import by_value
+from _rows import Row, absolute, compare, noise, single, without_bar
 from _script import run_script
 
 from distlab.blocks.models import GPT, GPTConfig
@@ -135,7 +131,7 @@ def step_times(blocks: int, steps: int) -> dict[str, list[float]]:
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the costs of calls, of looks, of votes, of the watch."""
     blocks, calls, steps = (3, 100, 1) if quick else (MIN_BLOCKS + 4, 500, 2)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     with Ranks(1, timeout_s=600, record=False, backend="shared") as ranks:
         (found,) = ranks.run(call_times, blocks, calls)
         (shares,) = ranks.run(look_share, blocks + 2, 40)
@@ -145,10 +141,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     note = f"a call itself takes {np.median(off) * 1e6:.0f} us"
     yield absolute("cost of recording a call in shared memory", costs, bar=CALL_BAR_US, unit="us", note=note)
     costs = ((np.asarray(found["new"]) - off) * 1e6).tolist()
-    row = absolute(
-        "cost of the first call from a line with a shape", costs, bar=0, unit="us", note="with its fingerprint"
-    )
-    yield without_bar(row)
+    yield single("cost of the first call from a line with a shape", costs, "us", note="with its fingerprint")
     note = f"four ranks, 40 calls each between two looks, a look every {POLL_S:g} s"
     yield absolute("the launcher's looks, share of a core", shares, bar=LOOK_BAR, unit="%", note=note)
     with Ranks(2, timeout_s=600, record=False) as ranks:

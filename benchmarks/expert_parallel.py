@@ -7,30 +7,24 @@ every rank and average all gradients: the mixture, and the dense loop. All progr
 turns block by block; a block's time is that of the slowest rank. Bytes are the recorder's for one step, native
 collectives as rings would send them. Which way is better depends on tokens per rank: rows grow with them, gradients do
 not.
-
-    python benchmarks/expert_parallel.py            # rows
-    python benchmarks/expert_parallel.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value, slowest, take_turns
 from _rows import Row, compare, compare_counts, noise, without_bar
+from _script import run_script
 from torch import Tensor, nn
 
 from distlab.blocks.models import FeedForward, GPTConfig
 from distlab.comm import Ranks, recorded
 from distlab.expert_parallel import ExpertParallel, MixtureOfExperts, Router, reduce_gradients
-from distlab.measure import MIN_BLOCKS, interleave
+from distlab.measure import MIN_BLOCKS
 from distlab.rng import generator
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 128, 8, 2, 512
@@ -95,17 +89,7 @@ def time_programs(
     """Run on each rank: seconds per step in interleaved blocks; last losses; bytes and calls of a step."""
     torch.set_num_threads(1)
     functions = [step_of(program) for program in programs]
-
-    def block(step: Callable[[], float], num_steps: int = steps) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        return (time.perf_counter() - begin) / num_steps
-
-    for step in functions:
-        block(step, 3)
-    times = interleave([partial(block, step) for step in functions], blocks)
+    times = take_turns(functions, blocks, steps)
     losses, sent = [], []
     for step in functions:
         with recorded() as seen:
@@ -117,7 +101,7 @@ def time_programs(
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the rows of one process, then those of 2 and 4 ranks."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     blocks, steps = (3, 2) if quick else (MIN_BLOCKS, 8)
     what = f"{TOKENS} tokens per rank, hidden {HIDDEN}, {EXPERTS} experts, {TOP_K} per token"
     with Ranks(1, timeout_s=600, record=False) as ranks:
@@ -136,8 +120,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 def _rows_of(results: list[tuple[list[list[float]], list[float], list[tuple[int, int]]]], where: str) -> Iterator[Row]:
-    slowest = np.asarray([times for times, _, _ in results]).max(axis=0).tolist()
-    times = dict(zip(SPLIT, slowest, strict=True))
+    times = dict(zip(SPLIT, slowest([times for times, _, _ in results]), strict=True))
     for _, losses, _ in results:
         assert max(losses) - min(losses) < 1e-4, losses
     most = np.asarray([sent for _, _, sent in results]).max(axis=0)  # [program, (bytes, calls)]
@@ -162,12 +145,5 @@ def _rows_of(results: list[tuple[list[list[float]], list[float], list[tuple[int,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for row in rows(parser.parse_args().quick):
-        print(row, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 from _rows import Row, absolute, compare, noise
+from _script import run_script
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
@@ -89,10 +90,5 @@ def rows(quick: bool = False) -> Iterator[Row]:
     yield noise(claim, every, again)
 
 
-def main() -> None:
-    """Print the rows."""
-    print(*rows(), sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

@@ -5,13 +5,13 @@ Every number of ranks gets processes of its own, ten in all, which are started, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _rows import Row, absolute
+from _script import run_script
 
 from distlab.comm import run
 from distlab.comm.launch.fork_client import shut_down
@@ -77,11 +77,5 @@ def rows(quick: bool = False) -> Iterator[Row]:
         shut_down()
 
 
-def main() -> None:
-    """Print each row as it comes."""
-    for row in rows(quick="--quick" in sys.argv):
-        print(row, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

@@ -3,10 +3,6 @@
 The bar: at most their time, on many small tensors (a deep GPT's) and on a few large ones. The peers are their batched
 implementation (their default) and the one that goes tensor by tensor (foreach=False). Only `step()` is timed;
 gradients are put back before each, since theirs overwrites them.
-
-    python benchmarks/large_batch.py            # rows
-    python benchmarks/large_batch.py --quick    # few blocks: shows that it runs
-    python benchmarks/large_batch.py --device cuda
 """
 
 from __future__ import annotations

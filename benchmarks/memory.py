@@ -3,18 +3,15 @@
 The small GPT trains two steps on 1, 2 and 4 ranks under each stage of ZeRO, with and without recompute, with 1 and with
 4 micro-batches. Every storage of the second step is tracked. A row compares the fullest rank's peak with the same
 plan's `memory_of`; its note names the kinds that differ most. Bytes are exact: one run says all, whatever else runs.
-
-    python benchmarks/memory.py            # rows
-    python benchmarks/memory.py --quick    # 1 and 2 ranks
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 from _memory_run import Job, RankMemory, measure_memory, workload_of
-from _rows import Row
+from _rows import Row, single
+from _script import run_script
 
 from distlab.blocks.models import GPTConfig
 from distlab.comm import Ranks
@@ -38,17 +35,9 @@ def error_row(words: str, measured: RankMemory, predicted: Memory) -> Row:
     apart = {kind: at_peak[kind] - size for kind, size in measured.at_peak.items()}
     largest = sorted(apart, key=lambda kind: -abs(apart[kind]))[:2]
     named = ", ".join(f"{kind} {'+' if apart[kind] > 0 else '-'}{format_bytes(abs(apart[kind]))}" for kind in largest)
-    return Row(
-        claim=f"peak memory of a step of the small GPT, {words}: predicted against measured",
-        ours=abs(error),
-        peer=None,
-        ratio=None,
-        interval=(abs(error), abs(error)),
-        unit="relative",
-        bar=f"<= {BAR}",
-        holds=abs(error) <= BAR,
-        note=f"measured {format_bytes(measured.peak_bytes)}, predicted {error:+.1%}; at the peaks {named}",
-    )
+    claim = f"peak memory of a step of the small GPT, {words}: predicted against measured"
+    note = f"measured {format_bytes(measured.peak_bytes)}, predicted {error:+.1%}; at the peaks {named}"
+    return single(claim, [abs(error)], "relative", bar=f"<= {BAR}", holds=abs(error) <= BAR, note=note)
 
 
 def saving_row(words: str, peak: int, plain: int) -> Row:
@@ -75,5 +64,4 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    for row in rows(quick="--quick" in sys.argv):
-        print(row, flush=True)
+    run_script(__doc__, rows)

@@ -4,24 +4,19 @@ The bars: an all-reduce in two levels takes at most 0.6 of a flat ring's time, a
 within 10 %. The prediction knows two links, each fitted to ring all-reduces of other sizes: one inside the nodes, one
 between them. Windows of four turns each lie between two calibrations. Those between which the machine drifted by more
 than 5 % are dropped. Ranks meet before each call, whose time is that of its slowest rank.
-
-    python benchmarks/nodes.py            # all rows
-    python benchmarks/nodes.py --quick    # two windows: shows that it runs
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value, largest, timed
 from _rows import Row, absolute, compare, noise
 from _script import run_script
-from shared_memory import timed
 
 from distlab.collectives import hierarchical_all_reduce, ring_all_reduce
 from distlab.comm import Nodes, Ranks, node_groups
@@ -60,8 +55,11 @@ def measure(windows: int) -> Seen:
         return lambda: ring_all_reduce(tensor, group)
 
     def calibrate() -> tuple[list[float], list[float]]:
-        inside = [_slowest(timed(ring(size, local), 3), 3) for size in INSIDE_BYTES]
-        return inside, [_slowest(timed(ring(size, cross), 2), 3) for size in BETWEEN_BYTES]
+        def seconds(program: Callable[[], float]) -> float:
+            return float(np.median(largest([program() for _ in range(3)])))
+
+        inside = [seconds(timed(ring(size, local), 3)) for size in INSIDE_BYTES]
+        return inside, [seconds(timed(ring(size, cross), 2)) for size in BETWEEN_BYTES]
 
     def two_levels() -> object:
         return hierarchical_all_reduce(whole, local, cross)
@@ -72,17 +70,9 @@ def measure(windows: int) -> Seen:
         program()
     rounds, found = [calibrate()], []
     for _ in range(windows):
-        times = torch.tensor(interleave(programs, TURNS), dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        found.append(times.tolist())
+        found.append(largest(interleave(programs, TURNS)))
         rounds.append(calibrate())
     return Seen(rounds, found)
-
-
-def _slowest(program: Callable[[], float], repeats: int) -> float:
-    times = torch.tensor([program() for _ in range(repeats)], dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times.median())
 
 
 def fit(rounds: Sequence[tuple[list[float], list[float]]]) -> tuple[Link, Link]:
@@ -93,8 +83,7 @@ def fit(rounds: Sequence[tuple[list[float], list[float]]]) -> tuple[Link, Link]:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the ratio, the noise, and the error of each prediction."""
-    for module in (sys.modules["shared_memory"], sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
+    by_value(__name__)
     with Ranks(NUM_RANKS, nodes=NODES, timeout_s=600, record=False) as ranks:
         seen: Seen = ranks.run(measure, 2 if quick else WINDOWS)[0]
     two, flat, again = np.concatenate(seen.windows, axis=1).tolist()

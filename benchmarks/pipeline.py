@@ -5,35 +5,29 @@
   turns block by block; a block's time is that of the slowest rank. Recording is off, one thread per rank.
 - Real compute cannot be faster than the machine has cores: the speed-up over one process is for information.
   `pipeline_overlap.py` shows with stages that sleep that the schedules do what they promise.
-
-    python benchmarks/pipeline.py            # rows
-    python benchmarks/pipeline.py --quick    # few blocks: shows that it runs
-    python benchmarks/pipeline.py --device cuda
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
-from _rows import Row, absolute, compare, noise, without_bar
+from _blocks import by_value, slowest, take_turns
+from _rows import Row, compare, noise, single
 from _script import backend_of, run_script
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
-from distlab.comm.device import device_of, num_gpus, synchronize
-from distlab.measure import MIN_BLOCKS, interleave
+from distlab.comm.device import device_of, num_gpus
+from distlab.measure import MIN_BLOCKS
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import Schedule, make_schedule
 
@@ -129,18 +123,7 @@ def time_steps(
     rank = dist.get_rank()
     device = device_of(device_type, rank)
     functions = [make(name, num_microbatches, device) for make in (torch_step, our_step, torch_step)]
-
-    def block(step: Step, num_steps: int = steps) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        synchronize(device)
-        return (time.perf_counter() - begin) / num_steps
-
-    for step in functions:
-        block(step, 2)
-    times = interleave([partial(block, step) for step in functions], blocks)
+    times = take_turns(functions, blocks, steps, device, warm=2)
     losses = [step() for step in functions]
     return times, [None if loss is None else float(loss) for loss in losses]
 
@@ -168,7 +151,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     backend = backend_of(device, 2)
     blocks, steps = (2, 1) if quick else (MIN_BLOCKS, 2)
     worlds = (2, 4) if device == "cpu" else (num_gpus(),)  # nccl wants a GPU a rank
@@ -179,7 +162,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
         with Ranks(num_ranks, timeout_s=600, backend=backend, record=False) as ranks:
             for name in PEERS:
                 results = ranks.run(time_steps, name, 2 * num_ranks, device, blocks, steps)
-                peer, ours, again = np.asarray([times for times, _ in results]).max(axis=0).tolist()
+                peer, ours, again = slowest([times for times, _ in results])
                 losses = next(found for _, found in results if found[0] is not None)
                 assert max(losses) - min(losses) < 1e-3, losses
                 yield compare(f"a step of {name} {what} against torch.distributed.pipelining's", ours, peer)
@@ -192,14 +175,8 @@ def alone_row(name: str, num_ranks: int, alone_s: float, ours: list[float]) -> R
     """The speed-up of real compute, beside what the cores allow."""
     cores = len(os.sched_getaffinity(0))
     speedup = [alone_s / one for one in ours]
-    row = absolute(
-        f"speed-up of a step of {name} on {num_ranks} ranks over one process, real compute",
-        speedup,
-        bar=0,
-        unit="x",
-        note=f"min(ranks, cores) is {min(num_ranks, cores)}",
-    )
-    return without_bar(row)
+    claim = f"speed-up of a step of {name} on {num_ranks} ranks over one process, real compute"
+    return single(claim, speedup, "x", note=f"min(ranks, cores) is {min(num_ranks, cores)}")
 
 
 if __name__ == "__main__":

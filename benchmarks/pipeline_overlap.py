@@ -6,24 +6,20 @@
 - I and W together take as long as one full backward, on one thread: a median of at most 1.05 times, and an interval
   that reaches 1. Width 128 only informs: its products take some tens of microseconds each. So do the Python of a
   deferred layer and the allocator's whims, and that row says more about those than about the split.
-
-    python benchmarks/pipeline_overlap.py            # rows
-    python benchmarks/pipeline_overlap.py --quick    # shorter blocks, 2 and 4 ranks: shows that it runs
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value
 from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 from torch import Tensor, nn
@@ -156,7 +152,7 @@ def time_split(name: str, blocks: int, steps: int) -> list[list[float]]:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the rows of the module's docstring."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     yield from split_rows(quick)
     yield from sleeping_rows(quick)
 

@@ -22,11 +22,11 @@ from dataclasses import replace
 from statistics import median
 
 from _replay import pipeline_replay_errors
-from _rows import Row, median_interval
+from _rows import Row, judged, single
 
 from distlab.blocks.models import GPTConfig
 from distlab.cli.tour import prepare
-from distlab.measure import TrainingRun, Window, judge, time_on_new_ranks
+from distlab.measure import TrainingRun, Window, time_on_new_ranks
 from distlab.plan import Plan, Sharding, make_schedule
 from distlab.plan.compression import Compression
 
@@ -78,18 +78,10 @@ def rows(quick: bool = False) -> Iterator[Row]:
             [report.step_trace(step) for report in result.reports] for step in range(len(result.reports[0].step_ns))
         ]
         errors = [abs(error) for error in pipeline_replay_errors(schedule, steps)]
-        interval = median_interval(errors)
-        yield Row(
-            claim=f"measured durations of a {title} step fed to the engine: error of its end (median over steps)",
-            ours=median(errors),
-            peer=None,
-            ratio=None,
-            interval=interval,
-            unit="relative",
-            bar=f"<= {REPLAY_BAR}",
-            holds=median(errors) <= REPLAY_BAR,
-            note=f"{len(errors)} steps on {NUM_RANKS} ranks, the worst off by {max(errors):.1%}",
-        )
+        claim = f"measured durations of a {title} step fed to the engine: error of its end (median over steps)"
+        note = f"{len(errors)} steps on {NUM_RANKS} ranks, the worst off by {max(errors):.1%}"
+        holds = median(errors) <= REPLAY_BAR
+        yield single(claim, errors, "relative", bar=f"<= {REPLAY_BAR}", holds=holds, note=note)
     yield from layout_rows(quick)
 
 
@@ -101,20 +93,8 @@ def layout_rows(quick: bool = False) -> Iterator[Row]:
 
 
 def _row(words: str, windows: Sequence[Window], num_ranks: int = NUM_RANKS) -> Row:
-    verdict = judge(windows, bar=BAR)
-    errors = [abs(window.error) for window in windows if window.calm]
-    middle = verdict.median_error
-    return Row(
-        claim=f"step of the small GPT on {num_ranks} ranks, {words}: predicted against measured (median error)",
-        ours=middle,
-        peer=None,
-        ratio=None,
-        interval=median_interval(errors) if errors else (middle, middle),
-        unit="relative",
-        bar=f"<= {BAR} or twice the repeat spread",
-        holds=verdict.holds,
-        note=f"bias {verdict.signed_error:+.1%}; {verdict}",
-    )
+    claim = f"step of the small GPT on {num_ranks} ranks, {words}: predicted against measured (median error)"
+    return judged(claim, windows, BAR)
 
 
 if __name__ == "__main__":

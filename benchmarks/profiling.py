@@ -9,14 +9,13 @@ that other programs do not count.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import alone, by_value
 from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +33,6 @@ SECTIONS = ("forward", "backward", "sync", "optimizer")
 def empty_steps(blocks: int, steps: int) -> dict[str, list[float]]:
     """CPU seconds of a step that does nothing, and of one that makes CALLS calls, profiled or not."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tensor = torch.ones(256)
 
     def block(on: bool, calls: int) -> float:
@@ -58,9 +56,7 @@ def empty_steps(blocks: int, steps: int) -> dict[str, list[float]]:
         "calls, off again": lambda: block(False, CALLS),
         "calls, on": lambda: block(True, CALLS),
     }
-    found = dict(zip(programs, interleave(list(programs.values()), blocks), strict=True))
-    dist.destroy_process_group()
-    return found
+    return dict(zip(programs, interleave(list(programs.values()), blocks), strict=True))
 
 
 def training_steps(blocks: int, steps: int) -> dict[str, list[float]]:
@@ -106,9 +102,9 @@ def training_steps(blocks: int, steps: int) -> dict[str, list[float]]:
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the cost per step and per call, then the share of a step."""
     blocks, empty, steps = (4, 50, 1) if quick else (MIN_BLOCKS, 300, 2)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     with Ranks(1, timeout_s=600, record=False) as ranks:
-        (found,) = ranks.run(_alone, empty_steps, blocks, empty)
+        (found,) = ranks.run(alone, empty_steps, blocks, empty)
     times = {name: np.asarray(seconds) * 1e6 for name, seconds in found.items()}
     yield noise("a step of 20 all_reduce, not profiled", found["calls, off again"], found["calls, off"])
     marks_us = times["nothing, on"] - times["nothing, off"]
@@ -124,12 +120,6 @@ def rows(quick: bool = False) -> Iterator[Row]:
     yield absolute("marks and calls x cost / step", shares, bar=SHARE_BAR, unit="%", note=note)
     yield noise("a step, not profiled", slowest["plain again"], slowest["plain"])
     yield without_bar(compare("a step profiled against not", slowest["profiled"], slowest["plain"], note=note))
-
-
-def _alone(function: Callable[..., object], *args: object) -> object:
-    """Call a function on a rank that leaves its group first, and joins one of its own."""
-    dist.destroy_process_group()
-    return function(*args)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ by the step's own time. The step is also timed with recording on and off.
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import alone, by_value
 from _rows import Row, absolute, compare, noise, without_bar
 from _script import run_script
 
@@ -43,7 +42,6 @@ def call_times(blocks: int, calls: int) -> dict[str, dict[str, list[float]]]:
     One rank: the call goes the whole way through gloo, and no other process adds its noise.
     """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tensor, found = torch.ones(256), {}
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, 0)
@@ -68,7 +66,6 @@ def call_times(blocks: int, calls: int) -> dict[str, dict[str, list[float]]]:
             }
             found[call.__name__] = dict(zip(programs, interleave(list(programs.values()), blocks), strict=True))
         recorder.close()
-    dist.destroy_process_group()
     return found
 
 
@@ -117,10 +114,10 @@ def step_times(blocks: int, steps: int) -> dict[str, tuple[int, list[float], lis
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the cost per call, then the share of a step."""
     blocks, calls, steps = (4, 100, 1) if quick else (MIN_BLOCKS + 4, 500, 3)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     cost_us = 0.0
     with Ranks(1, timeout_s=600, record=False) as ranks:
-        (found,) = ranks.run(_alone, call_times, blocks, calls)
+        (found,) = ranks.run(alone, call_times, blocks, calls)
     for kind, times in found.items():
         off = np.asarray(times["off"])
         yield noise(f"a {kind} all_reduce, not recorded", times["off again"], times["off"])
@@ -139,12 +136,6 @@ def rows(quick: bool = False) -> Iterator[Row]:
         yield absolute(f"calls x cost / step, {kind}", shares, bar=SHARE_BAR, unit="%", note=note)
         row = compare(f"a step ({kind}) recorded against not recorded", on.tolist(), off.tolist(), note=note)
         yield without_bar(row)
-
-
-def _alone(function: Callable[..., object], *args: object) -> object:
-    """Call a function on a rank that leaves its group first, and joins one of its own."""
-    dist.destroy_process_group()
-    return function(*args)
 
 
 if __name__ == "__main__":

@@ -8,32 +8,23 @@ much memory at their peak. torch has no ZeRO-2 of its own: both stages are compa
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
 is that of the slowest rank. Recording is off. Peaks are counted by storages, each once: after every gradient of a
 backward pass, and after the update.
-
-    python benchmarks/sharding.py            # rows
-    python benchmarks/sharding.py --quick    # few blocks: shows that it runs
-    python benchmarks/sharding.py --device cuda
 """
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value, multilayer_perceptron, slowest, small_gpt, timed
 from _rows import Row, absolute, compare, noise, without_bar
 from _script import backend_of, run_script
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from distlab.blocks.data import ByteCorpus, python_documentation
-from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
-from distlab.comm.device import device_of, synchronize
+from distlab.comm.device import device_of
 from distlab.measure import MIN_BLOCKS, interleave
 from distlab.sharding import ShardedOptimizer
 
@@ -42,22 +33,6 @@ RATE = 1e-3
 PEER = "torch DDP and ZeroRedundancyOptimizer"
 OURS = {"ZeRO-1": {"stage": 1}, "ZeRO-2": {"stage": 2}, "ZeRO-1, whole tensors": {"stage": 1, "split": "tensors"}}
 PROGRAMS = (PEER, *OURS, f"{PEER} again", "torch DDP, AdamW on every rank")
-
-
-def multilayer_perceptron(device: torch.device) -> tuple[nn.Module, Tensor, Tensor, Callable]:
-    """Return a model with large matrices, a batch and a loss: 8 million parameters, much to send and to update."""
-    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]
-    x = torch.randn(64, 512, device=device)
-    return nn.Sequential(*layers).to(device), x, torch.zeros_like(x), nn.functional.mse_loss
-
-
-def small_gpt(device: torch.device) -> tuple[nn.Module, Tensor, Tensor, Callable]:
-    """Return the small GPT, a batch of real text and its loss: 53 parameters, most of them small."""
-    config = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    corpus = ByteCorpus(python_documentation(), config.context)
-    inputs, targets = corpus.batch(0, 4 * world_size, rank=rank, world_size=world_size)
-    return GPT(config).to(device), inputs.to(device), targets.to(device), GPT.loss
 
 
 MODELS = {"multilayer perceptron": multilayer_perceptron, "small GPT": small_gpt}
@@ -138,18 +113,10 @@ def measure(model_name: str, device_type: str, blocks: int, steps: int) -> tuple
     device = device_of(device_type, rank)
     programs = [Program(name, model_name, device) for name in PROGRAMS]
 
-    def block(program: Program, num_steps: int = steps) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            program.step()
-        synchronize(device)
-        return (time.perf_counter() - begin) / num_steps
-
     for program in programs:
-        block(program, 3)  # torch DDP builds its buckets anew after its first step
+        timed(program.step, 3, device)()  # torch DDP builds its buckets anew after its first step
     losses = [float(program.step()) for program in programs]
-    times = interleave([partial(block, program) for program in programs], blocks)
+    times = interleave([timed(program.step, steps, device) for program in programs], blocks)
     peaks = [program.measure_peak() for program in programs]
     for program in programs:
         if program.sharded is not None:
@@ -163,7 +130,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     for world_size in (2, 4):
         yield from optimizer_rows(world_size, quick, device)
 
@@ -175,8 +142,7 @@ def optimizer_rows(world_size: int, quick: bool, device: str) -> Iterator[Row]:
     with Ranks(world_size, timeout_s=600, backend=backend, record=False) as ranks:
         for model_name in MODELS:
             results = ranks.run(measure, model_name, device, blocks, steps)
-            slowest = np.asarray([times for times, _, _ in results]).max(axis=0).tolist()
-            times = dict(zip(PROGRAMS, slowest, strict=True))
+            times = dict(zip(PROGRAMS, slowest([times for times, _, _ in results]), strict=True))
             peaks = dict(zip(PROGRAMS, np.asarray([peak for _, peak, _ in results]).max(axis=0).tolist(), strict=True))
             losses = dict(zip(PROGRAMS, results[0][2], strict=True))
             assert all(abs(loss - losses[PEER]) < 1e-5 for loss in losses.values()), losses

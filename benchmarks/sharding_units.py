@@ -5,24 +5,17 @@ FSDP2's with the same units (CPU, gloo; 1.0 times on a GPU), and holds at most a
 live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time is that of the
 slowest rank. Recording is off. Memory: what torch's allocator gave out since the model was built, at
 its highest in the third step; gloo's own tensors are in it.
-
-    python benchmarks/sharding_units.py            # rows
-    python benchmarks/sharding_units.py --quick    # few blocks: shows that it runs
-    python benchmarks/sharding_units.py --device cuda
 """
 
 from __future__ import annotations
 
 import gc
-import sys
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
+from _blocks import by_value, multilayer_perceptron, slowest, small_gpt, take_turns
 from _rows import Row, compare, compare_counts, noise, without_bar
 from _script import backend_of, run_script
 from torch import nn
@@ -30,11 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distlab.blocks.data import ByteCorpus, python_documentation
-from distlab.blocks.models import GPT, GPTConfig
+from distlab.blocks.models import GPT
 from distlab.comm import Ranks
-from distlab.comm.device import allocated_bytes, device_of, num_gpus, peak_bytes, reset_peak, synchronize
-from distlab.measure import MIN_BLOCKS, interleave
+from distlab.comm.device import allocated_bytes, device_of, num_gpus, peak_bytes, reset_peak
+from distlab.measure import MIN_BLOCKS
 from distlab.sharding import FullyShard
 
 PROGRAMS = (
@@ -48,24 +40,12 @@ PROGRAMS = (
 LEARNING_RATE = 1e-3
 
 
-def multilayer_perceptron(device: torch.device) -> tuple[nn.Module, list[str], torch.Tensor, torch.Tensor, Callable]:
-    """Return a model of 8 million parameters in 4 units, a batch and a loss: much to send."""
-    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]
-    x = torch.randn(64, 512, device=device)
-    return nn.Sequential(*layers).to(device), ["0", "1", "2", "3"], x, torch.zeros_like(x), nn.functional.mse_loss
-
-
-def small_gpt(device: torch.device) -> tuple[nn.Module, list[str], torch.Tensor, torch.Tensor, Callable]:
-    """Return the small GPT, its blocks as units, a batch of real text and its loss."""
-    config = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    corpus = ByteCorpus(python_documentation(), config.context)
-    inputs, targets = corpus.batch(0, 4 * world_size, rank=rank, world_size=world_size)
-    units = [f"blocks.{index}" for index in range(config.num_layers)]
-    return GPT(config).to(device), units, inputs.to(device), targets.to(device), GPT.loss
-
-
 MODELS = {"multilayer perceptron": multilayer_perceptron, "small GPT": small_gpt}
+
+
+def units_of(module: nn.Module) -> list[str]:
+    """Return the names of a model's units: the blocks of a GPT, or the layers of a perceptron."""
+    return [f"blocks.{index}" for index in range(len(module.blocks))] if isinstance(module, GPT) else list("0123")
 
 
 def step_of(
@@ -73,7 +53,8 @@ def step_of(
 ) -> Callable[[], torch.Tensor]:
     """Build a program's model over a group, of all ranks by default, and return one training step of it."""
     torch.manual_seed(0)
-    module, units, inputs, targets, loss_fn = MODELS[model_name](device)
+    module, inputs, targets, loss_fn = MODELS[model_name](device)
+    units = units_of(module)
     torch.manual_seed(dist.get_rank())
     whole = program.endswith("whole until backward")
     model: nn.Module
@@ -119,17 +100,7 @@ def time_programs(
         peaks.append(peak)
         functions.append(step)
 
-    def block(step: Callable[[], torch.Tensor], num_steps: int = steps) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        synchronize(device)
-        return (time.perf_counter() - begin) / num_steps
-
-    for step in functions:
-        block(step, 3)
-    times = interleave([partial(block, step) for step in functions], blocks)
+    times = take_turns(functions, blocks, steps, device)
     return times, [float(step()) for step in functions], peaks
 
 
@@ -162,7 +133,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     Raises:
         ValueError: cuda was asked for and this machine has none.
     """
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS, 4)
     worlds = (2, 4) if device == "cpu" else (num_gpus(),)  # nccl wants a GPU a rank
     for num_ranks in worlds:
@@ -176,8 +147,7 @@ def rows(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
 def _rows_of(
     results: list[tuple[list[list[float]], list[float], list[float]]], what: str, device: str
 ) -> Iterator[Row]:
-    slowest = np.asarray([times for times, _, _ in results]).max(axis=0).tolist()
-    times = dict(zip(PROGRAMS, slowest, strict=True))
+    times = dict(zip(PROGRAMS, slowest([times for times, _, _ in results]), strict=True))
     losses = dict(zip(PROGRAMS, results[0][1], strict=True))
     highest = dict(zip(PROGRAMS, np.asarray([peaks for _, _, peaks in results]).max(axis=0).tolist(), strict=True))
     assert max(losses.values()) - min(losses.values()) < 1e-3, losses

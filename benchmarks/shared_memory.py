@@ -3,24 +3,18 @@
 Bars of an all-reduce: at most 0.45 of gloo's time at 16 and 64 MiB, half at 1 MiB on 4 ranks, no longer at 1 kB. At 64
 MiB it takes at most three times one memcpy of its bytes. All-gather and reduce-scatter of 16 MiB take at most half, a
 message of 1 MiB there and back at most 0.7. Ranks meet before each timed call, whose time is that of its slowest rank.
-
-    python benchmarks/shared_memory.py            # all rows
-    python benchmarks/shared_memory.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import torch
 import torch.distributed as dist
+from _blocks import by_value, slowest, timed
 from _rows import Row, compare, noise, without_bar
 from _script import run_script
-from collectives import slowest
 from torch import nn
 
 from distlab.comm import Ranks
@@ -58,19 +52,6 @@ def call_of(op: str, num_bytes: int, group: dist.ProcessGroup) -> Callable[[], o
             dist.send(whole, 0, group=group)
 
     return there_and_back
-
-
-def timed(call: Callable[[], object], repeats: int) -> Callable[[], float]:
-    """Return a program that meets the others and takes the time of a call."""
-
-    def program() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - begin) / repeats
-
-    return program
 
 
 @contextlib.contextmanager
@@ -130,7 +111,7 @@ def time_steps(blocks: int) -> list[list[float]]:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield a row for each size and operation, gloo's own noise, and the step of a model."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     blocks = 4 if quick else MIN_BLOCKS + 4
     for world_size in WORLD_SIZES:
         with Ranks(world_size, timeout_s=300, backend="shared", record=False) as ranks:

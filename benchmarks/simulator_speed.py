@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
-from _rows import Row, absolute
+from _rows import Row, absolute, single
+from _script import run_script
 
 from distlab.plan import SCHEDULES, ActionTimes, Cluster, Plan, Schedule, make_schedule, one_f_one_b
 from simulator import (
@@ -131,9 +132,8 @@ def _slope(sizes: tuple[int, ...]) -> Iterator[Row]:
         peak_mib = tracemalloc.get_traced_memory()[1] / 2**20
         tracemalloc.stop()
         each.append(min(times_ms) * 1e6 / len(schedule))
-        row = absolute(f"{len(schedule):,} operations with jitter, simulated", times_ms, bar=1e9, unit="ms")
         note = f"{each[-1]:.0f} ns per operation, at most {peak_mib:.0f} MiB in arrays"
-        yield replace(row, bar="-", holds=None, note=note)
+        yield single(f"{len(schedule):,} operations with jitter, simulated", times_ms, "ms", note=note)
     yield absolute(
         f"time per operation, {sizes[-1]:,} against {sizes[0]:,} operations",
         [each[-1] / each[0]],
@@ -171,8 +171,7 @@ def _beside_torch(repeats: int) -> Iterator[Row]:
         try:
             other = _times_ms(torchs, repeats)
         except RuntimeError as error:  # it does not know all of its own schedules
-            row = absolute(claim, mine, bar=1e9, unit="ms")
-            yield replace(row, bar="-", holds=None, note=f"ours alone; torch's stops: {error}")
+            yield single(claim, mine, "ms", note=f"ours alone; torch's stops: {error}")
             continue
         ratios = [a / b for a, b in zip(mine, other, strict=True)]
         note = f"{np.median(mine):.3g} ms and {np.median(other):.3g} ms"
@@ -180,16 +179,14 @@ def _beside_torch(repeats: int) -> Iterator[Row]:
 
 
 def _steps(repeats: int) -> Iterator[Row]:
-    """One whole `simulate` call: costs, buckets, timing. The bar is one for analytic estimates, which this is not."""
+    """One whole `simulate` call: costs, buckets, timing."""
     workload = gpt_workload(hidden_size=4096, num_layers=32, num_heads=32, sequence_length=2048, vocab_size=50257)
     machine = cluster("dgx-h100", 512)
     plan = Plan(data=8, pipeline=8, num_microbatches=32)
     for what, other in (("data parallel 8", replace(plan, pipeline=1, num_microbatches=1)), ("8 x 8 ranks", plan)):
         times = _times_ms(lambda other=other: simulate(workload, machine, other).duration_s, repeats)
-        row = absolute(f"simulate(), GPT of 32 layers, {what}", times, bar=10.0, unit="ms")
-        yield replace(
-            row, bar="-", holds=None, note="information: an exact step, not the analytic estimate of a search"
-        )
+        note = "information: an exact step, not the analytic estimate of a search"
+        yield single(f"simulate(), GPT of 32 layers, {what}", times, "ms", note=note)
     trace = simulate(workload, cluster("dgx-h100", 1024), Plan(data=128, pipeline=8, num_microbatches=64))
     start = time.perf_counter()
     spans = len(trace.trace)
@@ -222,9 +219,5 @@ def _large(repeats: int) -> Iterator[Row]:
         yield absolute(f"a fresh plan of 175B on {num_devices:,} devices, simulated exactly", times, bar=bar, unit="ms")
 
 
-def main() -> None:
-    print(*rows(), sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

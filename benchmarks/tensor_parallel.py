@@ -7,27 +7,20 @@ programs live in the same ranks and take turns block by block; a block is some s
 that of the slowest rank. Recording is off while time is taken. torch cannot split a fused query, key and value by
 heads. So its model has three layers in its place, whose input's gradient is summed once. Both begin with the same
 weights and end with the same loss.
-
-    python benchmarks/tensor_parallel.py            # rows
-    python benchmarks/tensor_parallel.py --quick    # few blocks: shows that it runs
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
-import cloudpickle
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _blocks import by_value, slowest, take_turns
 from _rows import Row, compare, compare_counts, noise, without_bar
+from _script import run_script
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -42,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 from distlab.blocks.data import ByteCorpus, python_documentation
 from distlab.blocks.models import GPT, Attention, FeedForward, GPTConfig
 from distlab.comm import Ranks, recorded
-from distlab.measure import MIN_BLOCKS, interleave
+from distlab.measure import MIN_BLOCKS
 from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear, parallelize
 
 PROGRAMS = (
@@ -191,17 +184,7 @@ def time_programs(model_name: str, blocks: int, steps: int) -> tuple[list[list[f
     """On each rank: time programs in interleaved blocks; return seconds per step, last losses, elements sent."""
     torch.set_num_threads(1)
     functions = [step_of(program, MODELS[model_name]) for program in PROGRAMS]
-
-    def block(step: Callable[[], Tensor], num_steps: int = steps) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            step()
-        return (time.perf_counter() - begin) / num_steps
-
-    for step in functions:
-        block(step, 3)
-    times = interleave([partial(block, step) for step in functions], blocks)
+    times = take_turns(functions, blocks, steps)
     rank, sent = dist.get_rank(), []
     for step in functions:
         with recorded() as seen:
@@ -222,7 +205,7 @@ def expected_elements(model_name: str, num_ranks: int) -> float:
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield, for each number of ranks and model: time, bytes, noise, and variants."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     blocks, steps = (3, 1) if quick else (MIN_BLOCKS, 4)
     for num_ranks in (2, 4):
         with Ranks(num_ranks, timeout_s=600, backend="gloo", record=False) as ranks:
@@ -235,8 +218,7 @@ def _rows_of(
     results: list[tuple[list[list[float]], list[float], list[float]]], model_name: str, num_ranks: int
 ) -> Iterator[Row]:
     what = f"of the {model_name} on {num_ranks} ranks (cpu, gloo)"
-    slowest = np.asarray([times for times, _, _ in results]).max(axis=0).tolist()
-    times = dict(zip(PROGRAMS, slowest, strict=True))
+    times = dict(zip(PROGRAMS, slowest([times for times, _, _ in results]), strict=True))
     losses = [dict(zip(PROGRAMS, one, strict=True)) for _, one, _ in results]
     whole = [losses[0][program] for program in PROGRAMS if not program.endswith("sequence parallel")]
     assert max(whole) - min(whole) < 1e-3, losses
@@ -259,12 +241,5 @@ def _rows_of(
         yield without_bar(compare(f"a step of {variant}, {what} against distlab's", times[variant], times["distlab"]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for row in rows(parser.parse_args().quick):
-        print(row, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

@@ -19,18 +19,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
-from _rows import Row, absolute, median_interval
+from _blocks import by_value, largest, timed
+from _rows import Row, absolute, median_interval, single
 
 from distlab.blocks.data import ByteCorpus, python_documentation
 from distlab.blocks.models import GPT, GPTConfig
@@ -107,36 +106,20 @@ def step_of(compression: Compression | None) -> Callable[[], torch.Tensor]:
     return partial(train_step, model, optimizer, batch=batch, loss_fn=GPT.loss, synchronize=replicas.synchronize)
 
 
-def timed(step: Callable[[], object], steps: int) -> float:
-    """Return the seconds of a step, the mean of several after a barrier."""
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - begin) / steps
-
-
 def time_steps(
     bandwidths: Sequence[float | None], blocks: int, steps: int, latency_s: float = LATENCY_S
 ) -> list[list[list[float]]]:
     """Time every program at every bandwidth; None is the link as it is."""
     programs = [step_of(compression) for compression in PROGRAMS.values()]
     for program in programs:
-        timed(program, 3)
+        timed(program, 3)()
     found = []
     for bandwidth in bandwidths:
         with nullcontext() if bandwidth is None else throttled(bandwidth, latency_s):
             for program in programs:
-                timed(program, 1)
-            found.append(interleave([partial(timed, program, steps) for program in programs], blocks))
-    return slowest(found)
-
-
-def slowest(times: list[list[list[float]]]) -> list[list[list[float]]]:
-    """Return the larger of the ranks' times, on every rank."""
-    tensor = torch.tensor(times, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
+                timed(program, 1)()
+            found.append(interleave([timed(program, steps) for program in programs], blocks))
+    return largest(found)
 
 
 def time_calls(blocks: int) -> list[list[float]]:
@@ -145,7 +128,7 @@ def time_calls(blocks: int) -> list[list[float]]:
     for bandwidth, num_bytes in CALLS:
         message = torch.zeros(num_bytes // 4)
         with throttled(bandwidth, LATENCY_S):
-            seconds = [timed(partial(dist.all_reduce, message), 3) for _ in range(blocks)]
+            seconds = [timed(partial(dist.all_reduce, message), 3)() for _ in range(blocks)]
         found.append([one - promised_s(bandwidth, num_bytes) for one in seconds])
     return found
 
@@ -194,7 +177,7 @@ def break_even(bandwidths: Sequence[float], plain: Sequence[float], compressed: 
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the accuracy of the link, the error of predicted steps, and each compressor's break-even."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value(__name__)
     bandwidths, blocks, steps = (BANDWIDTHS[::3], 2, 1) if quick else (BANDWIDTHS, 9, 3)
     with Ranks(2, timeout_s=900, record=False) as ranks:
         measured: Measured = ranks.run(measure, bandwidths, blocks, steps)[0]
@@ -246,9 +229,8 @@ def predicted_rows(measured: Measured, bandwidths: Sequence[float]) -> Iterator[
             predicted = simulate(measured.workload, on, plan, measured=MeasuredApart(codecs.get(name))).duration_s
             errors.append(abs(predicted / step - 1))
             words.append(f"{bandwidth / 1e6:g} MB/s {step * 1e3:.0f} ({predicted * 1e3:.0f})")
-        middle, interval = float(np.median(errors[-len(bandwidths) :])), median_interval(errors[-len(bandwidths) :])
         note = f"ms measured (predicted): {', '.join(words)}"
-        yield Row(f"step over a slow link, {name}: error", middle, None, None, interval, "relative", "-", None, note)
+        yield single(f"step over a slow link, {name}: error", errors[-len(bandwidths) :], "relative", note=note)
     yield absolute(
         "step over a slow link, all of them: predicted against measured", errors, bar=STEP_BAR, unit="relative"
     )

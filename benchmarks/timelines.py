@@ -27,7 +27,7 @@ from statistics import median
 from typing import NamedTuple
 
 import nbformat
-from _rows import Row, median_interval
+from _rows import Row, single
 from nbclient import NotebookClient
 
 LESSONS = Path(__file__).resolve().parents[1] / "lessons"
@@ -91,11 +91,10 @@ def rows_of(number: str, num_runs: int, budget_s: float) -> Iterator[Row]:
         note = f"cell {cell}, measured {measured_s * 1e3:.3g} ms, bias {signed:+.1%}; {len(runs)} runs, "
         note += f"{len(busy)} not calm" + (f", for example: {busy[0]}" if busy else "")
         enough = 2 * len(busy) < len(runs)  # else the machine was too busy to judge
-        what, span = f"timeline {place} of lesson {number}", median_interval(errors)
-        holds = middle <= ERROR_BAR if enough else None
-        yield Row(f"{what}: median error", middle, None, None, span, "relative", f"<= {ERROR_BAR}", holds, note)
-        claim, span, bar = f"{what}: measured step in the predicted band", (inside, inside), f">= {INSIDE_BAR}"
-        yield Row(claim, inside, None, None, span, "of the runs", bar, inside >= INSIDE_BAR if enough else None, note)
+        what, holds = f"timeline {place} of lesson {number}", middle <= ERROR_BAR if enough else None
+        yield single(f"{what}: median error", errors, "relative", bar=f"<= {ERROR_BAR}", holds=holds, note=note)
+        claim, holds = f"{what}: measured step in the predicted band", inside >= INSIDE_BAR if enough else None
+        yield single(claim, [inside], "of the runs", bar=f">= {INSIDE_BAR}", holds=holds, note=note)
 
 
 def code_cells(notebook: Path) -> list[str]:

@@ -8,13 +8,13 @@ cost model and the way rounds are combined were settled while looking at this mo
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
 from _replay import replica_replay_errors
-from _rows import Row, median_interval
+from _rows import Row, judged, single
+from _script import run_script
 
 from distlab.cli.tour import STEP_BAR, prepare, run_training
 from distlab.measure import RunResult
@@ -29,33 +29,14 @@ def rows(quick: bool = False) -> Iterator[Row]:
         training = replace(training, num_windows=2 if quick else 20, budget_s=8.0 if quick else 90.0)
         _, reports, _ = run_training(num_ranks, training, data, echo=False)
         result = RunResult(training, reports)
-        verdict = result.verdict(bar=STEP_BAR)
-        errors = [abs(window.error) for window in result.windows if window.calm]
-        yield Row(
-            claim=f"step time of the small GPT on {num_ranks} ranks, predicted against measured (median error)",
-            ours=verdict.median_error,
-            peer=None,
-            ratio=None,
-            interval=median_interval(errors) if errors else (verdict.median_error, verdict.median_error),
-            unit="relative",
-            bar=f"<= {STEP_BAR} or twice the repeat spread",
-            holds=verdict.holds,
-            note=f"bias {verdict.signed_error:+.1%}; {verdict}",
-        )
+        claim = f"step time of the small GPT on {num_ranks} ranks, predicted against measured (median error)"
+        yield judged(claim, result.windows, STEP_BAR)
         replayed = [abs(error) for error in replica_replay_errors(reports)]
         middle = sorted(replayed)[len(replayed) // 2]
-        yield Row(
-            claim=f"measured durations replayed through the engine, end of the step on {num_ranks} ranks",
-            ours=middle,
-            peer=None,
-            ratio=None,
-            interval=median_interval(replayed),
-            unit="relative",
-            bar=f"<= {MAX_REPLAY_ERROR}",
-            holds=middle <= MAX_REPLAY_ERROR,
-            note=f"{len(replayed)} steps",
-        )
+        claim = f"measured durations replayed through the engine, end of the step on {num_ranks} ranks"
+        row = single(claim, replayed, "relative", bar=f"<= {MAX_REPLAY_ERROR}", note=f"{len(replayed)} steps")
+        yield replace(row, ours=middle, holds=middle <= MAX_REPLAY_ERROR)
 
 
 if __name__ == "__main__":
-    print(*rows(quick="--quick" in sys.argv), sep="\n")
+    run_script(__doc__, rows)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from _rows import Row, absolute
+from _script import run_script
 
 HARNESS = Path(__file__).resolve().parents[1] / "tests" / "browser"
 REPEATS, QUICK_REPEATS = 20, 4
@@ -46,10 +47,5 @@ def rows(quick: bool = False) -> Iterator[Row]:
                 yield absolute(claim, waits_s, bar=bar_s, unit="s", note=note)
 
 
-def main() -> None:
-    """Print the rows."""
-    print(*rows(), sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, rows)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from _rows import Row, absolute
+from _script import run_script
 
 from distlab.plan import SCHEDULES, ActionTimes, automatic
 from simulator import PipelineRun, simulate_schedule
@@ -117,4 +118,4 @@ def _search_s(limit: float) -> float:
 
 
 if __name__ == "__main__":
-    print(*rows(), sep="\n")
+    run_script(__doc__, rows)

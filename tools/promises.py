@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 
 from distlab.measure import this_machine
-from distlab.measure.machine.others import MAX_TAKEN_CORES, busy_s
+from distlab.measure.machine.ranks import MAX_TAKEN_CORES, busy_s
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMISES = ROOT / "tests" / "promises.toml"

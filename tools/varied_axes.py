@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ def coverage(exercise: Exercise, reference: Callable[..., Any]) -> dict[str, str
     if vary is None:
         return dict.fromkeys(AXES, "")
     world_size = max(exercise.worlds)
-    takes = reference if vary.use is None else _without_first(vary.use)
+    takes = reference if vary.use is None else functools.partial(vary.use, None)
     drawn: list[list[dict[str, Any]]] = []  # for each call what each rank is given
     for seed in SEEDS:
         for call in range(vary.num_calls):
@@ -60,12 +61,6 @@ def _plain_reasons(exercise: Exercise, *, has_tensors: bool) -> dict[str, str]:
     if exercise.worlds == (1,):
         reasons |= dict.fromkeys(("worlds", "sub-group", "unequal ranks"), "runs on one rank alone")
     return reasons
-
-
-def _without_first(use: Callable[..., Any]) -> Callable[..., Any]:
-    import functools
-
-    return functools.partial(use, None)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

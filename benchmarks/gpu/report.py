@@ -91,17 +91,8 @@ def _table(title: str, rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         peer = "" if row["peer"] is None else f"{row['peer']:.4g} {row['unit']}"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
         low, high = row["interval"]
-        cells = (
-            part,
-            row["claim"],
-            f"{row['ours']:.4g} {row['unit']}",
-            peer,
-            ratio,
-            f"{low:.3g} to {high:.3g}",
-            row["bar"],
-            HOLDS[row["holds"]],
-            row["note"],
-        )
+        cells = (part, row["claim"], f"{row['ours']:.4g} {row['unit']}", peer, ratio, f"{low:.3g} to {high:.3g}")
+        cells += (row["bar"], HOLDS[row["holds"]], row["note"])
         yield f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
     yield ""
 
@@ -142,11 +133,5 @@ def _left_out(results: Results) -> Iterator[str]:
 def _outputs(results: Results) -> Iterator[str]:
     for name in results.ordered():
         if results.parts[name]["output"]:
-            yield from (
-                f"## Output of {name}",
-                "",
-                "```",
-                results.parts[name]["output"].replace("```", "'''"),
-                "```",
-                "",
-            )
+            output = results.parts[name]["output"].replace("```", "'''")
+            yield from (f"## Output of {name}", "", "```", output, "```", "")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distlab.plan.compression import check_bits, packed_bytes
+from distlab.plan.compression import checked, packed_bytes
 
 CODES_PER_WORD = 8
 # (width of a lane that is merged with its neighbour, mask of every second such lane), narrow to wide
@@ -31,7 +31,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     Raises:
         ValueError: bits outside 1 to 8, or codes that are not a flat tensor of uint8.
     """
-    check_bits(bits)
+    checked("bits", bits)
     _check_bytes("codes", codes)
     size = codes.numel()
     if bits == 8:
@@ -54,7 +54,7 @@ def unpack_bits(packed: Tensor, bits: int, size: int) -> Tensor:
     Raises:
         ValueError: bits outside 1 to 8, or a number of bytes that does not hold `size` codes.
     """
-    check_bits(bits)
+    checked("bits", bits)
     _check_bytes("packed", packed)
     if packed.numel() != packed_bytes(size, bits):
         raise ValueError(

@@ -21,7 +21,7 @@ from distlab.blocks.gradient_hook import GradientBucket, Pending
 from distlab.compression.codec import Codec, QuantizeCodec, SignCodec, TopKCodec, average_, is_finite
 from distlab.compression.feedback import FeedbackHook, members_not_finite, refuse_not_finite
 from distlab.compression.sparse import random_indices
-from distlab.plan.compression import check_bits, check_ratio, num_kept
+from distlab.plan.compression import checked, num_kept
 from distlab.rng import generator
 
 
@@ -94,7 +94,7 @@ class TopK(_GatherHook):
     """
 
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
-        super().__init__(TopKCodec(check_ratio(ratio)), error_feedback)
+        super().__init__(TopKCodec(checked("ratio", ratio)), error_feedback)
 
 
 class Quantize(_GatherHook):
@@ -117,7 +117,7 @@ class Quantize(_GatherHook):
     """
 
     def __init__(self, bits: int = 8, stochastic: bool = False, *, seed: int = 0, error_feedback: bool = True) -> None:
-        super().__init__(QuantizeCodec(check_bits(bits)), error_feedback, seed if stochastic else None)
+        super().__init__(QuantizeCodec(checked("bits", bits)), error_feedback, seed if stochastic else None)
 
 
 class Sign(_GatherHook):
@@ -152,7 +152,7 @@ class RandomK(FeedbackHook):
     """
 
     def __init__(self, ratio: float = 0.01, seed: int = 0, *, error_feedback: bool = True) -> None:
-        super().__init__(f"random_k of ratio {check_ratio(ratio)}, seed {seed}", error_feedback)
+        super().__init__(f"random_k of ratio {checked('ratio', ratio)}, seed {seed}", error_feedback)
         self._ratio, self._seed = ratio, seed
 
     def start(self, bucket: GradientBucket, group: ProcessGroup | None) -> Pending:

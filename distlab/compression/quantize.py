@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distlab.compression.bits import pack_bits, unpack_bits
-from distlab.plan.compression import BLOCK, check_bits, packed_bytes
+from distlab.plan.compression import BLOCK, checked, packed_bytes
 
 CHUNK = 64 * BLOCK  # elements worked on at a time: they stay in the cache from one operation to the next
 STEP_MARGIN = 2.0**-20  # steps are wider by this, so that rounding up never leads beyond the last code
@@ -60,7 +60,7 @@ def quantize(vector: Tensor, bits: int, generator: torch.Generator | None = None
     Source: Alistarh et al. 2017, QSGD, section 3; there levels divide the length of the vector, here the range of a
         block.
     """
-    check_bits(bits)
+    checked("bits", bits)
     check_vector(vector)
     lows = per_block(vector, lambda part: part.amin(dim=1))
     highs = per_block(vector, lambda part: part.amax(dim=1))

@@ -41,12 +41,13 @@ if TYPE_CHECKING:
     from distlab.measure.memory.measured import (
         KINDS as KINDS,
         MemoryLimitError as MemoryLimitError,
-        storage_bytes as storage_bytes,
         track_memory as track_memory,
     )
-    from distlab.measure.runs.calibrate import CalibrationOfRun as CalibrationOfRun
+    from distlab.measure.runs.calibrate import (
+        CalibrationOfRun as CalibrationOfRun,
+        median_calibration as median_calibration,
+    )
     from distlab.measure.runs.calls import measure_codec as measure_codec, measure_messages as measure_messages
-    from distlab.measure.runs.predict import median_calibration as median_calibration
     from distlab.measure.runs.run import (
         RunResult as RunResult,
         TrainingRun as TrainingRun,
@@ -54,11 +55,9 @@ if TYPE_CHECKING:
         overlay_of_run as overlay_of_run,
         time_on_new_ranks as time_on_new_ranks,
         time_training as time_training,
-        windows_of as windows_of,
     )
     from distlab.measure.runs.windows import (
         RankReport as RankReport,
-        Verdict as Verdict,
         Window as Window,
         judge as judge,
         time_beside as time_beside,

@@ -21,17 +21,17 @@ from distlab.plan.hardware import (
 from distlab.plan.mesh import Mesh as Mesh
 from distlab.plan.partition import balance as balance, split_evenly as split_evenly
 from distlab.plan.records import Plan as Plan
-from distlab.plan.regions import Product as Product
-from distlab.plan.schedules.basic import gpipe as gpipe, naive as naive, one_f_one_b as one_f_one_b
-from distlab.plan.schedules.building_blocks import v_half as v_half, v_min as v_min
-from distlab.plan.schedules.check.validate import (
-    ScheduleError as ScheduleError,
-    ScheduleReport as ScheduleReport,
-    text_grid as text_grid,
-    validate as validate,
+from distlab.plan.regions import (
+    Attention as Attention,
+    Experts as Experts,
+    Product as Product,
+    Region as Region,
+    Work as Work,
 )
+from distlab.plan.schedules.basic import gpipe as gpipe, naive as naive, one_f_one_b as one_f_one_b
 from distlab.plan.schedules.communication import add_communication as add_communication
 from distlab.plan.schedules.families import SCHEDULES as SCHEDULES, Family as Family, make_schedule as make_schedule
+from distlab.plan.schedules.fault import ScheduleError as ScheduleError, text_grid as text_grid
 from distlab.plan.schedules.grammar import (
     KINDS as KINDS,
     Action as Action,
@@ -40,25 +40,26 @@ from distlab.plan.schedules.grammar import (
     parse_action as parse_action,
     parse_schedule as parse_schedule,
 )
-from distlab.plan.schedules.interleaved import (
+from distlab.plan.schedules.search.automatic import automatic as automatic, zb_1p as zb_1p, zb_2p as zb_2p
+from distlab.plan.schedules.turns import (
     interleaved as interleaved,
     interleaved_zero_bubble as interleaved_zero_bubble,
     looped_bfs as looped_bfs,
+    zb_h1 as zb_h1,
+    zb_h2 as zb_h2,
 )
-from distlab.plan.schedules.search.automatic import automatic as automatic, zb_1p as zb_1p, zb_2p as zb_2p
-from distlab.plan.schedules.v_shaped import dualpipe as dualpipe, dualpipe_v as dualpipe_v, zb_v as zb_v
-from distlab.plan.schedules.zero_bubble import zb_h1 as zb_h1, zb_h2 as zb_h2
+from distlab.plan.schedules.v_shaped import (
+    dualpipe as dualpipe,
+    dualpipe_v as dualpipe_v,
+    v_half as v_half,
+    v_min as v_min,
+    zb_v as zb_v,
+)
+from distlab.plan.schedules.validate import ScheduleReport as ScheduleReport, validate as validate
 from distlab.plan.sharding import (
     FlatLayout as FlatLayout,
     Precision as Precision,
     Sharding as Sharding,
     make_units as make_units,
 )
-from distlab.plan.work import (
-    Attention as Attention,
-    Experts as Experts,
-    Layer as Layer,
-    Region as Region,
-    Work as Work,
-    Workload as Workload,
-)
+from distlab.plan.work import Layer as Layer, Workload as Workload

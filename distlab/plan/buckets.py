@@ -46,25 +46,20 @@ def assign_buckets(
     for name, capacity in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if capacity < 1:
             raise ValueError(f"{name} is {capacity}; a bucket holds at least one byte: pass a number of at least 1")
-    buckets: list[Bucket] = []
-    members: list[int] = []
-    num_bytes = 0
-
-    def close() -> None:
-        nonlocal members, num_bytes
-        buckets.append(Bucket(len(buckets), tuple(members), num_bytes))
-        members, num_bytes = [], 0
-
+    groups: list[list[int]] = [[]]  # the last one is open
+    num_bytes = 0  # in it
     for parameter in reversed(range(len(sizes_bytes))):
         size = int(sizes_bytes[parameter])
         if size < 0:
             raise ValueError(f"parameter {parameter} has a size of {size} bytes; pass sizes of at least 0")
-        if size > bucket_bytes and members:
-            close()
-        members.append(parameter)
+        if size > bucket_bytes and groups[-1]:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(parameter)
         num_bytes += size
-        if num_bytes >= (bucket_bytes if buckets else first_bucket_bytes):
-            close()
-    if members:
-        close()
-    return tuple(buckets)
+        if num_bytes >= (bucket_bytes if len(groups) > 1 else first_bucket_bytes):
+            groups.append([])
+            num_bytes = 0
+    sizes = [sum(int(sizes_bytes[parameter]) for parameter in group) for group in groups]
+    closed = enumerate(zip(groups, sizes, strict=True))
+    return tuple(Bucket(index, tuple(group), size) for index, (group, size) in closed if group)

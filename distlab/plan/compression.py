@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distlab.plan.require import chosen
 
@@ -56,11 +56,8 @@ class Compression:
 
     def __post_init__(self) -> None:
         chosen("method", self.method, METHODS)
-        check_ratio(self.ratio)
-        check_bits(self.bits)
-        check_rank(self.rank)
-        if not (_is_number(self.min_saving) and 0 < self.min_saving < math.inf):
-            raise ValueError(f"min_saving is {self.min_saving!r}; pass a number above 0, such as 2.0")
+        for name in ("ratio", "bits", "rank", "min_saving"):
+            checked(name, getattr(self, name))
 
 
 class Exchange(NamedTuple):
@@ -143,38 +140,20 @@ def packed_bytes(size: int, bits: int) -> int:
     return -(-size * bits // 8)
 
 
-def check_ratio(ratio: float) -> float:
-    """Return the ratio.
+def checked(name: str, value: Any) -> Any:
+    """Return the value of an option of a compression: "ratio", "bits", "rank" or "min_saving".
 
     Raises:
-        ValueError: it is not in (0, 1].
+        ValueError: a ratio outside (0, 1], bits outside 1 to 8, a rank below 1, a saving of 0 or less.
     """
-    if not (_is_number(ratio) and 0 < ratio <= 1):
-        raise ValueError(f"ratio is {ratio!r}; pass the share of elements to send, above 0 and at most 1, such as 0.01")
-    return ratio
-
-
-def check_bits(bits: int) -> int:
-    """Return the bits.
-
-    Raises:
-        ValueError: they are not whole numbers from 1 to 8.
-    """
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
-        raise ValueError(f"bits is {bits!r}; pass the bits of a code, a whole number from 1 to {MAX_BITS}")
-    return bits
-
-
-def check_rank(rank: int) -> int:
-    """Return the rank of powersgd's factors.
-
-    Raises:
-        ValueError: it is not a whole number of at least 1.
-    """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"rank is {rank!r}; pass the rank of the factors, a whole number of at least 1, such as 4")
-    return rank
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    number = whole or isinstance(value, float)
+    right, wanted = {
+        "ratio": (number and 0 < value <= 1, "the share of elements to send, above 0 and at most 1, such as 0.01"),
+        "bits": (whole and 1 <= value <= MAX_BITS, f"the bits of a code, a whole number from 1 to {MAX_BITS}"),
+        "rank": (whole and value >= 1, "the rank of the factors, a whole number of at least 1, such as 4"),
+        "min_saving": (number and 0 < value < math.inf, "a number above 0, such as 2.0"),
+    }[name]
+    if not right:
+        raise ValueError(f"{name} is {value!r}; pass {wanted}")
+    return value

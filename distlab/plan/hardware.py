@@ -45,14 +45,9 @@ class Device:
     float8_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        require_positive(
-            f"Device {self.name!r}",
-            matmul_flops_per_s=self.matmul_flops_per_s,
-            memory_bytes_per_s=self.memory_bytes_per_s,
-            memory_bytes=self.memory_bytes,
-            host_link_bytes_per_s=self.host_link_bytes_per_s,
-            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
-        )
+        rates = ("matmul_flops_per_s", "memory_bytes_per_s", "host_link_bytes_per_s", "host_memory_bytes_per_s")
+        for name in ("memory_bytes", *rates):
+            require_positive(f"Device {self.name!r}", **{name: getattr(self, name)})
         for name in ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s"):
             if (value := getattr(self, name)) is not None:
                 require_positive(f"Device {self.name!r}", **{name: value})

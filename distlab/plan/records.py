@@ -16,6 +16,10 @@ RECOMPUTES = ("none", "selective", "operators", "full")
 RECOMPUTE_METHODS = ("uniform", "block", "every")
 FLOAT8 = ("none", "products", "gathers")
 CONTEXT_KINDS = ("ring", "all_to_all")
+COUNTS = (
+    *("data", "pipeline", "tensor", "context", "expert", "num_microbatches", "stages_per_rank", "recompute_layers"),
+    *("bucket_bytes", "first_bucket_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -75,19 +79,7 @@ class Plan:
     cut: str = "time"
 
     def __post_init__(self) -> None:
-        require_count(
-            "Plan",
-            data=self.data,
-            pipeline=self.pipeline,
-            tensor=self.tensor,
-            context=self.context,
-            expert=self.expert,
-            num_microbatches=self.num_microbatches,
-            stages_per_rank=self.stages_per_rank,
-            recompute_layers=self.recompute_layers,
-            bucket_bytes=self.bucket_bytes,
-            first_bucket_bytes=self.first_bucket_bytes,
-        )
+        require_count("Plan", **{name: getattr(self, name) for name in COUNTS})
         chosen("Plan: schedule", self.schedule, ONE_COPY_SCHEDULES)
         SCHEDULES[self.schedule].stages_per_rank(self.stages_per_rank)  # refuses what the schedule has no form for
         chosen("Plan: gradient_sync", self.gradient_sync, GRADIENT_SYNCS)

@@ -8,10 +8,10 @@ outputs. A transformer's block has two, attention and the feed-forward part, wit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
-from distlab.plan.require import require, require_count
+from distlab.plan.require import changed, require, require_count
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,31 @@ class Product(NamedTuple):
     divided: str = ""
 
 
+class Parted:
+    """A record of what a micro-batch asks for, which can be had for a part of the micro-batch."""
+
+    def part(self, num_parts: int) -> Self:
+        """Return the same for one of `num_parts` equal parts of the micro-batch."""
+
+        def parted(value: Any) -> Any:
+            if isinstance(value, Work):
+                return value.times(1 / num_parts)
+            if isinstance(value, Product):
+                return value._replace(rows=-(-value.rows // num_parts))
+            if isinstance(value, Parted):
+                return value.part(num_parts)
+            return tuple(map(parted, value)) if isinstance(value, tuple) else value // num_parts
+
+        grows = (name for name in vars(self) if name in GROWS or name.endswith("_bytes"))
+        return changed(self, **{name: parted(value) for name in grows if (value := getattr(self, name)) is not None})
+
+
+# Fields that grow with a micro-batch, in addition to those that count bytes.
+GROWS = ("forward", "backward", "input_gradient", "weight_gradient", "beside", "again", "products", "attention")
+
+
 @dataclass(frozen=True)
-class Attention:
+class Attention(Parted):
     """The inner part of attention: scores and mixing, which look at all positions of a sequence.
 
     Attributes:
@@ -125,32 +148,17 @@ class Attention:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        require_count(
-            "Attention",
-            num_heads=self.num_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            num_positions=self.num_positions,
-        )
+        names = ("num_heads", "num_key_value_heads", "num_positions")
+        require_count("Attention", **{name: getattr(self, name) for name in names})
 
     @property
     def is_fused(self) -> bool:
         """Whether one kernel makes it, whose output per-operator recompute keeps."""
         return self.forward.attention_flops > 0
 
-    def part(self, num_parts: int) -> Attention:
-        """Return the same for one of `num_parts` equal parts of the micro-batch."""
-        return replace(
-            self,
-            query_bytes=self.query_bytes // num_parts,
-            key_value_bytes=self.key_value_bytes // num_parts,
-            key_value_gradient_bytes=self.key_value_gradient_bytes // num_parts,
-            forward=self.forward.times(1 / num_parts),
-            backward=self.backward.times(1 / num_parts),
-        )
-
 
 @dataclass(frozen=True)
-class Region:
+class Region(Parted):
     """A part of a layer that tensor-parallel ranks divide.
 
     Attributes:
@@ -183,26 +191,9 @@ class Region:
     again: Work | None = None
     kept_bytes: int = 0
 
-    def part(self, num_parts: int) -> Region:
-        """Return the same for one of `num_parts` equal parts of the micro-batch."""
-        return replace(
-            self,
-            forward=self.forward.times(1 / num_parts),
-            input_gradient=self.input_gradient.times(1 / num_parts),
-            weight_gradient=self.weight_gradient.times(1 / num_parts),
-            input_bytes=self.input_bytes // num_parts,
-            output_bytes=self.output_bytes // num_parts,
-            beside=self.beside.times(1 / num_parts),
-            sums_bytes=tuple(size // num_parts for size in self.sums_bytes),
-            attention=self.attention and self.attention.part(num_parts),
-            products=tuple(each._replace(rows=-(-each.rows // num_parts)) for each in self.products),
-            again=self.again and self.again.times(1 / num_parts),
-            kept_bytes=self.kept_bytes // num_parts,
-        )
-
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Parted):
     """The experts of a mixture layer: each token goes to some of them, wherever they are. Loads count as even.
 
     Attributes:
@@ -250,14 +241,3 @@ class Experts:
         there, whole = self.num_experts / num_nodes, self.num_experts * reached / num_nodes
         none = math.prod(max(0.0, whole - there - drawn) / (whole - drawn) for drawn in range(self.top_k))
         return reached * (1 - none)
-
-    def part(self, num_parts: int) -> Experts:
-        """Return the same for one of `num_parts` equal parts of the micro-batch."""
-        return replace(
-            self,
-            row_bytes=self.row_bytes // num_parts,
-            products=tuple(each._replace(rows=-(-each.rows // num_parts)) for each in self.products),
-            forward=self.forward.times(1 / num_parts),
-            input_gradient=self.input_gradient.times(1 / num_parts),
-            weight_gradient=self.weight_gradient.times(1 / num_parts),
-        )

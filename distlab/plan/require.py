@@ -41,22 +41,12 @@ def require_positive(owner: str, **values: float) -> None:
         require(value > 0 and not math.isnan(value), f"{owner}: {name} is {value!r}; pass a number greater than zero")
 
 
-def require_count(owner: str, **values: int) -> None:
-    """Refuse a field that is not a whole number of at least 1."""
+def require_count(owner: str = "", /, **values: int) -> None:
+    """Refuse a field, or an argument where there is no owner, that is not a whole number of at least 1."""
     for name, value in values.items():
         if type(value) is int and 1 <= value <= MOST:
             continue  # the usual case: the texts cost more than the check
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        require(whole and value >= 1, f"{owner}: {name} is {value!r}; pass a whole number of at least 1")
-        require(value <= MOST, f"{owner}: {name} has {len(str(value))} digits; pass at most {MOST:,}")
-
-
-def require_counts(**counts: int) -> None:
-    """Refuse a number of ranks, stages or micro-batches that is not a whole number of at least 1.
-
-    Raises:
-        ValueError: which one, and what it is.
-    """
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-            raise ValueError(f"{name} is {count!r}; pass a whole number of at least 1")
+        what = f"{owner}: {name}" if owner else name
+        whole = isinstance(value, int if owner else int | np.integer) and not isinstance(value, bool)
+        require(whole and value >= 1, f"{what} is {value!r}; pass a whole number of at least 1")
+        require(value <= MOST, f"{what} has {len(str(value))} digits; pass at most {MOST:,}")

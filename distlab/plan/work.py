@@ -10,10 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.regions import Attention, Experts, Region, Work
+from distlab.plan.regions import Experts, Region, Work
 from distlab.plan.require import require, require_count
-
-__all__ = ["COLUMNS", "PARAMETER_AXES", "Attention", "Experts", "Layer", "Region", "Work", "Workload"]
 
 PARAMETER_AXES = ("", "tensor", "expert")
 COLUMNS = (
@@ -95,19 +93,14 @@ class Layer:
     frozen_bytes: int = 0
 
     def __post_init__(self) -> None:
-        parts = {
-            "tensor_activation_bytes and logits_bytes": (
-                self.tensor_activation_bytes + self.logits_bytes,
-                self.activation_bytes,
-            ),
-            "score_bytes": (self.score_bytes, self.activation_bytes),
-            "tensor_parameters": (self.tensor_parameters, self.num_parameters),
-        }
-        for name, (part, whole) in parts.items():
-            require(
-                0 <= part <= whole,
-                f"Layer {self.name!r}: {name} are {part} of {whole}; pass a part, from 0 to all of it",
-            )
+        kept, divided = self.activation_bytes, self.tensor_activation_bytes + self.logits_bytes
+        for name, part, whole in (
+            ("tensor_activation_bytes and logits_bytes", divided, kept),
+            ("score_bytes", self.score_bytes, kept),
+            ("tensor_parameters", self.tensor_parameters, self.num_parameters),
+        ):
+            text = f"Layer {self.name!r}: {name} are {part} of {whole}; pass a part, from 0 to all of it"
+            require(0 <= part <= whole, text)
         if self.parameter_shapes:
             sizes = tuple(math.prod(shape) for shape in self.parameter_shapes)
             if sizes != self.parameter_sizes:  # the text of many parameters costs more than the check

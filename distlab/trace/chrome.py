@@ -97,19 +97,15 @@ def _rows(trace: Trace) -> list[int]:
     starts, ends = trace.start_ns.tolist(), trace.end_ns.tolist()
     for index in order:
         lane = stacks.setdefault((ranks[index], lanes[index]), [])
-        while not _fits(lane[rows[index]] if rows[index] < len(lane) else None, starts[index], ends[index]):
-            rows[index] += 1
+        for stack in lane:  # close the spans that have ended
+            while stack and stack[-1] <= starts[index]:
+                stack.pop()
+        fitting = (row for row, stack in enumerate(lane) if not stack or stack[-1] >= ends[index])
+        rows[index] = next(fitting, len(lane))
         if rows[index] == len(lane):
             lane.append([])
         lane[rows[index]].append(ends[index])
     return rows
-
-
-def _fits(stack: list[int] | None, start_ns: int, end_ns: int) -> bool:
-    """Close the spans that have ended; return whether this span lies inside the open ones. None: a new row."""
-    while stack and stack[-1] <= start_ns:
-        stack.pop()
-    return not stack or stack[-1] >= end_ns
 
 
 def read_chrome(path: str | Path) -> dict[str, Trace]:
@@ -120,12 +116,17 @@ def read_chrome(path: str | Path) -> dict[str, Trace]:
         ValueError: the file is not JSON, or no Chrome trace, or a different program wrote it.
     """
     document, events = load_events(path)
+    other = document.get("otherData") if isinstance(document, dict) else None
+    header = other.get(_KEY) if isinstance(other, dict) else None
+    if header is None:
+        told = "write_chrome's files are read, and torch.profiler's by `profile`"
+        raise ValueError(f"{path}: a different program wrote it; {told}")
+    if not isinstance(header, dict) or header.get("version") != _VERSION:
+        raise ValueError(f"{path}: it was written as {str(header)[:80]}; this program reads version {_VERSION}")
     try:
-        other = document.get("otherData") if isinstance(document, dict) else None
-        header = other.get(_KEY) if isinstance(other, dict) else None
-        return _read_own(header, events)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        return _traces(header["traces"], events)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: it is damaged ({error!r}); write the trace again") from error
 
 
 def load_events(path: str | Path) -> tuple[Any, list[Any]]:
@@ -156,34 +157,20 @@ def load_events(path: str | Path) -> tuple[Any, list[Any]]:
     return document, events
 
 
-def _read_own(header: Any, events: list[Any]) -> dict[str, Trace]:
-    if header is None:
-        raise ValueError(
-            "a different program wrote it; write_chrome's files are read, and torch.profiler's by `profile`"
-        )
-    if not isinstance(header, dict) or header.get("version") != _VERSION:
-        raise ValueError(f"the trace was written as {str(header)[:80]}; this program reads version {_VERSION}")
-    titles = header.get("traces")
-    if not isinstance(titles, list) or not all(isinstance(title, str) for title in titles):
-        raise ValueError(
-            f"expected a list of the traces' names, got {str(titles)[:80]}; write the file again with write_chrome"
-        )
+def _traces(titles: list[str], events: list[Any]) -> dict[str, Trace]:
     spans: dict[str, list[Span]] = {title: [] for title in titles}
     owners: dict[int, tuple[str, int]] = {}
     lanes: dict[tuple[int, int], str] = {}
-    for index, event in enumerate(events):
-        try:
-            args, pid, tid = event["args"], event["pid"], event["tid"]
-            if event["ph"] == "X":
-                title, rank = owners[pid]
-                numbers = [args[field] for field in Span._fields[4:]]
-                if any(type(number) is not int for number in numbers):
-                    raise TypeError(f"times, bytes, stage and micro-batch are {numbers}; expected whole numbers")
-                spans[title].append(Span(rank, lanes[pid, tid], event["name"], event["cat"], *numbers))
-            elif event["name"] == "process_name":
-                owners[pid] = (args["trace"], args["rank"])
-            elif event["name"] == "thread_name":
-                lanes[pid, tid] = args["lane"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"event {index} is damaged ({error!r}); write the trace again") from error
+    for event in events:
+        args, pid, tid = event["args"], event["pid"], event["tid"]
+        if event["ph"] == "X":
+            title, rank = owners[pid]
+            numbers = [args[field] for field in Span._fields[4:]]
+            if any(type(number) is not int for number in numbers):
+                raise TypeError(f"times, bytes, stage and micro-batch are {numbers}; expected whole numbers")
+            spans[title].append(Span(rank, lanes[pid, tid], event["name"], event["cat"], *numbers))
+        elif event["name"] == "process_name":
+            owners[pid] = (args["trace"], args["rank"])
+        elif event["name"] == "thread_name":
+            lanes[pid, tid] = args["lane"]
     return {title: Trace.from_spans(rows) for title, rows in spans.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import monotonic_ns
-from types import TracebackType
 from typing import Any, Protocol, SupportsInt
 
 from distlab.trace.span import Span, Trace
@@ -149,12 +148,8 @@ class _OpenSpan:
     def __enter__(self) -> None:
         self._start_ns = self._writer.clock.now()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end_ns = self._writer.clock.now()
-        name, kind_of_span, lane, num_bytes, stage, microbatch = self._fields
-        writer = self._writer
-        writer._rows.append(
-            (writer.rank, lane, name, kind_of_span, self._start_ns, end_ns, num_bytes, stage, microbatch)
-        )
+        name, kind, lane, num_bytes, stage, microbatch = self._fields
+        row = (self._writer.rank, lane, name, kind, self._start_ns, end_ns, num_bytes, stage, microbatch)
+        self._writer._rows.append(row)

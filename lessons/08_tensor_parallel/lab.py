@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distlab.course.lab import GPTSettings, Lab, flag, main
 from distlab.grading import load_lesson
-from distlab.measure import TrainingRun, time_training, windows_of
+from distlab.measure import RunResult, TrainingRun, time_training
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import Plan, make_schedule
@@ -248,7 +248,7 @@ def time_calibrated(lab: Lab[Settings]) -> None:
         num_windows=4,
         budget_s=15.0,
     )
-    windows = windows_of(training, time_training(training))
+    windows = RunResult(training, [time_training(training)]).windows
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured("tensor parallel, calibrated: step", measured, "s", predicted=expected)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.course.lab import GPTSettings, Lab, flag, main
-from distlab.measure import TrainingRun, measure_messages, time_training, windows_of
+from distlab.measure import RunResult, TrainingRun, measure_messages, time_training
 from distlab.models import GPT, GPTConfig
 from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import (
@@ -248,7 +248,7 @@ def time_calibrated(lab: Lab[Settings]) -> None:
     stages = SCHEDULES[name].stages_per_rank(None)
     plan = Plan(pipeline=n, schedule=name, num_microbatches=m, stages_per_rank=stages)
     training = TrainingRun(settings.model, plan, m * settings.samples, device=device, num_windows=4, budget_s=15.0)
-    windows = windows_of(training, time_training(training))
+    windows = RunResult(training, [time_training(training)]).windows
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured(f"{SCHEDULES[name].title}, calibrated: step", measured, "s", predicted=expected)
 

@@ -16,7 +16,7 @@ from distlab.comm.record.read import Call
 from distlab.course.lab import CommonSettings, Lab, flag, main
 from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.hybrid import Hybrid
-from distlab.measure import RunResult, TrainingRun, time_training, windows_of
+from distlab.measure import RunResult, TrainingRun, time_training
 from distlab.models import GPT, GPTConfig
 from distlab.plan import AXES, Mesh, Plan, Sharding, mesh_of
 from distlab.trace import Trace
@@ -159,11 +159,11 @@ def predict(lab: Lab[Settings], plan: Plan) -> Trace | None:
         num_windows=3,
         budget_s=8.0,
     )
-    report = time_training(training)
-    windows = windows_of(training, report)
+    result = RunResult(training, [time_training(training)])
+    windows = result.windows
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured("calibrated: step", measured, "s", predicted=expected)
-    return RunResult(training, [report]).predicted.trace
+    return result.predicted.trace
 
 
 def train(

@@ -26,7 +26,7 @@ from distlab.expert_parallel import (
     mix_experts,
     reduce_gradients,
 )
-from distlab.measure import RunResult, TrainingRun, time_training, windows_of
+from distlab.measure import RunResult, TrainingRun, time_training
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan
 
@@ -286,12 +286,13 @@ def time_calibrated(lab: Lab[Settings], name: str, plan: Plan) -> None:
         **SHORT,
     )
     report = time_training(training)
-    windows = windows_of(training, report)
+    result = RunResult(training, [report])
+    windows = result.windows
     measured, expected = (median(getattr(window, what) for window in windows) for what in ("measured_s", "predicted_s"))
     lab.report.measured(f"{name}, calibrated: step", measured, "s", predicted=expected)
     if name == "ring":  # the picture shows the timed step of median length
         middle = sorted(report.step_ns, key=lambda step: step[1] - step[0])[len(report.step_ns) // 2]
-        lab.mark_step(*middle, predicted=RunResult(training, [report]).predicted.trace, title="ring attention")
+        lab.mark_step(*middle, predicted=result.predicted.trace, title="ring attention")
 
 
 if __name__ == "__main__":

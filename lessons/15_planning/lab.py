@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from distlab.course.lab import CommonSettings, Lab, flag, main
-from distlab.measure import RunResult, TrainingRun, time_training, windows_of
+from distlab.measure import RunResult, TrainingRun, time_training
 from distlab.models import GPTConfig
 from distlab.plan import Cluster, Plan
 
@@ -96,12 +96,12 @@ def time_plan(lab: Lab[Settings], degrees: Degrees) -> Timed:
         num_windows=2,
         budget_s=settings.seconds,
     )
-    report = time_training(training)
-    windows = windows_of(training, report)
+    result = RunResult(training, [time_training(training)])
+    windows = result.windows
     measured, predicted = (
         lab.slowest(median(getattr(window, what) for window in windows)) for what in ("measured_s", "predicted_s")
     )
-    step = RunResult(training, [report]).predicted
+    step = result.predicted
     tokens = settings.context * settings.batch // (degrees[0] * MICROBATCHES)
     sizes = step.workload.num_parameters, settings.layers, settings.hidden, tokens
     parts = lab.function("15.step")(*sizes, plan, step.cluster)

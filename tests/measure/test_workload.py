@@ -13,45 +13,40 @@ from distlab.plan import Plan, Sharding
 from simulator import memory_of
 
 SIZES = GPTConfig(context=16, num_layers=3, num_heads=2, hidden_size=32)
+B, S, H = 2, SIZES.context, SIZES.hidden_size
 
 
-def gpt_step(samples=2):
-    model = GPT(SIZES, torch.Generator().manual_seed(0))
-    tokens = torch.randint(SIZES.vocab_size, (samples, SIZES.context))
-    return model, lambda: model.loss(model(tokens), tokens)
+def gpt_step(device="cpu"):
+    with torch.device(device):
+        model = GPT(SIZES, torch.Generator().manual_seed(0))
+        tokens = torch.zeros(B, S, dtype=torch.long)
+    return model, lambda: model.loss(model(tokens), tokens), torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def test_flops_of_a_gpt_layer_are_the_textbook_formula():
-    workload = workload_from_module(*gpt_step())
+def test_a_gpt_is_counted_by_the_textbook_formula_with_weights_or_without_and_each_parameter_once():
+    model, loss, optimizer = gpt_step()
+    workload = workload_from_module(model, loss, optimizer=optimizer)
     block = next(layer for layer in workload.layers if layer.name == "blocks.1")
-    batch, seq, hidden = 2, SIZES.context, SIZES.hidden_size
-    # 24 B s h^2 + 4 B s^2 h: arXiv 2104.04473, appendix
-    linear, scores = 24 * batch * seq * hidden**2, batch * seq**2 * hidden
+    linear, scores = 24 * B * S * H**2, B * S**2 * H  # 24 B s h^2 + 4 B s^2 h: arXiv 2104.04473, appendix
     assert block.forward.matmul_flops == linear + 4 * scores
     assert block.weight_gradient.matmul_flops == linear
     assert block.input_gradient.matmul_flops == linear + 10 * scores  # fused attention recomputes one product
-
-
-def test_every_trained_parameter_counts_once_in_registration_order():
-    model, loss = gpt_step()
-    workload = workload_from_module(model, loss)
-    sizes = [size for layer in workload.layers for size in layer.parameter_sizes]
-    assert sizes == [p.numel() for p in model.parameters()]
+    assert [size for layer in workload.layers for size in layer.parameter_sizes] == [
+        p.numel() for p in model.parameters()
+    ]
+    bare, bare_loss, bare_optimizer = gpt_step("meta")
+    assert workload_from_module(bare, bare_loss, optimizer=bare_optimizer) == workload
     model.position_embedding.weight.requires_grad_(False)
     frozen = workload_from_module(model, loss)
     assert frozen.num_parameters == model.num_parameters - model.position_embedding.weight.numel()
 
 
-def test_output_and_activation_bytes():
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    x = torch.randn(5, 8)
+def test_bytes_of_layers_and_parameters_of_the_model_itself():
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(5, 8)
     workload = workload_from_module(model, lambda: model(x).sum())
     assert [layer.output_bytes for layer in workload.layers] == [5 * 16 * 4, 5 * 16 * 4, 5 * 4 * 4, 0]
     # kept: the input for layer 0; ReLU's result, which layer 2 keeps too, once
     assert [layer.activation_bytes for layer in workload.layers[:3]] == [5 * 8 * 4, 5 * 16 * 4, 0]
-
-
-def test_parameters_of_the_model_itself_are_a_layer():
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(3))
     workload = workload_from_module(model, lambda: (torch.ones(3) * model.weight).sum())
@@ -60,8 +55,7 @@ def test_parameters_of_the_model_itself_are_a_layer():
 
 
 def test_counting_leaves_no_trace_and_a_loss_that_is_no_scalar_is_refused():
-    model, loss = gpt_step()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, loss, optimizer = gpt_step()
     loss().backward()
     optimizer.step()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
@@ -72,19 +66,6 @@ def test_counting_leaves_no_trace_and_a_loss_that_is_no_scalar_is_refused():
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert workload.optimizer_bytes_per_parameter == 8  # two moments in fp32
     assert workload.optimizer.num_kernels > 0
-
-
-def test_a_module_without_weights_counts_as_one_with_weights():
-    """On the meta device nothing is computed, and the same is counted: fused attention too."""
-
-    def counted(device):
-        with torch.device(device):
-            model = GPT(SIZES, torch.Generator().manual_seed(0))
-            tokens = torch.zeros(2, SIZES.context, dtype=torch.long)
-        optimizer = torch.optim.AdamW(model.parameters())
-        return workload_from_module(model, lambda: model.loss(model(tokens), tokens), optimizer=optimizer)
-
-    assert counted("meta") == counted("cpu")
 
 
 class Mixes(nn.Module):
@@ -123,6 +104,5 @@ def test_frozen_parameters_take_memory_on_every_rank():
     model[0].requires_grad_(False)
     workload = workload_from_module(model, lambda: model(torch.empty(4, 64, device="meta")).sum())
     assert [layer.frozen_bytes for layer in workload.layers] == [64 * 64 * 4, 0, 0]
-    for plan in (Plan(), Plan(4, sharding=Sharding(1)), Plan(4, sharding=Sharding(3))):
-        share = 4 if plan.sharding.stage == 3 else 1
+    for plan, share in ((Plan(), 1), (Plan(4, sharding=Sharding(1)), 1), (Plan(4, sharding=Sharding(3)), 4)):
         assert memory_of(workload, plan).of("parameters") == 64 * 64 * 4 * (1 + 1 / share)

@@ -64,21 +64,22 @@ def test_what_is_missing_is_named(folder, tmp_path):
         load_folder(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"there is no trace at .*rank7"):
         load_trace(rank_file(folder, 7))
-    save_clocks([0, 0, 0, 0], folder)
-    with pytest.raises(FileNotFoundError, match="has no trace of rank 2, 3, of 4 ranks"):
-        load_folder(folder)
-    save_clocks([0], folder)
-    with pytest.raises(ValueError, match=r"traces of ranks \[0, 1\], but clocks.json has 1 clocks; empty the folder"):
-        load_folder(folder)
+    for clocks, kind, words in (
+        ([0, 0, 0, 0], FileNotFoundError, "has no trace of rank 2, 3, of 4 ranks"),
+        ([0], ValueError, r"traces of ranks \[0, 1\], but clocks.json has 1 clocks; empty the folder"),
+    ):
+        save_clocks(clocks, folder)
+        with pytest.raises(kind, match=words):
+            load_folder(folder)
     (folder / "clocks.json").unlink()
     with pytest.raises(FileNotFoundError, match="clocks.json; save the ranks' clock offsets with save_clocks"):
         load_folder(folder)
 
 
 def test_what_is_not_a_ranks_is_refused(folder):
-    for text in ("", "{}", "[]", "[0, 1000000000000000000000]", "[1.5, 2]", "[true, 1]"):
+    for text in ("", "{}", "[1.5, 2]", "[true, 1]"):
         (folder / "clocks.json").write_text(text)
-        with pytest.raises(ValueError, match=r"clocks.json (is not JSON|holds)"):
+        with pytest.raises(ValueError, match=r"clocks.json holds no list of whole nanoseconds"):
             load_folder(folder)
     save_clocks([0, 0], folder)
     save_trace(trace_of(0, 10), rank_file(folder, 1))
@@ -96,18 +97,3 @@ def test_every_truncation_is_noticed(folder):
         path.write_bytes(content[:size])
         with pytest.raises(ValueError, match="rank0.trace.json.gz is not JSON, or is cut off"):
             load_trace(path)
-
-
-def test_flipped_bits_never_give_another_trace(folder):
-    path = rank_file(folder, 0)
-    content, good = path.read_bytes(), load_trace(path)
-    random = np.random.default_rng(0)
-    for place, bit in zip(random.integers(0, len(content), 200), random.integers(0, 8, 200), strict=True):
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << int(bit)
-        path.write_bytes(damaged)
-        try:
-            loaded = load_trace(path)
-        except ValueError:
-            continue
-        assert loaded == good  # the bit carried nothing, such as a date in the archive

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from _rows import Row, median_interval
+from _rows import single
 
 from distlab.comm import Ranks
 from distlab.measure import calibrate
@@ -25,13 +25,13 @@ def findings(job: Job) -> Iterator[Finding]:
     result = calibrate(job.num_ranks, device=job.device, seconds=2.0 if job.small else SECONDS)
     result.save(job.folder / "preset.json")
     device = result.cluster.device
-    yield _rate("preset: matrix products", device.matmul_flops_per_s / 1e12, "TFLOP/s")
-    yield _rate("preset: other kernels", device.memory_bytes_per_s / 1e9, "GB/s")
+    yield single("preset: matrix products", [device.matmul_flops_per_s / 1e12], "TFLOP/s")
+    yield single("preset: other kernels", [device.memory_bytes_per_s / 1e9], "GB/s")
     for rates in result.rates:
         slower = min(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s) / 1e9
-        yield _rate("preset: copies between device and pinned host memory, the slower way", slower, "GB/s")
+        yield single("preset: copies between device and pinned host memory, the slower way", [slower], "GB/s")
         claim = f"preset: what the host spends on one operator of a training step in {rates.precision}"
-        yield _rate(claim, 1e6 * rates.operator_host_s, "us")
+        yield single(claim, [1e6 * rates.operator_host_s], "us")
     yield Note(f"preset.json holds the preset; `distlab simulate --cluster FILE` takes it ({result.machine})")
     if job.num_ranks == 1:
         yield Note("one GPU: nothing travels, so that nccl was not timed")
@@ -41,7 +41,7 @@ def findings(job: Job) -> Iterator[Finding]:
             times = np.array(ranks.run(partial(time_all_reduce, job, size))).max(axis=0)
             sent = 2 * (job.num_ranks - 1) / job.num_ranks * size / times / 1e9
             claim = f"all-reduce of {size >> 10} KiB over {job.where}: bytes through each rank's link, one way"
-            yield Row(claim, float(np.median(sent)), None, None, median_interval(sent.tolist()), "GB/s", "-", None)
+            yield single(claim, sent.tolist(), "GB/s")
 
 
 def time_all_reduce(job: Job, size: int) -> list[float]:
@@ -50,7 +50,3 @@ def time_all_reduce(job: Job, size: int) -> list[float]:
     tensor = torch.zeros(size // 4, device=device)
     seconds_of(lambda: dist.all_reduce(tensor), 3, device)
     return [seconds_of(lambda: dist.all_reduce(tensor), 5, device) for _ in range(BLOCKS)]
-
-
-def _rate(claim: str, value: float, unit: str) -> Row:
-    return Row(claim, value, None, None, (value, value), unit, "-", None)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from _rows import Row
+from _rows import absolute, single
 
 from gpu.job import Finding, Job, Picture
 
@@ -40,17 +39,10 @@ def _tour(job: Job) -> Iterator[Finding]:
     found = json.loads(said)
     where = f"{found['ranks']} ranks on {job.device}"
     apart = float(found["max_difference"])
-    yield Row(
-        f"tour: weights of {where} after 10 updates against one process (largest difference)",
-        *(apart, None, None, (apart, apart), "absolute", "<= 1e-05, all ranks equal"),
-        bool(found["equal"]),
-    )
-    step: Mapping[str, Any] = found["step"]
-    error = float(step["median_error"])
-    yield Row(
-        f"tour: step of the small GPT on {where}, predicted against measured (median error)",
-        *(error, None, None, (error, error), "relative", "-", None),
-    )
+    claim = f"tour: weights of {where} after 10 updates against one process (largest difference)"
+    yield single(claim, [apart], "absolute", bar="<= 1e-05, all ranks equal", holds=bool(found["equal"]))
+    claim = f"tour: step of the small GPT on {where}, predicted against measured (median error)"
+    yield single(claim, [float(found["step"]["median_error"])], "relative")
     if (folder / "timeline.png").is_file():
         yield Picture("tour/timeline.png", f"One step of the tour on {where}: measured above, predicted below")
 
@@ -62,9 +54,5 @@ def _lab(job: Job, number: str) -> Iterator[Finding]:
     if line is None:
         raise RuntimeError(f"distlab lab {number} ended with status {status}: {last}")
     passed = bool(json.loads(line)["passed"]) and status == 0
-    wrong = 0.0 if passed else 1.0
-    yield Row(
-        f"lab {number} on {_ranks(job)} ranks ({job.device}): runs with wrong facts",
-        *(wrong, None, None, (wrong, wrong), "runs", "<= 0 runs", passed),
-        note="" if passed else last,
-    )
+    claim = f"lab {number} on {_ranks(job)} ranks ({job.device}): runs with wrong facts"
+    yield absolute(claim, [float(not passed)], bar=0, unit="runs", note="" if passed else last)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import chain, zip_longest
 from typing import Any
 
-from _rows import Row
+from _rows import absolute
 
 from gpu.job import Finding, Job, Note
 
@@ -71,7 +71,6 @@ def _summary(technique: str, found: list[Any], where: str) -> Iterator[Finding]:
     wrong = float(sum(one.verdict != "equal" for one in ran))
     claim = f"{technique} on {where}: programs that do not compute what one process computes"
     if ran:
-        note = f"{len(ran)} programs"
-        yield Row(claim, wrong, None, None, (wrong, wrong), "programs", "<= 0 programs", wrong == 0, note)
+        yield absolute(claim, [wrong], bar=0, unit="programs", note=f"{len(ran)} programs")
     for words, count in Counter(one.words for one in found if one.verdict == "not available").items():
         yield Note(f"{technique} on {where}: {count} programs are not available here: {words}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from _rows import Row, compare, median_interval, without_bar
+from _rows import compare, single, without_bar
 
 from gpu.job import Finding, Job, Note
 from gpu.models import Batch, filling_batch, flops_of, size_of, training_step
@@ -32,10 +32,10 @@ def findings(job: Job) -> Iterator[Finding]:
         yield Note(no_sheet(job))
     for name in times:
         rates = batch.num_tokens / np.array(times[name])
-        yield _row(f"{what}, {name}: tokens per second on one device", rates, "tokens/s")
+        yield single(f"{what}, {name}: tokens per second on one device", rates.tolist(), "tokens/s")
         if sheet is not None:
             shares = flops_of(batch) / np.array(times[name]) / sheet.matmul_flops_per_s
-            yield _row(f"{what}, {name}: share of the data sheet's matrix rate (MFU)", shares, "of the peak")
+            yield single(f"{what}, {name}: share of the data sheet's matrix rate (MFU)", shares.tolist(), "of the peak")
     if "compiled" in times:
         yield without_bar(compare(f"{what}, every block compiled against plain", times["compiled"], times["plain"]))
 
@@ -55,7 +55,3 @@ def compiles(batch: Batch) -> str:
     except Exception as error:  # a missing compiler, Triton or Python header: many types, no common one
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return ""
-
-
-def _row(claim: str, values: np.ndarray, unit: str) -> Row:
-    return Row(claim, float(np.median(values)), None, None, median_interval(values.tolist()), unit, "-", None)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _rows import Row, compare, without_bar
+from _rows import Row, compare, single, without_bar
 from torch import nn
 
 from distlab.large_batch import LAMB, Trust
@@ -87,7 +87,7 @@ def _difference(programs: list[tuple[list[nn.Parameter], Step]]) -> Row:
     peer, ours = (parameters for parameters, _ in programs)
     apart = max(float((one - other).detach().abs().max()) for one, other in zip(peer, ours, strict=True))
     claim = "LAMB and the foreach LAMB after 3 updates (largest difference of a weight)"
-    return Row(claim, apart, None, None, (apart, apart), "absolute", f"<= {SAME:g}", apart <= SAME)
+    return single(claim, [apart], "absolute", bar=f"<= {SAME:g}", holds=apart <= SAME)
 
 
 def _against_pytorch_optimizer(job: Job) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from _rows import Row
+from _rows import Row, absolute
 
 from distlab.blocks.models import GPTConfig
 from distlab.comm import Ranks
@@ -91,7 +91,7 @@ def _where(job: Job, num_ranks: int) -> str:
 def _row(job: Job, words: str, num_ranks: int, alone: Sequence[float], found: Sequence[float], *, bar: float) -> Row:
     apart = max(abs(one - other) for one, other in zip(alone, found, strict=True))
     claim = f"{words} {_where(job, num_ranks)}: losses of {len(alone)} updates against one process (largest difference)"
-    return Row(claim, apart, None, None, (apart, apart), "nats", f"<= {bar:g} nats", apart <= bar)
+    return absolute(claim, [apart], bar=bar, unit="nats")
 
 
 def _refused(job: Job, words: str, num_ranks: int, error: Exception) -> Finding:
@@ -100,4 +100,4 @@ def _refused(job: Job, words: str, num_ranks: int, error: Exception) -> Finding:
     if NOT_AVAILABLE.search(said):
         return Note(f"{words} {_where(job, num_ranks)} is not available: {said}")
     claim = f"{words} {_where(job, num_ranks)}: runs that failed"
-    return Row(claim, 1.0, None, None, (1.0, 1.0), "runs", "<= 0 runs", False, f"{type(error).__name__}: {said}")
+    return absolute(claim, [1.0], bar=0, unit="runs", note=f"{type(error).__name__}: {said}")

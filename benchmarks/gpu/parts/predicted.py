@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from _rows import Row, median_interval, without_bar
+from _rows import Row, median_interval, single, without_bar
 
 from distlab.blocks.models import GPTConfig
 from distlab.measure import Rates, device_for, measure_rates, operators_of, workload_from_module
@@ -45,13 +45,12 @@ def findings(job: Job) -> Iterator[Finding]:
         row, error = judge(case, job, device, rates)
         errors.append(error)
         yield row
-    middle = median(map(abs, errors))
-    interval = median_interval([abs(error) for error in errors])
-    row = Row(
+    claim, sizes = (
         f"{len(errors)} steps on one device, predicted against measured (median error)",
-        *(middle, None, None, interval, "relative", f"<= {BAR}", middle <= BAR),
-        note=f"from {min(errors):+.1%} to {max(errors):+.1%}",
+        list(map(abs, errors)),
     )
+    note, holds = f"from {min(errors):+.1%} to {max(errors):+.1%}", median(sizes) <= BAR
+    row = single(claim, sizes, "relative", bar=f"<= {BAR}", holds=holds, note=note)
     yield without_bar(row) if job.small else row
 
 

@@ -30,8 +30,7 @@ def findings(job: Job) -> Iterator[Finding]:
 def measure(job: Job) -> tuple[Turns, str]:
     """Run on each rank: time both programs; return also which model and batch."""
     batch = filling_batch(job)
-    units = [f"blocks.{index}" for index in range(batch.config.num_layers)]
     model = "a large GPT"
-    small_models.MODELS[model] = lambda device: (batch.model(), units, batch.inputs, batch.targets, GPT.loss)
+    small_models.MODELS[model] = lambda device: (batch.model(), batch.inputs, batch.targets, GPT.loss)
     makes = [partial(small_models.step_of, program, model, batch.inputs.device) for program in PROGRAMS]
     return take_turns(makes, job), size_of(batch)

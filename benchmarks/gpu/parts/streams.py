@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from _rows import Row
+from _rows import Row, single
 
 from distlab.comm import Ranks
 from gpu.job import Finding, Job, Note
@@ -33,4 +33,4 @@ def _row(claim: str, counts: dict[str, int], num_waits: Any, program: Any) -> Ro
     seen = ", ".join(f"{number} x {call}" for call, number in counts.items() if number)
     bar = "-" if allowed is None else f"<= {allowed} waits"
     holds = None if allowed is None else total <= allowed
-    return Row(claim, total, None, None, (total, total), "waits", bar, holds, f"{program.why}; {seen or 'none seen'}")
+    return single(claim, [total], "waits", bar=bar, holds=holds, note=f"{program.why}; {seen or 'none seen'}")

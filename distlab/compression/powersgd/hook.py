@@ -14,7 +14,6 @@ finite stopped before they reach any memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +28,7 @@ from distlab.compression.feedback import check_real
 from distlab.compression.powersgd.exchange import ErrorMemory, LowRankExchange, WholeExchange
 from distlab.compression.powersgd.factors import first_right
 from distlab.compression.powersgd.layout import FactorLayout
-from distlab.plan.compression import check_rank
+from distlab.plan.compression import checked
 from distlab.rng import generator
 
 
@@ -72,14 +71,12 @@ class PowerSGD:
         start_step: int = 0,
         seed: int = 0,
     ) -> None:
-        self.rank = check_rank(rank)
+        self.rank = checked("rank", rank)
         if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
             raise ValueError(f"start_step is {start_step!r}; pass the first step to compress, a whole number from 0")
-        if not 0 < min_saving < math.inf:
-            raise ValueError(f"min_saving is {min_saving!r}; pass a number above 0, such as 2.0")
         self.error_feedback = error_feedback
         self.warm_start = warm_start
-        self.min_saving = min_saving
+        self.min_saving = checked("min_saving", min_saving)
         self.start_step = start_step
         self.seed = seed
         self._memories: dict[int, ErrorMemory] = {}

@@ -30,7 +30,7 @@ from distlab.course.grading import NotYet
 from distlab.course.lab.report import LabReport, read_reference
 from distlab.course.lab.settings import CommonSettings, parse, what_is_run
 from distlab.measure import this_machine
-from distlab.measure.machine.others import OtherProcesses
+from distlab.measure.machine.ranks import OtherProcesses
 from distlab.trace import Trace, load_folder, rank_file, write_chrome
 from simulator.units import counted
 

@@ -100,7 +100,7 @@ class LabReport:
 
     def others_took(self, cores: float) -> None:
         """Add a line that says that the machine was busy, where other processes took that many cores from the ranks."""
-        from distlab.measure.machine.others import MAX_TAKEN_CORES, busy_sentence
+        from distlab.measure.machine.ranks import MAX_TAKEN_CORES, busy_sentence
 
         if cores > MAX_TAKEN_CORES:
             self.note(f"{busy_sentence(cores)} Close other programs and run again: times here say little.")

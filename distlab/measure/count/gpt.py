@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from distlab.plan import Attention, Experts, Layer, Plan, Region, Work, Workload
 
 SPLIT_BY_FEATURES = ("query_key_value.weight", "query_key_value.bias", "widen.weight", "widen.bias", "output.weight")
 NUMBER_BYTES = 4  # of a float32
+WORKS = ("forward", "input_gradient", "weight_gradient")
 
 
 def make_gpt(config: GPTConfig, seed: int, *, num_experts: int = 0, top_k: int = 2) -> GPT:
@@ -65,11 +67,14 @@ def count_gpt(
         return model.loss(model(tokens), tokens)
 
     whole, parts = count_layers(model, loss, optimizer=optimizer, samples=samples, name="small GPT", inner=True)
-    sizes, layers = _Sizes(samples, config), []
+    inner, layers = _attention(samples, config), []
     for layer in whole.layers:  # a tied parameter belongs to the first layer that has it
         named = (name for name, _ in model.named_parameters() if name.startswith(f"{layer.name}."))
-        declared = _declared(layer, sizes, parts, tuple(map(_axis_of, named)))
-        layers.append(_with_experts(declared, sizes, parts, num_experts, top_k))
+        axes = tuple(map(_axis_of, named))
+        divided = sum(size for size, axis in zip(layer.parameter_sizes, axes, strict=True) if axis == "tensor")
+        layer = replace(layer, splits_positions=True, parameter_axes=axes, tensor_parameters=divided)
+        declared = replace(layer, **_calls_of(layer, parts, inner, config.hidden_size, samples))
+        layers.append(_with_experts(declared, parts, inner, num_experts, top_k))
     return replace(whole, layers=tuple(layers))
 
 
@@ -105,27 +110,20 @@ def without_accumulation(workload: Workload) -> Workload:
     return replace(workload, layers=tuple(taken(layer) for layer in workload.layers))
 
 
-class _Sizes:
-    """Bytes of what a micro-batch has at each position."""
-
-    def __init__(self, samples: int, config: GPTConfig) -> None:
-        self.config, self.num_positions = config, samples * config.context
-        self.row_bytes = self.num_positions * config.hidden_size * NUMBER_BYTES  # [B, S, H]
-
-    def attention(self) -> Attention:
-        """Describe the inner attention of a block, in the work that `workload_from_module` counts for it."""
-        config = self.config
-        product = 2.0 * self.num_positions * config.context * config.hidden_size  # [S, d] x [d, S] for all heads
-        return Attention(
-            num_heads=config.num_heads,
-            num_key_value_heads=config.num_heads,
-            num_positions=config.context,
-            query_bytes=self.row_bytes,
-            key_value_bytes=2 * self.row_bytes,
-            key_value_gradient_bytes=2 * self.row_bytes,
-            forward=Work(2 * product, 0.0, FORWARD_KERNELS),
-            backward=Work(5 * product, 0.0, BACKWARD_KERNELS),
-        )
+def _attention(samples: int, config: GPTConfig) -> Attention:
+    """Describe the inner attention of a block, in the work that `workload_from_module` counts for it."""
+    row_bytes = samples * config.context * config.hidden_size * NUMBER_BYTES  # [B, S, H]
+    product = 2.0 * samples * config.context**2 * config.hidden_size  # [S, d] x [d, S] for all heads
+    return Attention(
+        num_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        num_positions=config.context,
+        query_bytes=row_bytes,
+        key_value_bytes=2 * row_bytes,
+        key_value_gradient_bytes=2 * row_bytes,
+        forward=Work(2 * product, 0.0, FORWARD_KERNELS),
+        backward=Work(5 * product, 0.0, BACKWARD_KERNELS),
+    )
 
 
 def _axis_of(name: str) -> str:
@@ -134,75 +132,62 @@ def _axis_of(name: str) -> str:
     return "tensor" if name == "token_embedding.weight" or name.endswith(SPLIT_BY_FEATURES) else ""
 
 
-def _declared(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], axes: tuple[str, ...]) -> Layer:
-    """Add to a counted layer the parts that tensor ranks divide, and the calls that this needs."""
-    divided = sum(size for size, axis in zip(layer.parameter_sizes, axes, strict=True) if axis == "tensor")
-    layer = replace(layer, splits_positions=True, parameter_axes=axes, tensor_parameters=divided)
-    features = sizes.config.hidden_size
+def _calls_of(layer: Layer, parts: dict[str, Layer], inner: Attention, features: int, samples: int) -> dict[str, Any]:
+    """Return the parts of a counted layer that tensor ranks divide, and the calls of sequence parallelism."""
+    row_bytes, norm = inner.query_bytes, ("all_reduce", 2 * features)
     if layer.name.startswith("blocks."):
-        regions = [_region(layer.name, "attention", sizes, parts)]
-        if f"{layer.name}.feed_forward.widen" in parts:
-            regions.append(_region(layer.name, "feed_forward", sizes, parts))
-        norms = (("all_reduce", 2 * features),) * 2
-        return replace(layer, regions=tuple(regions), sequence_calls=norms)
+        names = ("attention", "feed_forward") if f"{layer.name}.feed_forward.widen" in parts else ("attention",)
+        return {
+            "regions": tuple(_region(layer.name, name, parts, inner) for name in names),
+            "sequence_calls": (norm, norm),
+        }
     if layer.name == "token_embedding":  # every rank looks all tokens up, and has zeros for those of others
-        return replace(layer, regions=(Region("embedding", output_bytes=sizes.row_bytes),))
+        return {"regions": (Region("embedding", output_bytes=row_bytes),)}
     if layer.name == "position_embedding":
-        return replace(layer, sequence_calls=(("all_gather", sizes.config.context * features),))
+        return {"sequence_calls": (("all_gather", inner.num_positions * features),)}
     if layer.name == "norm":
-        return replace(layer, sequence_calls=(("all_reduce", 2 * features),))
+        return {"sequence_calls": (norm,)}
+    works = _works(layer)
     if layer.name == "output":
-        whole = Region("scores", layer.forward, layer.input_gradient, layer.weight_gradient, sizes.row_bytes)
-        return replace(layer, regions=(replace(whole, beside=layer.weight_gradient),))
+        return {"regions": (Region("scores", **works, input_bytes=row_bytes, beside=layer.weight_gradient),)}
     if layer.name == HEAD:
-        one = sizes.num_positions * NUMBER_BYTES
-        loss = Region("loss", layer.forward, layer.input_gradient, layer.weight_gradient, sums_bytes=(one, 2 * one))
-        return replace(layer, regions=(loss,))
-    return layer
+        one = samples * inner.num_positions * NUMBER_BYTES
+        return {"regions": (Region("loss", **works, sums_bytes=(one, 2 * one)),)}
+    return {}
 
 
-def _region(block: str, name: str, sizes: _Sizes, parts: dict[str, Layer]) -> Region:
-    inner = parts[f"{block}.{name}"]
+def _works(layer: Layer) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in WORKS}
+
+
+def _region(block: str, name: str, parts: dict[str, Layer], inner: Attention) -> Region:
     first = "query_key_value" if name == "attention" else "widen"
     return Region(
         name,
-        forward=inner.forward,
-        input_gradient=inner.input_gradient,
-        weight_gradient=inner.weight_gradient,
-        input_bytes=sizes.row_bytes,
-        output_bytes=sizes.row_bytes,
+        **_works(parts[f"{block}.{name}"]),
+        input_bytes=inner.query_bytes,
+        output_bytes=inner.query_bytes,
         beside=parts[f"{block}.{name}.{first}"].weight_gradient,
-        attention=sizes.attention() if name == "attention" else None,
+        attention=inner if name == "attention" else None,
     )
 
 
-def _with_experts(layer: Layer, sizes: _Sizes, parts: dict[str, Layer], num_experts: int, top_k: int) -> Layer:
+def _with_experts(layer: Layer, parts: dict[str, Layer], inner: Attention, num_experts: int, top_k: int) -> Layer:
     """Add a block's experts, where it has any."""
     own = [parts.get(f"{layer.name}.feed_forward.experts.{number}") for number in range(num_experts)]
     found = [part for part in own if part is not None]
     if not found:
         return layer
-    forward, inputs, weights = (
-        sum((getattr(part, name) for part in found), Work())
-        for name in ("forward", "input_gradient", "weight_gradient")
-    )
-    kernels = min(work.num_kernels for work in (forward, inputs, weights)) // num_experts
-    experts = Experts(num_experts, top_k, top_k * sizes.row_bytes, forward, inputs, weights, kernels)
+    works: dict[str, Any] = {name: sum((getattr(part, name) for part in found), Work()) for name in WORKS}
+    kernels = min(work.num_kernels for work in works.values()) // num_experts
+    experts = Experts(num_experts, top_k, top_k * inner.query_bytes, **works, kernels_each=kernels)
     return replace(layer, experts=experts)
 
 
 def _joined(layer: Layer, behind: Layer) -> Layer:
     """Return two layers that follow one another as one."""
-    names = ["parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters", "activation_bytes"]
-    names += (
-        "forward",
-        "input_gradient",
-        "weight_gradient",
-        "frozen_bytes",
-        "logits_bytes",
-        "regions",
-        "sequence_calls",
-    )
+    names = ["parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters", "activation_bytes", *WORKS]
+    names += ["frozen_bytes", "logits_bytes", "regions", "sequence_calls"]
     added = {name: getattr(layer, name) + getattr(behind, name) for name in names}
     return replace(
         layer,
@@ -252,11 +237,10 @@ def with_expert_loads(workload: Workload, loads: Sequence[float], plan: Plan, *,
 def _busier(layer: Layer, factor: float) -> Layer:
     experts = layer.experts
     assert experts is not None, "asked for layers with experts alone"
-    names = ("forward", "input_gradient", "weight_gradient")
-    busier = {name: getattr(experts, name).times(factor) for name in names}
-    rest = {name: getattr(layer, name).without(getattr(experts, name)) for name in names}
+    busier = {name: getattr(experts, name).times(factor) for name in WORKS}
+    rest = {name: getattr(layer, name).without(getattr(experts, name)) for name in WORKS}
     return replace(
         layer,
         experts=replace(experts, **busier, row_bytes=round(factor * experts.row_bytes)),
-        **{name: rest[name] + busier[name] for name in names},
+        **{name: rest[name] + busier[name] for name in WORKS},
     )

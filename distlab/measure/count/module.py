@@ -9,7 +9,7 @@ other: so 70 billion parameters are counted on a laptop.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -117,7 +117,7 @@ def count_layers(
                 optimizer.step()
     finally:
         module.load_state_dict(state)
-        kept = [t for entry in optimizer.state.values() for t in _tensors(entry) if t.dim() > 0] if optimizer else []
+        kept = [t for entry in optimizer.state.values() for t in tensors_in(entry) if t.dim() > 0] if optimizer else []
         state_bytes = sum(t.numel() * t.element_size() for t in kept)
         if optimizer is not None and optimizer_state is not None:
             optimizer.load_state_dict(optimizer_state)
@@ -138,21 +138,17 @@ def count_layers(
 
 def _layers(module: nn.Module) -> dict[str, _Counts]:
     """Name the layers in registration order and give each parameter to the first layer that holds it."""
-    layers: dict[str, _Counts] = {}
-    seen: set[int] = set()
-
-    def own(name: str, parameters: Iterable[nn.Parameter]) -> None:
-        new = [p for p in parameters if id(p) not in seen and not seen.add(id(p))]  # type: ignore[func-returns-value]
+    owners = {"parameters of the model": module.parameters(recurse=False)}
+    owners |= {name: child.parameters() for name, child in _children(module)}
+    layers, seen = dict[str, _Counts](), set[int]()
+    for name, parameters in owners.items():
+        new = [parameter for parameter in parameters if id(parameter) not in seen]
+        seen |= set(map(id, new))
         frozen = sum(p.numel() * p.element_size() for p in new if not p.requires_grad)
         layers[name] = _Counts([p for p in new if p.requires_grad], frozen)
-
-    direct = list(module.parameters(recurse=False))
-    if direct:
-        own("parameters of the model", direct)
-    for name, child in _children(module):
-        own(name, child.parameters())
-    layers[HEAD] = _Counts()
-    return layers
+    if next(module.parameters(recurse=False), None) is None:
+        del layers["parameters of the model"]
+    return layers | {HEAD: _Counts()}
 
 
 LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -231,17 +227,17 @@ class _Counter(TorchDispatchMode):
             self.current = name
             self.layers[HEAD].logits_bytes = 0  # what was kept between two children is not the loss's
             if is_listed:
-                self.layers[name].input_bytes += sum(t.numel() * t.element_size() for t in _tensors(inputs))
+                self.layers[name].input_bytes += sum(t.numel() * t.element_size() for t in tensors_in(inputs))
 
         return hook
 
     def _leave(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if name in self.layers:
-                self.layers[name].output_bytes += sum(t.numel() * t.element_size() for t in _tensors(output))
+                self.layers[name].output_bytes += sum(t.numel() * t.element_size() for t in tensors_in(output))
             self.current = [*self.around[name], HEAD][1]
-            self.num_logits = sum(t.numel() for t in _tensors(output))
-            for tensor in _tensors(output):
+            self.num_logits = sum(t.numel() for t in tensors_in(output))
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:  # its gradient arrives just before this module's backward begins
                     tensor.register_hook(enter_backward)
 
@@ -265,13 +261,14 @@ class _Counter(TorchDispatchMode):
         return result
 
     def _makes_weight_gradient(self, args: Any, result: Any) -> bool:
-        if any(t.untyped_storage()._cdata in self.held for t in _tensors(args)):
+        if any(t.untyped_storage()._cdata in self.held for t in tensors_in(args)):
             return False  # it reads the weight: that is what the input's gradient needs
         shapes = self.layers[self.around[self.current][-1]].weight_shapes()
-        return any(tuple(t.shape) in shapes for t in _tensors(result))
+        return any(tuple(t.shape) in shapes for t in tensors_in(result))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -285,8 +282,8 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     if "scaled_dot_product" in name:
         is_backward = "backward" in name  # then the output's gradient comes first
         return Work(_attention_flops(*args[is_backward : is_backward + 3], again=is_backward), 0.0, 1)
-    moved = sum(t.numel() * t.element_size() for t in _tensors([args, kwargs, result]))
-    foreach = max((len(a) for a in args if isinstance(a, list | tuple) and _tensors(a)), default=1)
+    moved = sum(t.numel() * t.element_size() for t in tensors_in([args, kwargs, result]))
+    foreach = max((len(a) for a in args if isinstance(a, list | tuple) and tensors_in(a)), default=1)
     return Work(0.0, float(moved), foreach)
 
 

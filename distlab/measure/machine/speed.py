@@ -152,19 +152,16 @@ def fit_cluster(measured: Round, num_ranks: int, *, memory_bytes: float = 1e9, n
     """Fit a round to a cluster of num_ranks equal devices: on one link, or on one inside nodes and one between them."""
     kernel_s, flops_per_s, bytes_per_s = fit_device(measured.observations)
     device = Device(f"a rank of {THIS_MACHINE}", flops_per_s, bytes_per_s, memory_bytes, kernel_s, SOURCE)
-    if num_ranks == 1:  # nothing travels
-        link = between = Link("none", (Protocol(0.0, 1e18),))
-    else:
-        each = num_ranks // num_nodes
+    each = num_ranks // num_nodes
 
-        def ring(seconds: Sequence[float], ranks: int, name: str) -> Link:
-            return fit_link(MESSAGE_BYTES[: len(seconds)], seconds, ranks, "ring", name=name, source=SOURCE)
+    def ring(seconds: Sequence[float], ranks: int, name: str) -> Link:
+        if ranks == 1:  # nothing travels
+            return Link("none", (Protocol(0.0, 1e18),))
+        return fit_link(MESSAGE_BYTES[: len(seconds)], seconds, ranks, "ring", name=name, source=SOURCE)
 
-        inside_s = measured.all_reduce_s if each > 1 else measured.between_s  # a rank alone in its node
-        link = between = ring(inside_s, each if each > 1 else num_nodes, "between ranks")
-        if num_nodes > 1:
-            between = ring(measured.between_s, num_nodes, "between nodes")
-    return Cluster(THIS_MACHINE, device, num_ranks, num_ranks // num_nodes, link, between, measured.contention)
+    link = ring(measured.all_reduce_s, each, "between ranks")
+    between = ring(measured.between_s, num_nodes, "between nodes") if num_nodes > 1 else link
+    return Cluster(THIS_MACHINE, device, num_ranks, each, link if each > 1 else between, between, measured.contention)
 
 
 def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float]:

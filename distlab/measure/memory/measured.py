@@ -24,7 +24,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from distlab.comm.device import peak_bytes, reset_peak
+from distlab.measure.count.module import tensors_in
 from distlab.plan.require import chosen
 from distlab.sharding import FullyShard, ShardedOptimizer
 from simulator.memory.memory import KINDS as KINDS
@@ -74,12 +74,6 @@ class MeasuredMemory:
         self._marked: set[int] = set()
         self._gone: deque[tuple[int, int]] = deque()  # numbers and times; filled on any thread, emptied on ours
         self._events = (array("q"), array("q"), array("q"))  # time, number, change of bytes
-
-    @property
-    def now_bytes(self) -> int:
-        """Bytes held now."""
-        self.look(())
-        return self.held_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -159,13 +153,6 @@ class MeasuredMemory:
         if CERTAINTY.index(kind) >= CERTAINTY.index(self._kind[number]):
             self._kind[number] = kind
 
-    def by_kind(self) -> dict[str, int]:
-        """Return the bytes of each kind now."""
-        sums = dict.fromkeys(KINDS, 0)
-        for number, (_, num_bytes) in self._alive.items():
-            sums[self._kind[number]] += num_bytes
-        return sums
-
     def _number(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage, which is entered if it is new; None: it does not count."""
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:
@@ -227,12 +214,6 @@ def track_memory(
             yield memory
     finally:
         memory.close()
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind tensors, each once: a view counts as the whole storage."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 ADVICE = {  # the cheapest first
@@ -322,40 +303,33 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Listen to the module, to autograd and to optimizers."""
-        with ExitStack() as stack:
-            handles = [
-                self.module.register_forward_pre_hook(self._enter_module),
-                self.module.register_forward_hook(self._leave_module),
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-                *(
-                    parameter.register_post_accumulate_grad_hook(self._gradient_ready)
-                    for parameter in self.module.parameters()
-                    if parameter.requires_grad and parameter.is_leaf
-                ),
-            ]
+        handles = [
+            self.module.register_forward_pre_hook(lambda *_: setattr(self, "loss_runs", False)),
+            self.module.register_forward_hook(self._leave_module),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+            *(
+                parameter.register_post_accumulate_grad_hook(lambda one: self.memory.guess(one.grad, "gradients"))
+                for parameter in self.module.parameters()
+                if parameter.requires_grad and parameter.is_leaf
+            ),
+        ]
+        try:
+            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
             for handle in handles:
-                stack.callback(handle.remove)
-            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
-            yield
+                handle.remove()
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if _in_backward():  # a forward that is run again: temporary, and what it reads is what it was
-            return tensor
-        self.memory.guess(tensor, "logits" if self.loss_runs else "activations")
+        if not _in_backward():  # else a forward that is run again: temporary, and what it reads is what it was
+            self.memory.guess(tensor, "logits" if self.loss_runs else "activations")
         return tensor
 
-    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
-        self.loss_runs = False
-
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self.loss_runs = True
+        self.loss_runs = self.loss_runs or torch.is_grad_enabled()
         for tensor in tensors_in(output):
             self.memory.guess(tensor, "logits")
-
-    def _gradient_ready(self, parameter: Tensor) -> None:
-        self.memory.guess(parameter.grad, "gradients")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizer = optimizer
@@ -373,7 +347,8 @@ def _in_backward() -> bool:
 
 def _explain(memory: MeasuredMemory, came: int, what: str, limit_bytes: int) -> str:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    held = {kind: size for kind, size in memory.by_kind().items() if size}
+    _, rows = memory.over_time()
+    held = {kind: size for kind, size in zip(KINDS, rows[-1].tolist(), strict=True) if size}
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in held.items())
     large = [kind for kind in ADVICE if held.get(kind, 0) >= memory.held_bytes / 5]
     advice = ", or ".join(ADVICE[kind] for kind in large[:2])
@@ -381,8 +356,3 @@ def _explain(memory: MeasuredMemory, came: int, what: str, limit_bytes: int) -> 
         f"rank {rank}: wants {format_bytes(came)} for {what} and holds {format_bytes(memory.held_bytes - came)} of "
         f"{format_bytes(limit_bytes)}; with it: {parts}; {advice}"
     )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts."""
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -187,9 +187,7 @@ def measure_codec(compression: Compression, cluster: Cluster, *, device: torch.d
         device: where the rank computes.
     """
     hook = make_hook(compression)
-    rows = [
-        _time_bucket(hook, compression, cluster, size=(index, rows), device=device) for index, rows in enumerate(ROWS)
-    ]
+    rows = [_time_bucket(hook, number, cluster, compression, device) for number in range(len(ROWS))]
     means = mean_over_ranks([*(row[0] for row in rows), *(row[1] for row in rows)], device)
     sizes = [rows * COLUMNS * 4 for rows in ROWS]
     lines = (fit_line(sizes, each, relative=True) for each in (means[: len(ROWS)], means[len(ROWS) :]))
@@ -197,10 +195,10 @@ def measure_codec(compression: Compression, cluster: Cluster, *, device: torch.d
 
 
 def _time_bucket(
-    hook: GradientHook, compression: Compression, cluster: Cluster, *, size: tuple[int, int], device: torch.device
+    hook: GradientHook, number: int, cluster: Cluster, compression: Compression, device: torch.device
 ) -> tuple[float, float]:
-    """Return the median seconds of encoding and decoding one bucket, a square-ish matrix and a vector."""
-    index, rows = size
+    """Return the median seconds of encoding and decoding a bucket of ROWS, a square-ish matrix and a vector."""
+    rows = ROWS[number]
     shapes = ((rows - 1, COLUMNS), (COLUMNS,))
     generator = torch.Generator().manual_seed(dist.get_rank())
     values = torch.randn(rows * COLUMNS, generator=generator).to(device)
@@ -208,7 +206,7 @@ def _time_bucket(
     for place in range(IN_A_ROW):
         buffer = torch.empty_like(values)
         gradients = (buffer[:-COLUMNS].view(shapes[0]), buffer[-COLUMNS:])
-        buckets.append(GradientBucket(index * IN_A_ROW + place, buffer, gradients))
+        buckets.append(GradientBucket(number * IN_A_ROW + place, buffer, gradients))
     before_s, later_s = _wire_s(compression, cluster, shapes)
     settle_s = max(MIN_SETTLE_S, SETTLE * IN_A_ROW * before_s)
     times = []

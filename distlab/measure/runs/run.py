@@ -34,15 +34,16 @@ from distlab.comm.device import span_writer
 from distlab.hybrid import Hybrid
 from distlab.measure.count.gpt import expert_loads, make_gpt, with_expert_loads
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
-from distlab.measure.runs.calibrate import CalibrationOfRun, sgd
-from distlab.measure.runs.calls import is_pipeline_alone
-from distlab.measure.runs.predict import (
+from distlab.measure.runs.calibrate import (
+    CalibrationOfRun,
     CalibrationRound,
     between_windows,
     count_model,
     median_calibration,
     predict_step,
+    sgd,
 )
+from distlab.measure.runs.calls import is_pipeline_alone
 from distlab.measure.runs.windows import (
     RankReport,
     Verdict,
@@ -172,14 +173,6 @@ def time_training(run: TrainingRun, data: bytes | None = None) -> RankReport:
     return replace(report, losses=losses, weights=weights, workload=workload, expert_loads=loads)
 
 
-def windows_of(run: TrainingRun, report: RankReport) -> list[Window]:
-    """Predict each window from the two calibration rounds before it and the two after it.
-
-    Experts are as busy as they were in the window.
-    """
-    return RunResult(run, [report]).windows
-
-
 @dataclass(frozen=True)
 class RunResult:
     """The reports of all ranks, and what the simulator makes of their calibrations."""
@@ -189,7 +182,7 @@ class RunResult:
 
     @cached_property
     def windows(self) -> list[Window]:
-        """Each window as measured and as predicted from the rounds around it."""
+        """Each window as measured, and as predicted by the rounds around it; experts are as busy as they were in it."""
         report, middle = self.reports[0], self._middle
 
         @cache  # the two rounds after a window are those before the next but one

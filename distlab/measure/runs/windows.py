@@ -21,8 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distlab.measure.machine.others import MAX_TAKEN_CORES, OtherProcesses, busy_sentence
-from distlab.measure.machine.ranks import Starter, largest_over_ranks, now, on_first_rank
+from distlab.measure.machine.ranks import (
+    MAX_TAKEN_CORES,
+    OtherProcesses,
+    Starter,
+    busy_sentence,
+    largest_over_ranks,
+    now,
+    on_first_rank,
+)
 from distlab.plan import Workload
 from distlab.trace import SpanWriter, Trace
 
@@ -259,14 +266,7 @@ def judge(windows: Sequence[Window], *, bar: float) -> Verdict:
     spread = float(np.median(np.abs(measured - middle))) / middle
     median_error = float(np.median(np.abs(errors)))
     holds = median_error <= max(bar, 2 * spread) if len(calm) >= MIN_WINDOWS else None
-    return Verdict(
-        num_kept=len(calm),
-        num_dropped=len(windows) - len(calm),
-        measured_s=middle,
-        predicted_s=float(np.median([window.predicted_s for window in used])),
-        median_error=median_error,
-        signed_error=float(np.median(errors)),
-        repeat_spread=spread,
-        bar=bar,
-        holds=holds,
-    )
+    predicted = float(np.median([window.predicted_s for window in used]))
+    signed = float(np.median(errors))
+    counts = (len(calm), len(windows) - len(calm))
+    return Verdict(*counts, middle, predicted, median_error, signed, repeat_spread=spread, bar=bar, holds=holds)

@@ -3,9 +3,9 @@
 Read in this order:
 
 1. `grammar`: what an action and a schedule are.
-2. `basic` (naive, GPipe, 1F1B), `interleaved`, `zero_bubble`, `v_shaped` and `building_blocks`: schedules by hand. They
-   write their rows with `turns` and `rows`.
+2. `basic` (naive, GPipe, 1F1B), `turns` (interleaved, zero bubble) and `v_shaped`: schedules by hand.
 3. `search`: zero-bubble schedules that are searched for.
 4. `families`: all schedules by name.
-5. `communication`: derives the sends and receives. `check` says whether a schedule can run.
+5. `validate` says whether a schedule can run: `structure` is its part without a clock, `fault` the error with a grid.
+6. `communication`: derives the sends and receives.
 """

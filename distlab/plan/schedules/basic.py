@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.require import require_counts
+from distlab.plan.require import require_count
 from distlab.plan.schedules.grammar import B, F, Schedule
 
 
@@ -21,7 +21,7 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
     One rank computes at a time, so that p ranks are as fast as one. What they save is memory: each holds its part of
     the model, and the activations of one micro-batch.
     """
-    require_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    require_count(num_ranks=num_ranks, num_microbatches=num_microbatches)
     step = np.arange(2 * num_microbatches, dtype=np.int32)
     return _same_on_every_rank(num_ranks, np.where(step % 2 == 0, F, B), step // 2)
 
@@ -32,7 +32,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Source: Huang et al. 2019 (arXiv:1811.06965), section 2.3; the backward order is torch's ScheduleGPipe (the paper
         runs it from the last micro-batch to the first).
     """
-    require_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    require_count(num_ranks=num_ranks, num_microbatches=num_microbatches)
     step = np.arange(2 * num_microbatches, dtype=np.int32)
     return _same_on_every_rank(num_ranks, np.where(step < num_microbatches, F, B), step % num_microbatches)
 
@@ -44,7 +44,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1, without interleaving.
     """
-    require_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    require_count(num_ranks=num_ranks, num_microbatches=num_microbatches)
     every = np.arange(num_microbatches, dtype=np.int32)
     kind = np.full((num_ranks, 2 * num_microbatches), B, np.int8)
     microbatch = np.empty(kind.shape, np.int32)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.check.messages import find_messages
-from distlab.plan.schedules.check.validate import validate
 from distlab.plan.schedules.grammar import RECV_B, RECV_F, SEND_B, SEND_F, B, I, Schedule
+from distlab.plan.schedules.structure import find_messages
+from distlab.plan.schedules.validate import validate
 
 
 def add_communication(schedule: Schedule, *, copies: int = 1) -> Schedule:

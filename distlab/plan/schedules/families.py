@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
-from distlab.plan.schedules.building_blocks import v_half, v_min
 from distlab.plan.schedules.grammar import ActionTimes, Schedule
-from distlab.plan.schedules.interleaved import interleaved, interleaved_zero_bubble, looped_bfs
 from distlab.plan.schedules.search.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
-from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, zb_v
-from distlab.plan.schedules.zero_bubble import zb_h1, zb_h2
+from distlab.plan.schedules.turns import interleaved, interleaved_zero_bubble, looped_bfs, zb_h1, zb_h2
+from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, v_half, v_min, zb_v
 
 Placement = Literal["one", "loop", "v", "copies"]
 
@@ -26,7 +24,6 @@ class Family(NamedTuple):
         placement: stages on ranks: "one" stage per rank; in a "loop", stage s on rank s mod p; as a "v", stages s and
             2p - 1 - s on rank s; or two "copies" of the model, stage s on ranks s and p - 1 - s.
         splits_backward: whether it has I and W.
-        source: who described it.
     """
 
     name: str
@@ -34,7 +31,6 @@ class Family(NamedTuple):
     make: Callable[..., Schedule]
     placement: Placement
     splits_backward: bool
-    source: str
 
     def stages_per_rank(self, wanted: int | None = None) -> int:
         """Return how many stages of a model each rank runs; `wanted` chooses where there is a choice, else it is 2.
@@ -46,9 +42,10 @@ class Family(NamedTuple):
             return 2 if wanted is None else wanted
         needed = 2 if self.placement == "v" else 1
         if wanted not in (None, needed):
+            loops = (name for name, family in SCHEDULES.items() if family.placement == "loop")
             raise ValueError(
                 f"{self.name} needs {needed} stage{'s' * (needed > 1)} per rank, got stages_per_rank={wanted}; pass "
-                f"stages_per_rank={needed}, or choose one of {', '.join(_with_placement('loop'))}"
+                f"stages_per_rank={needed}, or choose one of {', '.join(loops)}"
             )
         return needed
 
@@ -60,36 +57,23 @@ class Family(NamedTuple):
         return tuple(stage % num_ranks for stage in stages)
 
 
-def _automatic(
-    num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES, memory_limit: float | None = None
-) -> Schedule:
-    return automatic(num_ranks, num_microbatches, times, num_ranks if memory_limit is None else memory_limit)
-
-
 _FAMILIES = (
-    Family("naive", "naive model parallelism", naive, "one", False, ""),
-    Family("gpipe", "GPipe", gpipe, "one", False, "Huang et al. 2019, arXiv:1811.06965"),
-    Family("one_f_one_b", "1F1B", one_f_one_b, "one", False, "Narayanan et al. 2021, arXiv:2104.04473"),
-    Family("interleaved", "interleaved 1F1B", interleaved, "loop", False, "Narayanan et al. 2021, arXiv:2104.04473"),
-    Family("looped_bfs", "looped BFS", looped_bfs, "loop", False, "Lamy-Poirier 2022, arXiv:2211.05953"),
-    Family("zb_h1", "ZB-H1", zb_h1, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("zb_h2", "ZB-H2", zb_h2, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("zb_1p", "ZB-1p", zb_1p, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("zb_2p", "ZB-2p", zb_2p, "one", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("automatic", "automatic zero bubble", _automatic, "one", True, "after Qi et al. 2023, arXiv:2401.10241"),
-    Family(
-        "interleaved_zero_bubble",
-        "interleaved zero bubble",
-        interleaved_zero_bubble,
-        "loop",
-        True,
-        "torch.distributed.pipelining, after Qi et al. 2023, arXiv:2401.10241",
-    ),
-    Family("zb_v", "ZB-V", zb_v, "v", True, "Qi et al. 2023, arXiv:2401.10241"),
-    Family("v_half", "V-Half", v_half, "v", True, "Qi et al. 2024, arXiv:2405.15362"),
-    Family("v_min", "V-Min", v_min, "v", True, "Qi et al. 2024, arXiv:2405.15362"),
-    Family("dualpipe_v", "DualPipeV", dualpipe_v, "v", True, "DeepSeek-V3 2024, arXiv:2412.19437, cut in half"),
-    Family("dualpipe", "DualPipe", dualpipe, "copies", True, "DeepSeek-V3 2024, arXiv:2412.19437"),
+    Family("naive", "naive model parallelism", naive, "one", False),
+    Family("gpipe", "GPipe", gpipe, "one", False),
+    Family("one_f_one_b", "1F1B", one_f_one_b, "one", False),
+    Family("interleaved", "interleaved 1F1B", interleaved, "loop", False),
+    Family("looped_bfs", "looped BFS", looped_bfs, "loop", False),
+    Family("zb_h1", "ZB-H1", zb_h1, "one", True),
+    Family("zb_h2", "ZB-H2", zb_h2, "one", True),
+    Family("zb_1p", "ZB-1p", zb_1p, "one", True),
+    Family("zb_2p", "ZB-2p", zb_2p, "one", True),
+    Family("automatic", "automatic zero bubble", automatic, "one", True),
+    Family("interleaved_zero_bubble", "interleaved zero bubble", interleaved_zero_bubble, "loop", True),
+    Family("zb_v", "ZB-V", zb_v, "v", True),
+    Family("v_half", "V-Half", v_half, "v", True),
+    Family("v_min", "V-Min", v_min, "v", True),
+    Family("dualpipe_v", "DualPipeV", dualpipe_v, "v", True),
+    Family("dualpipe", "DualPipe", dualpipe, "copies", True),
 )
 SCHEDULES = {family.name: family for family in _FAMILIES}
 TIMED = ("zb_1p", "zb_2p", "automatic")  # those made for the times of their actions
@@ -134,7 +118,3 @@ def make_schedule(
     if name == "zb_2p":
         options["held_after_input_gradient"] = held_after_input_gradient
     return family.make(num_ranks, num_microbatches, **options)
-
-
-def _with_placement(placement: Placement) -> list[str]:
-    return [family.name for family in _FAMILIES if family.placement == placement]

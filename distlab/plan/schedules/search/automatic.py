@@ -25,11 +25,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distlab.plan.require import require_counts
+from distlab.plan.require import require_count
 from distlab.plan.schedules.grammar import ActionTimes, Schedule
-from distlab.plan.schedules.search.clock import span_and_end
 from distlab.plan.schedules.search.rules import Draft, PassCosts, Rules, follow_rules
-from distlab.plan.schedules.search.tiling import Kinds, Steady, can_run, find_steady, schedule_of, tile
+from distlab.plan.schedules.search.tiling import (
+    Kinds,
+    Steady,
+    can_run,
+    find_steady,
+    schedule_of,
+    span_and_end,
+    tile,
+)
 
 RESOLUTION = 1_000_000  # the longest time, in the whole numbers that the search counts with
 WORK = 150_000  # actions that a search may plan once it has a first schedule
@@ -38,32 +45,19 @@ MARGIN = 12  # micro-batches beyond lead and debt that it takes to get into the 
 UNIT_TIMES = ActionTimes(1.0, 1.0, 1.0)
 
 
-class Setting(NamedTuple):
-    """One choice for the rules.
-
-    Attributes:
-        filled: 0: warm up like 1F1B; 1: with as many F as fill the wait for the first I, if memory allows.
-        patience: how much of a W must fit into a wait for W to fill it.
-    """
-
-    filled: float
-    patience: float
-
-
-SETTINGS = tuple(  # the ones that win most often, alone and together with those before them, come first
-    Setting(filled, patience)
-    for filled, patience in (
-        *((0, 0.5), (1, 0.5), (0.5, 1), (1.25, 0.5), (0.25, 0.5), (0.75, 0.5), (1, 1), (0, 1)),
-        *((1.125, 1), (1.5, 0.5), (0.5, 0), (1.25, 0), (1, 0), (0, 0), (0.75, 1), (0.25, 1)),
-    )
+# One choice for the rules: filled (0: warm up like 1F1B; 1: with as many F as fill the wait for the first I, if memory
+# allows), and patience (how much of a W must fit into a wait for W to fill it).
+SETTINGS = (  # the ones that win most often, alone and together with those before them, come first
+    *((0, 0.5), (1, 0.5), (0.5, 1), (1.25, 0.5), (0.25, 0.5), (0.75, 0.5), (1, 1), (0, 1)),
+    *((1.125, 1), (1.5, 0.5), (0.5, 0), (1.25, 0), (1, 0), (0, 0), (0.75, 1), (0.25, 1)),
 )
 
 
 def automatic(
     num_ranks: int,
     num_microbatches: int,
-    times: ActionTimes,
-    memory_limit: float,
+    times: ActionTimes = UNIT_TIMES,
+    memory_limit: float | None = None,
     *,
     held_after_input_gradient: float = 1.0,
 ) -> Schedule:
@@ -73,7 +67,7 @@ def automatic(
         num_ranks: stages of the pipeline.
         num_microbatches: micro-batches of the step; any number, fewer than the ranks too.
         times: of the actions, in any unit.
-        memory_limit: in micro-batches' activations; p is 1F1B's peak, and 2p is about what no bubble at all takes.
+        memory_limit: in micro-batches' activations; None: p, 1F1B's peak. 2p is about what no bubble at all takes.
         held_after_input_gradient: the part of a micro-batch's activations that stays until W when I has run.
 
     The search takes well under a second for 64 ranks x 1,024 micro-batches (benchmarks/zero_bubble.py measures it); a
@@ -84,7 +78,8 @@ def automatic(
     Raises:
         ValueError: a count below 1, a time that is negative or not one per stage, a limit below 1, a part outside 0..1.
     """
-    require_counts(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    require_count(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    memory_limit = num_ranks if memory_limit is None else memory_limit
     if not memory_limit >= 1:
         raise ValueError(
             f"memory_limit is {memory_limit}; a rank holds 1 micro-batch at least: pass a number from 1 up "
@@ -95,8 +90,9 @@ def automatic(
         raise ValueError(f"held_after_input_gradient is {held}; pass the part that W still needs, from 0 to 1")
     costs = _whole_numbers(times, num_ranks)
     search = _Search(num_microbatches, costs)
-    for setting in SETTINGS:
-        search.attempt(_rules(setting, num_microbatches, costs, memory_limit, held))
+    for filled, patience in SETTINGS:
+        leads, debts = _allowances(filled, num_microbatches, costs, memory_limit, held)
+        search.attempt(Rules(leads, debts, patience, memory_limit, held))
     return schedule_of(search.winner().kinds())
 
 
@@ -105,7 +101,7 @@ def zb_1p(num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES
 
     Source: Qi et al. 2023 (arXiv:2401.10241), section 4, "ZB-1p".
     """
-    return automatic(num_ranks, num_microbatches, times, num_ranks)
+    return automatic(num_ranks, num_microbatches, times)
 
 
 def zb_2p(
@@ -146,8 +142,10 @@ def _whole_numbers(times: ActionTimes, num_ranks: int) -> PassCosts:
     return PassCosts(*(np.rint(column * scale).astype(np.int64).tolist() for column in columns))
 
 
-def _rules(setting: Setting, num_microbatches: int, costs: PassCosts, limit: float, held: float) -> Rules:
-    """Turn a setting into what each rank is allowed, within memory."""
+def _allowances(
+    filled: float, num_microbatches: int, costs: PassCosts, limit: float, held: float
+) -> tuple[list[int], list[int]]:
+    """Return what each rank is allowed of lead and of debt, within memory."""
     ranks = len(costs.forward)
     # From the start of a rank's first F to its first I, where nothing gets in the way.
     waits = [0] * ranks
@@ -160,12 +158,11 @@ def _rules(setting: Setting, num_microbatches: int, costs: PassCosts, limit: flo
     leads, debts = [], []
     for rank, (wait, forward, weight) in enumerate(zip(waits, costs.forward, costs.weight_gradient, strict=True)):
         low, high = ranks - rank, wait / max(forward, 1)
-        lead = max(1, min(math.floor(low + setting.filled * max(high - low, 0)), most))
+        leads.append(max(1, min(math.floor(low + filled * max(high - low, 0)), most)))
         # While the last I travel back, a rank has W to run; the later the rank, the longer they are under way.
         useful = waits[0] * (rank + 1) / ranks / max(weight, 1) + 2
-        debts.append(math.floor(min(useful, num_microbatches, (limit - lead) / held if held else math.inf)))
-        leads.append(lead)
-    return Rules(leads, debts, setting.patience, limit, held)
+        debts.append(math.floor(min(useful, num_microbatches, (limit - leads[rank]) / held if held else math.inf)))
+    return leads, debts
 
 
 class _Candidate(NamedTuple):
@@ -209,10 +206,32 @@ class _Search:
         self.left: float = WORK
 
     def attempt(self, rules: Rules) -> None:
-        """Plan by these rules, unless it takes too long and there is a schedule already."""
-        candidate = self._plan(rules)
-        if candidate is not None:
-            self.found.append(candidate)
+        """Plan by these rules, unless it takes too long and there is a schedule already.
+
+        All micro-batches are planned; or, of a long step, as few as show a steady state that can be repeated.
+        """
+        count, ranks = self.num_microbatches, len(rules.lead)
+        planned = max(lead + debt for lead, debt in zip(rules.lead, rules.debt, strict=True)) + MARGIN
+        if 3 * ranks * count <= WHOLE:
+            planned = count
+        while True:
+            planned = min(planned, count)
+            self.left -= 3 * ranks * planned
+            if self.found and self.left < 0:
+                return
+            draft, more = follow_rules(planned, self.costs, rules), planned
+            if planned == count:
+                self.found.append(_Candidate(draft))
+                return
+            for steady in find_steady(draft, 2 * ranks):
+                copies, rest = divmod(count - planned, steady.period)
+                if can_run(tile(draft, steady, copies)):
+                    if not rest:
+                        self.found.append(_Candidate(draft, steady, copies))
+                        return
+                    more = rest  # so that whole periods are left
+                    break
+            planned += more
 
     def winner(self) -> _Candidate:
         """Measure the schedules, in the order of what they are guessed to cost, until no guess is below the best."""
@@ -224,27 +243,3 @@ class _Search:
             if measured < cost:
                 best, cost = candidate, measured
         return best
-
-    def _plan(self, rules: Rules) -> _Candidate | None:
-        """Plan all micro-batches; or, of a long step, as few as show a steady state that can be repeated."""
-        count, ranks = self.num_microbatches, len(rules.lead)
-        planned = max(lead + debt for lead, debt in zip(rules.lead, rules.debt, strict=True)) + MARGIN
-        if 3 * ranks * count <= WHOLE:
-            planned = count
-        while True:
-            planned = min(planned, count)
-            self.left -= 3 * ranks * planned
-            if self.found and self.left < 0:
-                return None
-            draft = follow_rules(planned, self.costs, rules)
-            if planned == count:
-                return _Candidate(draft)
-            more = planned
-            for steady in find_steady(draft, 2 * ranks):
-                copies, rest = divmod(count - planned, steady.period)
-                if can_run(tile(draft, steady, copies)):
-                    if not rest:
-                        return _Candidate(draft, steady, copies)
-                    more = rest  # so that whole periods are left
-                    break
-            planned += more

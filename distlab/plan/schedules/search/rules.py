@@ -102,13 +102,8 @@ class _Walk:
         """
         queue, turn, rules, act, fills = self.queue, self.turn, self.rules, self._act, self._fills
         all_f, all_i, all_w, inputs, gradients = self.num_f, self.num_i, self.num_w, self.inputs, self.gradients
-        count, limit, held, most_lead, most_debt = (
-            self.num_microbatches,
-            rules.limit,
-            rules.held,
-            rules.lead,
-            rules.debt,
-        )
+        count, limit, held = self.num_microbatches, rules.limit, rules.held
+        most_lead, most_debt = rules.lead, rules.debt
         while queue:
             now, rank = heapq.heappop(queue)
             if turn[rank] != now:

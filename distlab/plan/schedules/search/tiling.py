@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.schedules.grammar import F, I, Schedule, W
-from distlab.plan.schedules.search.rules import Draft
+from distlab.plan.schedules.search.rules import Draft, PassCosts
 
 Kinds = NDArray[np.int8]
 
@@ -41,9 +41,8 @@ def find_steady(draft: Draft, longest_period: int) -> Iterator[Steady]:
     kinds, ends = np.array(draft.kinds, np.int8), np.array(draft.input_ends)  # [p, 3 m] and [p, m]
     length, rows = kinds.shape[1], np.arange(len(kinds))
     num_f, num_i = (np.pad(np.cumsum(kinds == kind, axis=1, dtype=np.int32), ((0, 0), (1, 0))) for kind in (F, I))
-    halfway = (num_i[:, 1:] < (ends <= draft.end // 2).sum(axis=1)[:, None]).sum(
-        axis=1
-    )  # each rank's place at half-time
+    done = (ends <= draft.end // 2).sum(axis=1)  # each rank's I at half-time, and its place then
+    halfway = (num_i[:, 1:] < done[:, None]).sum(axis=1)
     distance = np.abs(np.arange(length) - halfway[:, None])
     for period in range(1, min(longest_period, length // 9) + 1):
         width = 3 * period
@@ -82,6 +81,45 @@ def can_run(kinds: Kinds) -> bool:
     before = np.cumsum(kinds == F, axis=1, dtype=np.int32)[kinds == I].reshape(num_ranks, length // 3)
     own = before[-1] > np.arange(length // 3)
     return bool(own.all() and (before[1:] <= before[:-1]).all())
+
+
+def span_and_end(kinds: Kinds, costs: PassCosts) -> tuple[int, int]:
+    """Return the longest time from a rank's first start to its last end, and when the last rank ends.
+
+    The cost of a tiled schedule is first guessed from its draft; before one is chosen, this runs it. In the order that
+    `can_run` shows to be possible: for each micro-batch j, from the first rank to the last all that comes before I j,
+    then I j from the last rank to the first.
+    """
+    num_ranks, length = kinds.shape
+    last, rows = num_ranks - 1, [iter(row) for row in kinds.tolist()]
+    clock, start = [0] * num_ranks, [-1] * num_ranks
+    inputs: list[list[int]] = [[0] * (length // 3)] + [[] for _ in range(num_ranks)]  # when each arrives at each rank
+    num_f, num_w = [0] * num_ranks, [0] * num_ranks
+    for _microbatch in range(length // 3):
+        for rank in range(num_ranks):
+            now = clock[rank]
+            for kind in rows[rank]:
+                if kind == I:
+                    break
+                if kind == W:
+                    now += costs.weight_gradient[rank]
+                    num_w[rank] += 1
+                    continue
+                assert kind == F
+                begin = max(now, inputs[rank][num_f[rank]])
+                if start[rank] < 0:
+                    start[rank] = begin
+                now = begin + costs.forward[rank]
+                num_f[rank] += 1
+                inputs[rank + 1].append(now + costs.communication[rank])
+            clock[rank] = now
+        gradient = 0
+        for rank in range(last, -1, -1):
+            clock[rank] = max(clock[rank], gradient) + costs.input_gradient[rank]
+            gradient = clock[rank] + costs.communication[rank]
+    for rank, done in enumerate(num_w):
+        clock[rank] += (length // 3 - done) * costs.weight_gradient[rank]
+    return max(end - begin for begin, end in zip(start, clock, strict=True)), max(clock)
 
 
 def schedule_of(kinds: Kinds) -> Schedule:

@@ -35,7 +35,7 @@ class ScheduleError(ValueError):
             self.action = row
             owned = np.flatnonzero(schedule.stage == row.stage)
             beside = owned[schedule.microbatch[owned] == row.microbatch]
-            self.rank = int(schedule.rank[(beside if beside.size else owned)[0]]) if owned.size else None
+            self.rank = int(schedule.rank[(beside if beside.size else owned)[-1]]) if owned.size else None
             self.near = int(schedule.step[beside[-1]]) if beside.size else None
         else:
             self.action = schedule.action(row)
@@ -56,20 +56,16 @@ class ScheduleError(ValueError):
         return text_grid(self.schedule, self, context=3)
 
 
-def text_grid(
-    schedule: Schedule, fault: ScheduleError | tuple[int, int] | None = None, *, context: int | None = None
-) -> str:
+def text_grid(schedule: Schedule, fault: ScheduleError | None = None, *, context: int | None = None) -> str:
     """Print a schedule as a grid: one column per rank, one row per step, and an arrow at the row of the fault.
 
-    A step is a place in a rank's order, not a time: ranks do not run their steps in lockstep. The fault is a
-    ScheduleError or a pair (rank, step); with `context`, only that many rows before and after it are printed.
+    A step is a place in a rank's order, not a time: ranks do not run their steps in lockstep. With `context`, only that
+    many rows before and after the fault are printed.
     """
-    rank, step = (fault.rank, fault.near) if isinstance(fault, ScheduleError) else (fault or (None, None))
-    missing = f"{fault.action} is missing" if isinstance(fault, ScheduleError) and fault.step is None else ""
+    rank, step = (None, None) if fault is None else (fault.rank, fault.near)
+    missing = f"{fault.action} is missing" if fault is not None and fault.step is None else ""
     columns = [[str(action) for action in schedule.actions(r)] for r in range(schedule.num_ranks)]
     rows = [list(cells) for cells in zip_longest(*columns, fillvalue="")]
-    if step is not None and rank is not None and not (0 <= rank < len(columns) and 0 <= step < len(columns[rank])):
-        raise ValueError(f"the schedule has no rank {rank}, step {step}; pass a fault that lies inside it")
     shown = range(len(rows))
     if context is not None and step is not None:
         shown = range(max(step - context, 0), min(step + context + 1, len(rows)))

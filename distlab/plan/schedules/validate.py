@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.schedules.check.fault import ScheduleError, text_grid
-from distlab.plan.schedules.check.messages import ScheduleMessages, find_messages
-from distlab.plan.schedules.check.placement import check_copies, check_ranks_of_stages
-from distlab.plan.schedules.check.structure import (
+from distlab.plan.schedules.fault import ScheduleError
+from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
+from distlab.plan.schedules.structure import (
     Rows,
+    ScheduleMessages,
     check_backward_once,
+    check_copies,
     check_forward_once,
     check_messages_once,
     check_order,
+    check_ranks_of_stages,
+    find_messages,
 )
-from distlab.plan.schedules.grammar import KINDS, RECV_B, RECV_F, SEND_B, SEND_F, B, F, I, Schedule, W
-
-__all__ = ["ScheduleError", "ScheduleReport", "text_grid", "validate"]
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,9 @@ def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1)
         check_messages_once(schedule, messages)
     check_order(schedule, messages)
     need = _needs(schedule, messages)
-    return ScheduleReport(
-        schedule.num_ranks,
-        schedule.num_stages,
-        schedule.num_microbatches,
-        len(schedule),
-        _peaks(schedule, (F,), (B, W)),
-        _peaks(schedule, (I,), (W,)),
-        _longest_chain(schedule, need),
-    )
+    sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, len(schedule))
+    peaks = (_peaks(schedule, (F,), (B, W)), _peaks(schedule, (I,), (W,)))
+    return ScheduleReport(*sizes, *peaks, _longest_chain(schedule, need))
 
 
 def _peaks(schedule: Schedule, takes: tuple[int, ...], frees: tuple[int, ...]) -> tuple[int, ...]:
@@ -115,13 +109,9 @@ def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:
     wrong = np.flatnonzero(~matches | ((kind[sends] == SEND_F) != (kind[receives] == RECV_F)))
     if wrong.size:
         row, sent = int(receives[wrong[0]]), int(sends[wrong[0]])
-        raise ScheduleError(
-            schedule,
-            row,
-            expected=f"to receive {schedule.action(sent)}, the next message that rank {schedule.rank[sent]} sends",
-            got=str(schedule.action(row)),
-            advice="messages between two ranks arrive in the order of their sends: receive in that order",
-        )
+        expected = f"to receive {schedule.action(sent)}, the next message that rank {schedule.rank[sent]} sends"
+        advice = "messages between two ranks arrive in the order of their sends: receive in that order"
+        raise ScheduleError(schedule, row, expected=expected, got=str(schedule.action(row)), advice=advice)
     need[receives] = sends
     return need
 

@@ -1,0 +1,191 @@
+"""The orders: by hand and step by step, what they hold, the time that ranks are idle, and the messages they imply."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from distlab.plan import (
+    Action,
+    Schedule,
+    ScheduleError,
+    add_communication,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+    parse_schedule,
+    validate,
+)
+from distlab.plan.schedules.turns import depth_first, rounds_of, take_turns
+from simulator import CompiledSchedule, arrays_of
+
+SIZES = st.tuples(st.integers(1, 9), st.integers(1, 20))
+
+
+def one_f_one_b_step_by_step(num_stages, num_microbatches):
+    """1F1B written as a loop: forward while few are in flight, else backward."""
+    lines = []
+    for stage in range(num_stages):
+        forward = backward = 0
+        actions = []
+        while backward < num_microbatches:
+            if forward < num_microbatches and forward - backward < num_stages - stage:
+                actions.append(f"{stage}F{forward}")
+                forward += 1
+            else:
+                actions.append(f"{stage}B{backward}")
+                backward += 1
+        lines.append(" ".join(actions))
+    return parse_schedule("\n".join(lines))
+
+
+@given(SIZES)
+def test_the_first_orders_their_length_and_what_they_hold(sizes):
+    assert gpipe(2, 2) == parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1")
+    assert one_f_one_b(*sizes) == one_f_one_b_step_by_step(*sizes)
+    num_stages, num_microbatches = sizes
+    for make, expected in (
+        (gpipe, (num_microbatches,) * num_stages),
+        (one_f_one_b, tuple(min(num_microbatches, num_stages - stage) for stage in range(num_stages))),
+    ):
+        report = validate(make(*sizes))
+        assert report.longest_chain == 2 * (num_microbatches + num_stages - 1)
+        assert report.peak_in_flight == expected
+
+
+def by_the_definition(passes, warm_up, delay):
+    """One rank's order, action after action, as the docstring of `take_turns` tells it."""
+    forward, backward = ([*zip(each.turn.tolist(), each.microbatch.tolist(), strict=True)] for each in passes)
+    order = [("F", each) for each in forward[:warm_up]]
+    for done, each in enumerate(backward):
+        order += [("F", one) for one in forward[warm_up + done : warm_up + done + 1]]
+        order.append(("B" if delay is None else "I", each))
+        if delay is not None and done >= delay:
+            order.append(("W", backward[done - delay]))
+    if delay is not None:
+        order += [("W", each) for each in backward[max(len(backward) - delay, 0) :]]
+    return order
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@settings(deadline=None, max_examples=60)
+@given(
+    ranks=st.integers(1, 6), microbatches=st.integers(1, 30), stages=st.integers(1, 3), seed=st.integers(0, 2**32 - 1)
+)
+def test_turns_lay_out_what_the_definition_says(splits, ranks, microbatches, stages, seed):
+    passes = depth_first(rounds_of(ranks, microbatches), stages)
+    warm_up, delay = np.random.default_rng(seed).integers(0, 2 * microbatches * stages, (2, ranks))
+    rows = [
+        [Action(turn * ranks + rank, kind, one) for kind, (turn, one) in by_the_definition(passes, warm, late)]
+        for rank, (warm, late) in enumerate(
+            zip(warm_up.tolist(), delay.tolist() if splits else [None] * ranks, strict=True)
+        )
+    ]
+    planned = take_turns(*passes, warm_up=warm_up, weight_delay=delay if splits else None)
+    assert planned == Schedule.from_actions(rows)
+
+
+@given(SIZES, st.sampled_from([gpipe, one_f_one_b]))
+def test_communication_is_valid_and_leaves_the_computations(sizes, make):
+    schedule = make(*sizes)
+    full = add_communication(schedule)
+    assert validate(full).peak_in_flight == validate(schedule).peak_in_flight
+    ranks = [[action for action in full.actions(rank) if action.kind in "FB"] for rank in range(full.num_ranks)]
+    assert Schedule.from_actions(ranks) == schedule
+    assert len(full) - len(schedule) == 4 * (sizes[0] - 1) * sizes[1]
+
+
+def test_where_messages_stand():
+    """Receives follow the order of the sends, and stages on one rank send nothing."""
+    for text, full in (
+        (
+            str(gpipe(2, 2)),
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
+        ),
+        (  # rank 1 needs the second message first
+            "0F0 0F1 0B1 0B0\n1F1 1F0 1B1 1B0",
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0B1,0RECV_B0,0B0\n1RECV_F0,1RECV_F1,1F1,1F0,1B1,1SEND_B1,1B0,1SEND_B0",
+        ),
+        ("0F0 1F0 1B0 0B0", "0F0,1F0,1B0,0B0"),
+        ("0F0\n1F0", "0F0,0SEND_F0\n1RECV_F0,1F0"),
+    ):
+        assert str(add_communication(parse_schedule(text))) == full
+    with pytest.raises(ScheduleError, match="1F0"):
+        add_communication(parse_schedule("0F0 0B0\n1B0"))
+    with pytest.raises(ValueError, match="already has sends"):
+        add_communication(add_communication(gpipe(2, 2)))
+
+
+def peaks(name, num_ranks, num_microbatches, **options):
+    copies = 2 if name == "dualpipe" else 1
+    return validate(make_schedule(name, num_ranks, num_microbatches, **options), copies=copies).peak_in_flight
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_peaks_in_flight(p, factor):
+    m = p * factor
+    assert peaks("naive", p, m) == (1,) * p
+    assert peaks("looped_bfs", p, m) == (2 * m,) * p
+    assert peaks("zb_h1", p, m) == (min(m, p),) * p
+    assert peaks("zb_h2", p, m) == (min(m, 2 * p - 1),) * p
+    for v in (1, 2, 4):
+        held = Fraction(peaks("interleaved", p, m, stages_per_rank=v)[0], v)  # in micro-batches of a rank's whole model
+        assert held == (p * (1 + Fraction(p - 1, p * v)) if factor > 1 else p)
+    if factor > 1:  # in half-stages
+        assert peaks("zb_v", p, m) == (2 * p,) * p
+        assert p <= max(peaks("v_half", p, m)) <= p + 3
+        assert 2 * p / 3 <= max(peaks("v_min", p, m)) <= 2 * p / 3 + 8 / 3
+        assert max(peaks("dualpipe_v", p, m)) == 2 * p + 1
+    if factor > 1 and p % 2 == 0:
+        assert peaks("dualpipe", p, m) == (p + 1,) * p
+
+
+def test_what_waits_for_its_weight_gradient():
+    report = validate(make_schedule("zb_h1", 4, 12))
+    assert report.peak_waiting == (1, 2, 3, 4)  # rank r puts r of them off
+    assert validate(make_schedule("zb_h2", 4, 12)).peak_waiting == (1, 3, 5, 7)
+    assert "; W waiting 1, 2, 3, 4" in str(report)
+
+
+def idle(schedule, forward, input_gradient, weight_gradient):
+    """Return how long ranks are idle: in the whole step, and in the span of the rank that runs longest."""
+    compiled = CompiledSchedule(arrays_of(schedule))
+    both = input_gradient + weight_gradient
+    duration = np.array([forward, both, input_gradient, weight_gradient])[compiled.order.kind]
+    end = compiled.run(duration)
+    spans = [
+        int(end[compiled.rank == rank].max() - (end - duration)[compiled.rank == rank].min())
+        for rank in range(schedule.num_ranks)
+    ]
+    work = int(duration.sum()) // schedule.num_ranks
+    return int(end.max()) - work, max(spans) - work
+
+
+@pytest.mark.parametrize("p", [1, 4, 7])
+def test_bubbles_have_their_closed_forms(p):
+    f, i, w = 100, 90, 70
+    for m in (2 * p, 5 * p):
+        make = {name: make_schedule(name, p, m) for name in ("naive", "gpipe", "one_f_one_b", "zb_h1", "zb_h2")}
+        bubble = {name: idle(schedule, f, i, w) for name, schedule in make.items()}
+        assert bubble["naive"][0] == m * (p - 1) * (f + i + w)
+        assert bubble["gpipe"][0] == bubble["one_f_one_b"][0] == (p - 1) * (f + i + w)
+        assert bubble["zb_h1"][0] == (p - 1) * (f + i - w)
+        assert bubble["zb_h2"][1] == (p - 1) * (f + i - 2 * w)
+        for name in ("interleaved", "looped_bfs"):  # f, i and w are times of one of a rank's stages
+            assert idle(make_schedule(name, p, m, stages_per_rank=3), f, i, w)[0] == (p - 1) * (f + i + w)
+
+
+@pytest.mark.parametrize("p", [2, 8])
+def test_equal_times_leave_no_bubble_in_zb_h2_and_zb_v(p):
+    m = 4 * p
+    assert idle(make_schedule("zb_h2", p, m), 1, 1, 1)[1] == 0
+    assert idle(make_schedule("zb_v", p, m), 1, 1, 1)[1] == 0
+    one_f_one_b = 6 * (p - 1)  # in slots of a half-stage
+    assert idle(make_schedule("dualpipe_v", p, m), 1, 1, 1)[0] == p - 1
+    assert abs(idle(make_schedule("v_half", p, m), 1, 1, 1)[0] - one_f_one_b / 2) <= 5
+    assert abs(idle(make_schedule("v_min", p, m), 1, 1, 1)[0] - one_f_one_b * 2 / 3) <= 3
+    if p >= 4:
+        assert idle(make_schedule("v_half", 4 * p, 4 * m), 1, 1, 1)[0] == 3.25 * 4 * p - 2
+        assert idle(make_schedule("v_min", 4 * p, 4 * m), 1, 1, 1)[0] == 4 * 4 * p - 5
