@@ -1,15 +1,19 @@
-"""What each rung sends, measured by the recorder; and when."""
+"""What each rung sends, measured by the recorder, and when; and what is sent once, at construction."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from equal import averaging, same_everywhere
+from equal import averaging, calls_of, same_everywhere
 
+from distlab.blocks.gradients.gradient_status import find_faults, gather_reports
 from distlab.comm import recorded
 from distlab.data_parallel import (
     DataParallel,
+    DistributedSampler,
+    HorovodOptimizer,
     Overlapped,
     broadcast_parameters,
+    convert_sync_batchnorm,
     loss_weight,
     micro_weights,
     train_step,
@@ -44,10 +48,7 @@ NUM_PARAMETERS = 12
 BUCKETS = (672, 1680, 4960, 1760 + 4)  # as DataParallel's capacities cut them; the flag is in the last
 ROUNDED_BYTES = sum(-(-num_bytes // 128) * 128 for num_bytes in BUCKETS)  # up to a cache line for each of 2 ranks
 
-
 NUM_BUCKETS = 3  # two of float32 (at least 4,000 bytes, and the rest) and one of float64
-
-
 WAYS = {  # calls during backward, calls after it, bytes of all
     "per_parameter": (0, NUM_PARAMETERS, GRADIENT_BYTES),
     "flat": (0, 2, GRADIENT_BYTES),
@@ -81,7 +82,7 @@ def test_calls_and_bytes_are_as_documented():
         assert sent == GRADIENT_BYTES + frozen + mask + count, way
 
 
-@pytest.mark.on_ranks(3)
+@pytest.mark.on_ranks(4)
 def test_broadcast_makes_all_replicas_the_first_ranks():
     model = mixed_model()
     model[3].weight = torch.nn.Parameter(torch.randn(20, 20).t())  # a transposed layout
@@ -92,15 +93,10 @@ def test_broadcast_makes_all_replicas_the_first_ranks():
         assert same_everywhere(value.contiguous())
         assert dist.get_rank() or torch.equal(value, before[name])
     assert torch.equal(before["5.weight"], model[5].weight) == (dist.get_rank() == 0)
-
-
-@pytest.mark.on_ranks(4)
-def test_broadcast_starts_at_the_first_rank_of_a_group():
-    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    model = torch.nn.Linear(2, 2)
+    groups, model = [dist.new_group(members) for members in ([0, 2], [1, 3])], torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, dist.get_rank())
     broadcast_parameters(model, groups[dist.get_rank() % 2])
-    assert model.weight[0, 0].item() == dist.get_rank() % 2
+    assert model.weight[0, 0].item() == dist.get_rank() % 2, "a group has a first rank of its own"
 
 
 @pytest.mark.on_ranks(2)
@@ -149,16 +145,12 @@ def test_buckets_hold_the_last_parameters_first_and_one_data_type_each():
     assert sum(len(bucket) for bucket in buckets) == NUM_PARAMETERS
 
 
-@pytest.mark.parametrize(("shares", "num_total"), [((4, 3), 7), ((2, 2, 1), 5)])
-def test_weighted_means_of_unequal_shares_are_the_mean_of_all(shares, num_total):
-    samples = torch.rand(num_total, dtype=torch.float64)
-    parts = samples.split(list(shares))
-    weighted = [part.mean() * loss_weight(len(part), num_total, len(shares)) for part in parts]
-    assert torch.allclose(sum(weighted) / len(shares), samples.mean(), atol=1e-15)
-    assert loss_weight(4, 8, 2) == 1.0
-
-
-def test_micro_weights_are_those_of_the_mean_over_all():
+def test_weights_of_unequal_shares_and_micro_batches_make_the_mean_of_all():
+    for shares, num_total in ((4, 3), 7), ((2, 2, 1), 5):
+        samples = torch.rand(num_total, dtype=torch.float64)
+        parts = samples.split(list(shares))
+        weighted = [part.mean() * loss_weight(len(part), num_total, len(shares)) for part in parts]
+        assert torch.allclose(sum(weighted) / len(shares), samples.mean(), atol=1e-15)
     assert micro_weights([4, 4], 8, 1) == [0.5, 0.5]
     assert micro_weights([3, 1], 12, 2) == [0.5, 1 / 6]
     assert micro_weights([], 5, 2) == []  # a rank without samples takes part with zeros
@@ -166,23 +158,41 @@ def test_micro_weights_are_those_of_the_mean_over_all():
 
 
 def test_a_step_marks_what_it_does():
-    model = torch.nn.Linear(2, 1)
-    spans = SpanWriter(0)
-    called = []
-    loss = train_step(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        batch=(torch.ones(3, 2), torch.zeros(3, 1)),
-        loss_fn=torch.nn.functional.mse_loss,
-        synchronize=lambda: called.append(True),
-        spans=spans,
-    )
+    model, spans, called = torch.nn.Linear(2, 1), SpanWriter(0), []
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(3, 2), torch.zeros(3, 1))
+    how = {"loss_fn": torch.nn.functional.mse_loss, "synchronize": lambda: called.append(True), "spans": spans}
+    assert not train_step(model, optimizer, batch=batch, **how).requires_grad
     assert called == [True]
-    assert not loss.requires_grad
-    kinds = [(span.name, span.kind, span.lane) for span in spans.trace()]
-    assert kinds == [
-        ("forward", "F", "compute"),
-        ("backward", "B", "compute"),
-        ("synchronize", "wait", "compute"),
-        ("optimizer", "optimizer", "compute"),
-    ]
+    kinds = [("forward", "F"), ("backward", "B"), ("synchronize", "wait"), ("optimizer", "optimizer")]
+    assert [(span.name, span.kind) for span in spans.trace()] == kinds
+    assert {span.lane for span in spans.trace()} == {"compute"}
+
+
+@pytest.mark.on_ranks(2)
+def test_what_is_built_agrees_for_40_bytes_and_faults_are_found_by_a_small_sum():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for build in (
+        lambda: DistributedSampler(range(10)),
+        lambda: convert_sync_batchnorm(torch.nn.BatchNorm1d(2)),
+        lambda: HorovodOptimizer(optimizer, model.named_parameters()),
+    ):
+        assert calls_of(build) == [("all_gather", 40)]
+    assert calls_of(lambda: DistributedSampler(range(10), rank=0, world_size=2)) == []
+    words = ["the loss is odd"] if dist.get_rank() else []
+    quiet, told = calls_of(lambda: gather_reports([0, 1, 2], [])), calls_of(lambda: gather_reports([0, 1, 2], words))
+    assert quiet == [("all_gather", 3 + 1)]
+    assert [op for op, _ in told] == ["all_gather"] * 3, "also lengths of the sentences, and the sentences"
+    found = calls_of(lambda: find_faults([0, 0, 0], ["a", "b", "c"], None, unused="zero", step=1))
+    assert found == [("all_reduce", 6 * 3)]
+
+
+def test_an_epoch_makes_one_permutation(monkeypatch):
+    made, real = [], DistributedSampler.order
+    monkeypatch.setattr(DistributedSampler, "order", lambda sampler: made.append(sampler.epoch) or real(sampler))
+    sampler = DistributedSampler(range(10), rank=0, world_size=2)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        list(sampler)
+    assert made == [0, 1]

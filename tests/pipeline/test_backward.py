@@ -1,16 +1,184 @@
-"""I and W together make the gradients of one full backward pass, on any module, and hold only what W needs."""
+"""I and W together make the gradients of one full backward pass, on any module, and hold only what W needs.
+
+A table of every rule and every way of calling a layer, and modules that make it hard; else a layer stays in I.
+"""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
 
-from distlab.blocks.models import GPT, Block, GPTConfig
+from distlab.blocks.models import GPT, GPTConfig
 from distlab.pipeline.backward.two_parts import LinearPlainly, full_backward, prepare_split
 
+REAL, COMPLEX = torch.float64, torch.complex128
 CONFIG = GPTConfig(vocab_size=17, context=7, num_layers=2, num_heads=2, hidden_size=12, tied=True)
+
+
+class Calls(nn.Module):
+    """A module whose forward is a function of it and of x."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def slope(model, x):
+    """The model's output, and a penalty on its slope: backward within forward, to be differentiated again."""
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    y = model.second(torch.tanh(model.first(x)))
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return y + gradient.square().sum()
+
+
+def saliency(model, x):
+    """The same, where the slope is a number and no more."""
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model.second(torch.tanh(model.first(x))).square().sum(), x)
+    return model.second(torch.tanh(model.first(x))) * gradient.square().sum()
+
+
+def inner_step(model, x):
+    """One update inside of forward, through which the gradients go (MAML)."""
+    named = dict(model.first.named_parameters())
+    loss = torch.tanh(model.first(x)).square().sum()
+    gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+    moved = {name: p - 0.1 * g for (name, p), g in zip(named.items(), gradients, strict=True)}
+    return torch.func.functional_call(model.first, moved, (x,))
+
+
+def implicit(model, x):
+    """A backward of a hook's own inside of backward, as deep equilibria have: W must not count it."""
+    y = model.second(torch.tanh(model.first(x)))
+    start = x.detach().requires_grad_()
+    again = model.second(torch.tanh(model.first(start)))
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient + torch.autograd.grad(again, start, gradient)[0])
+    return y
+
+
+def per_sample(model, x):
+    """A gradient for each sample, by torch.func."""
+    slopes = torch.func.vmap(lambda row: torch.func.grad(lambda r: model.first(r).tanh().sum())(row))(x)
+    return slopes + sum(p.sum() for p in model.first.parameters())
+
+
+def recomputed(model, x):
+    return checkpoint(lambda z: model.second(model.first(z)), x, use_reentrant=False)
+
+
+def two(**options):
+    return {"first": nn.Linear(4, 4, dtype=REAL), "second": nn.Linear(4, 4, dtype=REAL)} | options
+
+
+def linear(*sizes, dtype=REAL, **options):
+    return nn.Linear(*sizes, dtype=dtype, **options)
+
+
+def rows(**options):
+    return nn.Embedding(5, 3, dtype=REAL, **options)
+
+
+def floats(*shape, dtype=REAL):
+    return lambda: torch.randn(shape, dtype=dtype)
+
+
+def tokens(*shape):
+    return lambda: torch.randint(0, 5, shape)
+
+
+def image(kind, rank, **options):
+    return kind(3, 6, 3, dtype=REAL, **options), floats(2, 3, *[6] * rank)
+
+
+SQUARE, IMAGES = floats(2, 4), floats(2, 3, 6, 6)
+CASES = {  # the module, its inputs, and the layers that wait where the case is about them
+    "complex linear": (linear(4, 3, dtype=COMPLEX), floats(2, 4, dtype=COMPLEX), ("",)),
+    "complex convolution": (nn.Conv1d(3, 2, 2, dtype=COMPLEX), floats(2, 3, 5, dtype=COMPLEX), ()),
+    "keyword": (Calls(lambda m, x: m.second(input=m.first(input=x)), **two()), SQUARE, ("first", "second")),
+    "more": (Calls(lambda m, x: m.up(x, output_size=(13, 13)), up=image(nn.ConvTranspose2d, 2, stride=2)[0]), IMAGES),
+    "one row": (linear(4, 3), floats(4), ("",)),
+    "no rows": (linear(4, 3), floats(0, 4)),
+    "not contiguous": (Calls(lambda m, x: m.second(m.first(x.mT).mT).transpose(0, 2), **two()), floats(2, 4, 4)),
+    "expanded": (Calls(lambda m, x: m.second(m.first(x).expand(3, 2, 4)).sum(), **two()), SQUARE),
+    "one token": (rows(), tokens(), ("",)),
+    "padding and frequencies": (rows(padding_idx=-1, scale_grad_by_freq=True), tokens(9)),
+    "max norm": (rows(max_norm=0.5), tokens(9), ()),
+    "one image": (image(nn.Conv2d, 2)[0], floats(3, 6, 6), ("",)),
+    "channels last": (
+        Calls(lambda m, x: m.conv(x.contiguous(memory_format=torch.channels_last)), conv=image(nn.Conv2d, 2)[0]),
+        IMAGES,
+    ),
+    "reflected": (*image(nn.Conv2d, 2, padding=1, padding_mode="reflect"), ()),
+    "volume": (*image(nn.Conv3d, 3, dilation=2), ("",)),
+    "signal up": (*image(nn.ConvTranspose1d, 1, groups=3, output_padding=1, stride=2), ("",)),
+    "one layer twice": (Calls(lambda m, x: m.first(torch.tanh(m.first(x))) + m.first(x), **two()), SQUARE),
+    "used beside its layer": (
+        Calls(lambda m, x: F.linear(m.rows(x), m.rows.weight), rows=rows()),
+        tokens(8),
+        ("rows",),
+    ),
+    "slope": (Calls(slope, **two()), SQUARE, ("first", "second")),
+    "saliency": (Calls(saliency, **two()), SQUARE),
+    "backward in a hook": (Calls(implicit, **two()), SQUARE),
+    "inner step": (Calls(inner_step, **two()), SQUARE),
+    "per sample": (Calls(per_sample, **two()), SQUARE),
+    "checkpoint": (Calls(recomputed, **two()), SQUARE),
+    "low rank": (
+        Calls(lambda m, x: m.base(x) + m.second(m.first(x)), **two(base=linear(4, 4).requires_grad_(False))),
+        SQUARE,
+        ("first", "second"),
+    ),
+    "spectral": (parametrizations.spectral_norm(linear(4, 3)), SQUARE, ()),
+}
+
+
+def gradients_of(module, draw, run):
+    torch.manual_seed(1)
+    found = []
+    for _ in range(2):  # the second call, with other data
+        x = draw()
+        x.requires_grad_(x.dtype in (REAL, COMPLEX))
+        y = module(x)
+        run([y], [torch.cos(torch.arange(y.numel(), dtype=REAL)).reshape(y.shape).to(y.dtype)])
+        found.append(x.grad)
+    return found + [parameter.grad for parameter in module.parameters()]
+
+
+def assert_equal(mine, theirs, rtol=1e-12):
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one is None) == (other is None)
+        scale = 1.0 if one is None or not one.numel() else max(1.0, float(other.abs().max()))
+        assert one is None or torch.allclose(one, other, rtol=rtol, atol=rtol * scale)
+
+
+def in_two_parts(split, outputs, gradients):
+    split.weight_gradient(split.input_gradient(outputs, gradients))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rule_and_each_way_of_calling_a_layer(name):
+    torch.manual_seed(0)
+    module, draw, *deferred = CASES[name]
+    module = copy.deepcopy(module)
+    plain, whole = copy.deepcopy(module), copy.deepcopy(module)
+    split = prepare_split(module)
+    if deferred:
+        assert split.report.deferred == deferred[0]
+    expected = gradients_of(plain, draw, torch.autograd.backward)
+    assert_equal(gradients_of(module, draw, partial(in_two_parts, split)), expected)
+    prepare_split(whole)
+    assert_equal(gradients_of(whole, draw, torch.autograd.backward), expected)  # a plain backward of a split module
 
 
 class Awkward(nn.Module):
@@ -19,16 +187,11 @@ class Awkward(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, 6, padding_idx=3)
-        self.twice = nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
-        self.frozen_weight = nn.Linear(6, 6)
+        self.twice, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.frozen_weight, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
         self.frozen_weight.weight.requires_grad_(False)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.bend = nn.ReLU(inplace=True)
-        self.own = nn.Parameter(torch.randn(6))
-        self.unused = nn.Linear(2, 2)
-        self.bilinear = nn.Bilinear(6, 6, 4)
-        self.tied_to_bilinear = nn.Linear(6, 4)
+        self.bend, self.own, self.unused = nn.ReLU(inplace=True), nn.Parameter(torch.randn(6)), nn.Linear(2, 2)
+        self.bilinear, self.tied_to_bilinear = nn.Bilinear(6, 6, 4), nn.Linear(6, 4)
         self.tied_to_bilinear.bias = self.bilinear.bias
         self.output = nn.Linear(6, 11, bias=False)
         self.output.weight = self.embedding.weight
@@ -37,7 +200,7 @@ class Awkward(nn.Module):
         x = self.bend(self.twice(self.embedding(tokens)))
         x = self.norm(x + self.twice(x)) * self.own
         x = self.frozen(self.bend(self.frozen_weight(x)))
-        return self.output(x), {"more": self.bilinear(x, x) + self.tied_to_bilinear(x)}
+        return self.output(x), self.bilinear(x, x) + self.tied_to_bilinear(x)
 
 
 def convolutions():
@@ -52,129 +215,145 @@ def convolutions():
     )
 
 
-def tensors_of(value):
-    return [value] if isinstance(value, torch.Tensor) else [value[0], *value[1].values()]
+MODELS = {
+    "gpt": (lambda: GPT(CONFIG), lambda: torch.randint(0, 17, (3, 7))),
+    "awkward": (Awkward, lambda: torch.randint(0, 11, (3, 5))),
+    "convolutions": (convolutions, floats(2, 3, 8, 8)),
+}
 
 
-def make(name):
-    """Return a float64 module and a function that draws its input."""
+def made(name):
     torch.manual_seed(0)
-    if name == "gpt":
-        return GPT(CONFIG).double(), lambda: torch.randint(0, 17, (3, 7))
-    if name == "awkward":
-        return Awkward().double(), lambda: torch.randint(0, 11, (3, 5))
-    if name == "blocks":
-        return nn.Sequential(Block(CONFIG), Block(CONFIG)).double(), lambda: torch.randn(3, 7, 12).double()
-    return convolutions().double(), lambda: torch.randn(2, 3, 8, 8).double()
+    return MODELS[name][0]().double()
+
+
+def outputs_of(module, x):
+    y = module(x)
+    return [y] if isinstance(y, torch.Tensor) else list(y)
 
 
 def gradients(module):
-    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
-def same(one, other, tolerance=1e-12):
-    assert one.keys() == other.keys()
-    for name, mine in one.items():
-        theirs = other[name]
-        assert (mine is None) == (theirs is None), name
-        assert mine is None or (mine - theirs).abs().max() <= tolerance * max(1.0, theirs.abs().max()), name
-
-
-@pytest.mark.parametrize("name", ["gpt", "awkward", "blocks", "convolutions"])
+@pytest.mark.parametrize("name", MODELS)
 def test_two_parts_equal_one_backward(name):
-    module, draw = make(name)
-    oracle = copy.deepcopy(module)
-    split = prepare_split(module)
-    inputs = [draw() for _ in range(3)]
+    module, oracle, draw = made(name), made(name), MODELS[name][1]
+    split, inputs = prepare_split(module), [draw() for _ in range(3)]
     with torch.no_grad():
-        assert all(map(torch.equal, tensors_of(module(inputs[0])), tensors_of(oracle(inputs[0]))))
+        assert all(map(torch.equal, outputs_of(module, inputs[0]), outputs_of(oracle, inputs[0])))
     wants = inputs[0].is_floating_point()
-    theirs = [x.clone().requires_grad_(wants) for x in inputs]
-    mine = [x.clone().requires_grad_(wants) for x in inputs]
+    mine, theirs = ([x.clone().requires_grad_(wants) for x in inputs] for _ in range(2))
     for x in theirs:
-        outputs = tensors_of(oracle(x))
-        torch.autograd.backward([y.square().sum() for y in outputs])
-    forwards = [tensors_of(module(x)) for x in mine]  # several forward passes before the first backward
-    works = []
+        sum(y.square().sum() for y in outputs_of(oracle, x)).backward()
+    forwards = [outputs_of(module, x) for x in mine]  # several forward passes before the first backward
+    works, waiting = [], [p for layer in split.report.deferred for p in module.get_submodule(layer).parameters(False)]
     for index in (1, 0):
-        outputs = forwards[index]
-        before = gradients(module)
-        works.append(split.input_gradient(outputs, [2 * y.detach() for y in outputs]))
-        for layer in split.report.deferred:  # none of their gradients has moved
-            changed = [n for n, p in module.get_submodule(layer).named_parameters(recurse=False, prefix=layer)]
-            same({n: gradients(module).get(n) for n in changed}, {n: before.get(n) for n in changed}, 0.0)
+        works.append(split.input_gradient(forwards[index], [2 * y.detach() for y in forwards[index]]))
+        assert all(p.grad is None for p in waiting), "none of the gradients that wait has moved"
         assert works[-1].num_bytes > 0
     for work in works:
         split.weight_gradient(work)
         assert work.num_bytes == 0, "W lets go of what I kept"
     split.full_backward(forwards[2], [2 * y.detach() for y in forwards[2]])
-    same(gradients(module), gradients(oracle))
-    for x, y in zip(mine, theirs, strict=True):
-        same({"x": x.grad}, {"x": y.grad})
+    assert_equal(gradients(module), gradients(oracle))
+    assert_equal([x.grad for x in mine], [x.grad for x in theirs])
     split.close()
     assert not any("forward" in vars(layer) for layer in module.modules())
 
 
 def test_the_report_names_who_waits_and_who_does_not():
-    module, _ = make("awkward")
+    module = made("awkward")
     report = prepare_split(module).report
     assert report.deferred == ("embedding", "twice", "frozen_weight", "unused", "output")
     reasons = dict(report.kept)
     assert reasons.keys() == {"", "norm", "bilinear", "tied_to_bilinear"}
     assert reasons["tied_to_bilinear"] == "shares a parameter with bilinear"
     assert "in I: norm: " in str(report)
-    assert dict(prepare_split(make("convolutions")[0]).report.kept).keys() == {"2", "4"}
+    assert dict(prepare_split(made("convolutions")).report.kept).keys() == {"2", "4"}
     with pytest.raises(ValueError, match="in two parts already"):
         prepare_split(module)
-    linear = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    assert prepare_split(linear).report.deferred == ()
+    assert prepare_split(parametrizations.weight_norm(nn.Linear(2, 2))).report.deferred == ()
 
 
-def pruned():
+def changed(one):
+    """Change layers after the split: a parametrization, a new weight, a frozen one."""
+    parametrizations.weight_norm(one[0])
+    one[1].weight = nn.Parameter(one[2].weight.detach() * 2)
+    one[2].requires_grad_(False)
+
+
+def pruned(one):
+    prune.l1_unstructured(one[0], "bias", 0.5)
+    prune.l1_unstructured(one[1], "weight", 0.5)
+
+
+def test_a_layer_that_is_pruned_or_changes_after_the_split_is_computed_as_it_is():
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
-    prune.l1_unstructured(module[0], "bias", 0.5)
-    prune.l1_unstructured(module[2], "weight", 0.5)
-    return module
+    plain = nn.Sequential(linear(4, 4), linear(4, 4), linear(4, 4))
+    for change, before in ((changed, False), (pruned, True)):
+        module, oracle = copy.deepcopy(plain), copy.deepcopy(plain)
+        change(oracle)
+        if before:
+            change(module)
+        split = prepare_split(module)
+        if before:
+            assert split.report.deferred == ("2",)
+        else:
+            change(module)
+        expected = gradients_of(oracle, SQUARE, torch.autograd.backward)
+        assert_equal(gradients_of(module, SQUARE, partial(in_two_parts, split)), expected)
 
 
-def test_a_layer_whose_bias_or_weight_pruning_makes_gives_all_gradients():
-    module, oracle = pruned(), pruned()
-    split, x = prepare_split(module), torch.randn(5, 3, dtype=torch.float64)
-    assert split.report.deferred == ("3",)
-    y = module(x)
-    split.full_backward([y], [torch.ones_like(y)])
-    oracle(x).sum().backward()
-    same(gradients(module), gradients(oracle))
+def test_hooks_see_what_they_see_without_a_split():
+    def told(module, run):
+        seen = []
+
+        def note(name):
+            return lambda *values: seen.append((name, [v.detach().clone() for v in values if torch.is_tensor(v)]))
+
+        layer = module.first
+        layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+        layer.register_forward_hook(lambda _, inputs, output: output + 1)
+        layer.register_full_backward_pre_hook(lambda _, gradients: note("before")(*gradients))
+        layer.register_full_backward_hook(lambda _, to_inputs, gradients: note("after")(*to_inputs, *gradients))
+        layer.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        module.second.weight.register_post_accumulate_grad_hook(lambda p: note("weight")(p.grad))
+        return gradients_of(module, SQUARE, run), sorted(seen, key=lambda pair: pair[0])
+
+    torch.manual_seed(0)
+    plain = Calls(lambda m, x: F.linear(m.second(m.first(m.first(x))), m.first.weight), **two())
+    module = copy.deepcopy(plain)
+    expected, calls = told(plain, torch.autograd.backward)
+    found, seen = told(module, partial(in_two_parts, prepare_split(module)))
+    assert_equal(found, expected)
+    assert [name for name, _ in seen] == [name for name, _ in calls]
+    for (_, mine), (_, theirs) in zip(seen, calls, strict=True):
+        assert_equal(mine, theirs)
 
 
 def test_autocast_gives_the_same_types_and_nearly_the_same_numbers():
-    module, draw = make("gpt")
-    module.float()
+    module, x = made("gpt").float(), MODELS["gpt"][1]()
     oracle = copy.deepcopy(module)
     split = prepare_split(module)
-    x = draw()
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = module(x), oracle(x)
     assert torch.equal(y, expected)
     assert y.dtype == torch.bfloat16
-    split.weight_gradient(split.input_gradient([y], [torch.ones_like(y)]))
+    in_two_parts(split, [y], [torch.ones_like(y)])
     expected.sum().backward()
-    same(gradients(module), gradients(oracle), 0.02)
+    assert_equal(gradients(module), gradients(oracle), 0.02)
 
 
 def test_what_waits_is_each_layers_input_and_the_gradient_of_its_output():
-    layer = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    layer = nn.Sequential(linear(5, 7), nn.Tanh(), linear(7, 3))
     split = prepare_split(layer)
     y = layer(torch.randn(4, 5).double())
     work = split.input_gradient([y], [torch.ones_like(y)])
     assert work.num_bytes == 8 * 4 * (5 + 7 + 7 + 3)
-
-
-def test_outputs_that_nobody_used_are_passed_over():
     x = torch.randn(3, requires_grad=True)
     full_backward([x * 2, x * 3, torch.zeros(3)], [torch.ones(3), None, None])
-    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert torch.equal(x.grad, torch.full((3,), 2.0)), "outputs that nobody used are passed over"
 
 
 def test_the_plain_way_on_one_screen():
