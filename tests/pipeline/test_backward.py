@@ -41,13 +41,6 @@ def slope(model, x):
     return y + gradient.square().sum()
 
 
-def saliency(model, x):
-    """The same, where the slope is a number and no more."""
-    x = x if x.requires_grad else x.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(model.second(torch.tanh(model.first(x))).square().sum(), x)
-    return model.second(torch.tanh(model.first(x))) * gradient.square().sum()
-
-
 def inner_step(model, x):
     """One update inside of forward, through which the gradients go (MAML)."""
     named = dict(model.first.named_parameters())
@@ -123,13 +116,8 @@ CASES = {  # the module, its inputs, and the layers that wait where the case is 
     "volume": (*image(nn.Conv3d, 3, dilation=2), ("",)),
     "signal up": (*image(nn.ConvTranspose1d, 1, groups=3, output_padding=1, stride=2), ("",)),
     "one layer twice": (Calls(lambda m, x: m.first(torch.tanh(m.first(x))) + m.first(x), **two()), SQUARE),
-    "used beside its layer": (
-        Calls(lambda m, x: F.linear(m.rows(x), m.rows.weight), rows=rows()),
-        tokens(8),
-        ("rows",),
-    ),
+    "used beside its layer": (Calls(lambda m, x: F.linear(m.rows(x), m.rows.weight), rows=rows()), tokens(8)),
     "slope": (Calls(slope, **two()), SQUARE, ("first", "second")),
-    "saliency": (Calls(saliency, **two()), SQUARE),
     "backward in a hook": (Calls(implicit, **two()), SQUARE),
     "inner step": (Calls(inner_step, **two()), SQUARE),
     "per sample": (Calls(per_sample, **two()), SQUARE),

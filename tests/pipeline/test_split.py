@@ -18,30 +18,23 @@ def run(stages, x):
     return x
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "options", "blocks"),
-    [
-        (1, {}, [5]),
-        (3, {}, [2, 2, 1]),
-        (2, {"layers_per_stage": [1, 4]}, [1, 4]),
-        (3, {"costs": [1, 1, 1, 1, 1, 1, 4]}, [2, 3, 0]),
-        (7, {"costs": [1] * 7}, [0, 1, 1, 1, 1, 1, 0]),
-    ],
-)
-def test_stages_of_a_gpt_are_the_gpt(num_stages, options, blocks):
-    model = GPT(CONFIG, torch.Generator().manual_seed(0))
-    stages = split_gpt(model, num_stages, **options)
-    assert [len(stage.blocks) for stage in stages] == blocks
-    tokens = torch.randint(0, 17, (2, 7))
-    assert torch.equal(run(stages, tokens), model(tokens))
-    names = stage_state_names(stages)
-    assert sorted(sum(names, [])) == sorted(model.state_dict())
-    together = {name: value for stage in stages for name, value in stage.state_dict().items()}
-    assert all(torch.equal(together[name], value) for name, value in model.state_dict().items())
-    GPT(CONFIG).load_state_dict(together)
-    tied = find_tied(stages)
-    both = ("token_embedding.weight", "output.weight")
-    assert tied == ([] if num_stages == 1 else [TiedParameter(both[0], (0, num_stages - 1), both)])
+def test_stages_of_a_gpt_are_the_gpt():
+    both, tokens = ("token_embedding.weight", "output.weight"), torch.randint(0, 17, (2, 7))
+    for blocks, options in (
+        ([5], {}),
+        ([2, 2, 1], {}),
+        ([1, 4], {"layers_per_stage": [1, 4]}),
+        ([2, 3, 0], {"costs": [1, 1, 1, 1, 1, 1, 4]}),
+        ([0, 1, 1, 1, 1, 1, 0], {"costs": [1] * 7}),
+    ):
+        model, num_stages = GPT(CONFIG, torch.Generator().manual_seed(0)), len(blocks)
+        stages = split_gpt(model, num_stages, **options)
+        assert [len(stage.blocks) for stage in stages] == blocks
+        assert torch.equal(run(stages, tokens), model(tokens))
+        assert sorted(sum(stage_state_names(stages), [])) == sorted(model.state_dict())
+        together = {name: value for stage in stages for name, value in stage.state_dict().items()}
+        assert all(torch.equal(together[name], value) for name, value in model.state_dict().items())
+        assert find_tied(stages) == ([] if num_stages == 1 else [TiedParameter(both[0], (0, num_stages - 1), both)])
 
 
 def test_sequentials_and_lists_keep_their_names_too():
