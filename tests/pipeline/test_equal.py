@@ -15,6 +15,7 @@ from distlab.rng import generator
 
 SIZES = [5, 7, 3, 6, 4, 8, 2, 7, 5]  # nothing here is even
 MICROBATCHES = {2: 3, 3: 4, 4: 5}  # no multiple of the ranks
+COSTS = {2: [1, 1, 1, 3], 3: [2, 2, 2, 6, 3, 3], 4: [2, 2, 4, 1, 1, 1, 1, 4]}  # so that stages get as many layers:
 UNEVEN = {2: [3, 1], 3: [3, 1, 2], 4: [2, 1, 4, 1]}
 NAMES = [name for name, family in SCHEDULES.items() if family.placement != "copies"]  # those hold a model twice
 CONFIG = GPTConfig(vocab_size=13, context=5, num_layers=4, num_heads=1, hidden_size=4, tied=True)
@@ -52,8 +53,7 @@ def batch(world_size, step):
 
 
 def split(world_size, model, num_stages):
-    uneven = UNEVEN[world_size] if num_stages == world_size else None
-    return split_sequential(model, num_stages, layers_per_stage=uneven)
+    return split_sequential(model, num_stages, COSTS[world_size] if num_stages == world_size else None)
 
 
 def message_bytes(schedule, world_size, rank):

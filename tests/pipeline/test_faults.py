@@ -64,6 +64,13 @@ class NeedsNumbers(nn.Module):
         return self.layer(x) * torch.rand(1, dtype=x.dtype)
 
 
+class Overwrites(Fragile):
+    """Begins with nn.ReLU(inplace=True), or the like."""
+
+    def forward(self, x):
+        return super().forward(x.relu_())
+
+
 class Moody(Fragile):
     """Makes one shape when it is tried and on its first call, and a different one afterwards."""
 
@@ -138,6 +145,10 @@ def test_a_batch_that_cannot_be_is_refused_on_every_rank_before_anything_runs():
     lossless, mixed = build(schedule, loss=None), build(schedule, [Fragile(6), Fragile(8)])
     assert_told(lambda: lossless.step(inputs, targets), "rank 1 has the last stage, 1, and no loss; pass loss=")
     assert_told(lambda: mixed.step(inputs, targets), cannot_run.format("Fragile") + " float64 (grad): ")
+    overwrites = build(schedule, [Fragile(), Overwrites()])
+    assert_told(
+        lambda: overwrites.step(inputs, targets), "that requires grad is being used in an in-place operation. No"
+    )
     wants_numbers = [NeedsNumbers(6), NeedsNumbers(7)]
     assert_told(lambda: build(schedule, wants_numbers).step(inputs, targets), cannot_run.format("NeedsNumbers"))
     assert all(module.count == 0 for module in wants_numbers)

@@ -1,17 +1,13 @@
 """Stages that cache, count, share and read numbers train like one process: the trial of a stage leaves no trace."""
 
-import copy
 import random
 from operator import methodcaller
 
 import pytest
 import torch
-import torch.distributed as dist
 from equal import Row, Task, assert_stages_equal, train, train_in_stages
-from refused import message
 from torch import nn
 
-from distlab.pipeline import Pipeline
 from distlab.plan import SCHEDULES, make_schedule
 from distlab.rng import generator
 
@@ -116,39 +112,3 @@ def test_odd_stages_train_like_one_process(world_size):
                 made = module.calls
                 count = made if isinstance(made, int) else len(made)
                 assert count == UPDATES * num_microbatches, "the trial is not counted"
-
-
-class Overwrites(nn.Module):
-    """Changes its first input in place, as a block that begins with nn.ReLU(inplace=True)."""
-
-    def __init__(self, num_inputs):
-        super().__init__()
-        self.layer, self.num_inputs = linear(), num_inputs
-
-    def forward(self, *inputs):
-        x = self.layer(inputs[0].relu_())
-        return (x, x[:, 1:].mean(1, keepdim=True)) if self.num_inputs == 2 else x
-
-
-def overwriting(num_inputs, name, recompute=False):
-    """Compare two steps with those of one process."""
-    torch.manual_seed(0)
-    stages = [nn.Sequential(linear(), Overwrites(num_inputs)), Overwrites(1)]
-    twins, rank = copy.deepcopy(stages), dist.get_rank()
-    schedule = make_schedule(name, 2, 4)
-    pipeline = Pipeline({rank: stages[rank]}, schedule, loss=nn.functional.mse_loss, recompute=recompute)
-    for step in range(2):
-        pipeline.step(*batch(step, 4))
-        for x, y in zip(*(part.split(SIZE) for part in batch(step, 4)), strict=True):
-            (nn.functional.mse_loss(twins[1](twins[0](x)), y) / 4).backward()
-    for mine, theirs in zip(stages[rank].parameters(), twins[rank].parameters(), strict=True):
-        assert torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-12)
-
-
-@pytest.mark.on_ranks(2)
-def test_a_stage_may_change_its_one_input_in_place_and_of_several_is_refused():
-    for name in ("one_f_one_b", "zb_h1"):
-        overwriting(1, name)
-        text = message(lambda name=name: overwriting(2, name))
-        assert "a leaf Variable that requires grad is being used in an in-place operation. Nothing" in text
-    assert "in-place operation. Nothing has run" in message(lambda: overwriting(1, "one_f_one_b", recompute=True))

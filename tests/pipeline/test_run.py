@@ -1,7 +1,6 @@
 """Pipeline computes what one process does, whatever stages hand to each other, and does it in the plan's order."""
 
 import weakref
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -21,15 +20,8 @@ NUM_MICROBATCHES = 4
 OWN_ORDER = "0F0,0F1,0I0,0W0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1I1,1F2,1B2,1W1,1F3,1B3"
 
 
-class States(NamedTuple):
-    """What the first stage hands over, among other things."""
-
-    each: torch.Tensor
-    mean: torch.Tensor
-
-
 class First(nn.Module):
-    """Makes a dict of a NamedTuple, whole numbers, a mask that wants no gradient and an output that nobody uses."""
+    """Makes a dict of a tuple, whole numbers, a mask that wants no gradient and an output that nobody uses."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +32,7 @@ class First(nn.Module):
         x = self.embedding(tokens)
         mask = (tokens % 2).to(x.dtype).unsqueeze(-1)
         more = {"mask": mask, "unused": self.unused(x), "n": 3}
-        return {"states": States(x * scale, x.mean(1)), "tokens": tokens, **more}
+        return {"states": (x * scale, x.mean(1)), "tokens": tokens, **more}
 
 
 class Second(nn.Module):
@@ -50,10 +42,10 @@ class Second(nn.Module):
         self.frozen = nn.Linear(6, 5).requires_grad_(False)
 
     def forward(self, value):
-        states, tokens = value["states"], value["tokens"]
+        (each, mean), tokens = value["states"], value["tokens"]
         assert not value["mask"].requires_grad
         assert tokens.dtype == torch.int64
-        return self.layer(torch.tanh(states.each)) * value["mask"], self.frozen(states.mean) / value["n"]
+        return self.layer(torch.tanh(each)) * value["mask"], self.frozen(mean) / value["n"]
 
 
 class Third(nn.Linear):
@@ -246,18 +238,3 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use():
         assert all(map(int.__lt__, received[1:], forward))  # while micro-batch k is computed, k + 1 may arrive
         names = {(span.name, span.stage, span.microbatch) for span in trace if span.kind == "F"}
         assert names == {(f"1F{k}", 1, k) for k in range(NUM_MICROBATCHES)}
-
-
-@pytest.mark.on_ranks(1)
-def test_one_rank_alone_runs_a_pipeline_too():
-    inputs, targets = chain_batch(2)
-    alone = nn.Sequential(*chain(2))
-    loss_fn(alone(inputs), targets).backward()
-    for name in ("zb_h1", "interleaved", "zb_v"):
-        schedule = make_schedule(name, 1, NUM_MICROBATCHES)
-        modules = chain(2)[: schedule.num_stages] if schedule.num_stages == 2 else [nn.Sequential(*chain(2))]
-        pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn)
-        loss = pipeline.step(inputs, targets)
-        assert (pipeline.evaluate(inputs, targets) - loss).abs() <= 1e-12
-        for mine, wanted in zip(pipeline.parameters(), alone.parameters(), strict=True):
-            assert (mine.grad - wanted.grad).abs().max() <= 1e-12

@@ -1,7 +1,5 @@
 """Values taken apart, described and put together; batches cut and joined; routes of a schedule."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 
@@ -11,20 +9,11 @@ from distlab.pipeline.faults import slots_of
 from distlab.pipeline.route import forward_only, other_end, route_of
 from distlab.plan import SCHEDULES, add_communication, make_schedule, parse_action
 
-
-class Point(NamedTuple):
-    """What a stage may hand over by name."""
-
-    x: torch.Tensor
-    rest: object = None
-
-
 VALUES = [
     torch.arange(4.0),
     (torch.ones(2, 3, requires_grad=True), [torch.zeros(2, dtype=torch.bool), None, "text", 2.5]),
     {"a": torch.ones(2, 1), 3: (torch.arange(2), {"b": True})},
     (),
-    [Point(torch.ones(2), Point(torch.zeros(1), "text"))],
 ]
 
 
@@ -48,19 +37,6 @@ def test_values_survive_being_taken_apart():
     assert str(take_apart(VALUES[2])[1]) == "{'a': [2, 1] float32, 3: ([2] int64, {'b': True})}"
     with pytest.raises(ValueError, match=r"tuples, lists and dicts .* got a set"):
         take_apart((torch.ones(1), {1, 2}))
-
-
-def test_a_named_tuple_that_this_process_does_not_know_keeps_name_and_fields():
-    class Local(NamedTuple):
-        a: torch.Tensor
-        b: int
-
-    tensors, layout = take_apart(Local(torch.ones(2), 3))
-    back = put_together(layout, tensors)
-    assert (type(back).__name__, back._fields, back.a is tensors[0], back.b) == ("Local", ("a", "b"), True, 3)
-    assert type(back) is type(put_together(layout, tensors))
-    assert str(layout) == "Local(a=[2] float32, b=3)"
-    assert take_apart(back)[1].kinds == layout.kinds
 
 
 def test_batches_are_cut_and_joined():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.pipeline import TiedParameter, find_tied, measure_costs, split_gpt, split_sequential, stage_state_names
+from distlab.pipeline import TiedParameter, find_tied, split_gpt, split_sequential
 from distlab.pipeline.model.tied import TiedGradients
 
 CONFIG = GPTConfig(vocab_size=17, context=7, num_layers=5, num_heads=2, hidden_size=12, tied=True)
@@ -20,19 +20,19 @@ def run(stages, x):
 
 def test_stages_of_a_gpt_are_the_gpt():
     both, tokens = ("token_embedding.weight", "output.weight"), torch.randint(0, 17, (2, 7))
-    for blocks, options in (
-        ([5], {}),
-        ([2, 2, 1], {}),
-        ([1, 4], {"layers_per_stage": [1, 4]}),
-        ([2, 3, 0], {"costs": [1, 1, 1, 1, 1, 1, 4]}),
-        ([0, 1, 1, 1, 1, 1, 0], {"costs": [1] * 7}),
+    for blocks, costs in (
+        ([5], None),
+        ([2, 2, 1], None),
+        ([2, 3, 0], [1, 1, 1, 1, 1, 1, 4]),
+        ([0, 1, 1, 1, 1, 1, 0], [1] * 7),
     ):
         model, num_stages = GPT(CONFIG, torch.Generator().manual_seed(0)), len(blocks)
-        stages = split_gpt(model, num_stages, **options)
+        stages = split_gpt(model, num_stages, costs)
         assert [len(stage.blocks) for stage in stages] == blocks
         assert torch.equal(run(stages, tokens), model(tokens))
-        assert sorted(sum(stage_state_names(stages), [])) == sorted(model.state_dict())
         together = {name: value for stage in stages for name, value in stage.state_dict().items()}
+        assert sum(len(stage.state_dict()) for stage in stages) == len(together), "no name is in two stages"
+        assert together.keys() == model.state_dict().keys()
         assert all(torch.equal(together[name], value) for name, value in model.state_dict().items())
         assert find_tied(stages) == ([] if num_stages == 1 else [TiedParameter(both[0], (0, num_stages - 1), both)])
 
@@ -41,7 +41,8 @@ def test_sequentials_and_lists_keep_their_names_too():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     x = torch.randn(2, 3)
     for stages in (split_sequential(model, 2), split_sequential(list(model), 2)):
-        assert stage_state_names(stages) == [["0.weight", "0.bias", "2.weight", "2.bias"], ["4.weight", "4.bias"]]
+        names = [["0.weight", "0.bias", "2.weight", "2.bias"], ["4.weight", "4.bias"]]
+        assert [list(stage.state_dict()) for stage in stages] == names
         assert torch.equal(run(stages, x), model(x))
     assert [len(stage) for stage in split_sequential(model, 2, [9, 1, 1, 1, 1])] == [1, 4]
 
@@ -52,27 +53,12 @@ def test_what_cannot_be_cut_says_so_with_numbers():
         (lambda: split_gpt(model, 6), "5 blocks cannot fill 6 stages; use at least 1 and at most 5"),
         (lambda: split_gpt(model, 0), "cannot fill 0 stages"),
         (lambda: split_gpt(model, 2, [1.0] * 5), "5 costs for 7 layers"),
-        (lambda: split_gpt(model, 2, layers_per_stage=[2, 2]), "2 numbers of at least 1 that add up to 5"),
-        (lambda: split_gpt(model, 2, [1.0] * 7, layers_per_stage=[2, 3]), "both say where to cut"),
         (lambda: split_sequential(nn.Sequential(nn.Linear(2, 2)), 2), "1 layers cannot fill 2 stages"),
         (lambda: split_sequential(nn.Linear(2, 2), 1), "neither a Sequential nor a list"),
         (lambda: TiedParameter("w", (1,)), "at least two different stages"),
-        (lambda: stage_state_names([model, model]), "is in stage 0 and in stage 1"),
     ]:
         with pytest.raises(ValueError, match=text):
             call()
-
-
-def test_measured_costs_are_one_a_layer_and_leave_no_trace():
-    model = GPT(GPTConfig(vocab_size=17, context=7, num_layers=2, num_heads=2, hidden_size=12, dropout=0.1))
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    costs = measure_costs(model, torch.randint(0, 17, (2, 7), generator=torch.Generator().manual_seed(0)))
-    assert len(costs) == 4
-    assert min(costs) > 0
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert len(measure_costs(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.randn(4, 2))) == 2
 
 
 @pytest.mark.on_ranks(2)
