@@ -14,11 +14,9 @@ from simulator import cluster, simulate
 
 PLANS = {
     "pipeline": (Plan(data=2, pipeline=2, num_microbatches=4, schedule="zb_h1"), 0),
-    "tensor": (Plan(data=2, tensor=2, num_microbatches=2), 0),
     "experts": (Plan(data=2, expert=2, num_microbatches=2), 3),
     "ZeRO-1": (Plan(data=2, pipeline=2, num_microbatches=2, sharding=Sharding(stage=1)), 0),
     "FSDP": (Plan(data=2, tensor=2, num_microbatches=2, sharding=Sharding(stage=3)), 0),
-    "nobody has a copy": (Plan(tensor=2, pipeline=2, num_microbatches=2), 0),
 }
 
 

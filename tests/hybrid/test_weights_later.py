@@ -3,25 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_gpt import (
-    CONFIG,
-    DEEP,
-    UNTIED,
-    assert_equal_to_one_process,
-    batch_of,
-    make_hybrid,
-    make_model,
-    train,
-    train_alone,
-)
+from hybrid_gpt import CONFIG, UNTIED, batch_of, make_model
 from torch import nn
 
 from distlab.comm import recorded
 from distlab.pipeline.backward.two_parts import prepare_split
-from distlab.plan import Plan
 from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear, parallelize
-
-LATER = {"pipeline": 2, "tensor": 2, "num_microbatches": 4, "schedule": "zb_h1"}
 
 
 def bytes_of(function):
@@ -89,36 +76,3 @@ def test_layers_alone_equal_their_own_backward():
         y = layer(other)
         split.full_backward([y], [2 * y.detach()])
         same({"input": other.grad, **gradients(layer)}, {"input": one.grad, **expected})
-
-
-CASES = {
-    "tied": ({}, {}),
-    "along the sequence": ({"sequence_parallel": True}, {"config": UNTIED}),
-    "a V of stages, with adam": ({"schedule": "zb_v", "stages_per_rank": 2}, {"config": DEEP, "optimizer": "adam"}),
-}
-
-
-def trained(more, options):
-    """Run on each rank: ten updates, and how many of the weights waited."""
-    plan = Plan(**LATER | more)
-    hybrid = make_hybrid(plan, **options)
-    hybrid.step(*batch_of(0))
-    kinds = "".join(action.kind for action in hybrid.pipeline.order)
-    shares = [report.deferred_elements / report.num_elements for report in hybrid.pipeline.splits.values()]
-    hybrid.close()
-    return train(plan, steps=10, **options), kinds, shares
-
-
-@pytest.mark.parametrize("name", ["tied", *(pytest.param(name, marks=pytest.mark.soak) for name in list(CASES)[1:])])
-def test_zero_bubble_with_tensor_ranks_equals_one_process(ranks, name):
-    more, options = CASES[name]
-    results = ranks(4).run(trained, more, options)
-    alone = train_alone(steps=10, **options)
-    assert_equal_to_one_process([found for found, _, _ in results], alone, name)
-    for _, kinds, shares in results:
-        assert "B" not in kinds
-        num_stages = more.get("stages_per_rank", 1)
-        assert kinds.count("I") == kinds.count("W") == LATER["num_microbatches"] * num_stages
-        assert min(shares) > 0.8
-    goes_first = ("IF", "II") if "stages_per_rank" in more else ("IF",)
-    assert any(pair in kinds for _, kinds, _ in results for pair in goes_first), "a W let others go first"
