@@ -5,14 +5,14 @@ import torch
 import torch.distributed as dist
 
 from distlab.blocks.gradient_hook import GradientBucket
-from distlab.compression import Quantize, Sign, TopK
+from distlab.compression import PowerSGD, Quantize, Sign, TopK
 
 SIZE = 64
 HOOKS = {
     "top_k": lambda feedback: TopK(0.1, feedback),
     "sign": lambda feedback: Sign(feedback),
     "quantize to 1": lambda feedback: Quantize(1, error_feedback=feedback),
-    "quantize to 2": lambda feedback: Quantize(2, error_feedback=feedback),
+    "powersgd": lambda feedback: PowerSGD(1, error_feedback=feedback),
 }
 
 
@@ -32,7 +32,8 @@ def descend(num_steps, learning_rate):
     points = {case: torch.zeros(SIZE, dtype=torch.float64) for case in hooks}
     for step in range(num_steps):
         gradients = {case: matrix.T @ (matrix @ points[case] - target) for case in hooks}
-        under_way = [hook.start(GradientBucket(0, gradients[case], ()), None) for case, hook in hooks.items()]
+        buckets = {case: GradientBucket(0, one, (one.view(8, -1),)) for case, one in gradients.items()}
+        under_way = [hook.start(buckets[case], None) for case, hook in hooks.items()]
         for case, pending in zip(hooks, under_way, strict=True):
             pending.wait()
             points[case] -= learning_rate * (1 - step / num_steps) * gradients[case]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from equal import calls_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradient_hook import GradientBucket
-from distlab.comm import recorded
 from distlab.compression import Cast, PowerSGD, TopK
 from distlab.compression.powersgd.factors import power_step
 from distlab.rng import generator
@@ -22,56 +22,41 @@ def bucket_of(dtype=torch.float32, step=0):
     return GradientBucket(0, flat.buffer, flat.views)
 
 
-def calls_of(hook, steps, dtype=torch.float32):
-    """The calls of each step, as (operation, bytes)."""
-    found = []
-    for step in range(steps):
-        with recorded() as seen:
-            hook.start(bucket_of(dtype, step), None).wait()
-        found.append([(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())])
-    return found
+AGREEMENT, SIZE = ("all_gather", 40), 24 * 20 + 24
 
 
-AGREEMENT = ("all_gather", 40)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.on_ranks(2)
-def test_a_memory_is_one_element_a_gradient_and_ranks_agree_once(dtype):
-    hook = TopK(0.1)
-    calls = calls_of(hook, 2, dtype)
-    first, second = calls
-    memory = hook.state_dict()["memories"][0]
-    assert [AGREEMENT, *second] == first
-    assert AGREEMENT not in second
-    assert memory.numel() == 24 * 20 + 24
-    assert memory.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+def steps_of(hook, num_steps, dtype=torch.float32):
+    """Return the calls of each step."""
+    buckets = [bucket_of(dtype, step) for step in range(num_steps)]
+    return [calls_of(lambda bucket=bucket: hook.start(bucket, None).wait()) for bucket in buckets]
 
 
 @pytest.mark.on_ranks(2)
-def test_powersgd_begins_whole_agrees_once_and_keeps_a_bucket():
-    size = 24 * 20 + 24
-    whole, whole_vectors_and_left, right = (("all_reduce", 4 * n) for n in (size, 24 + 24 * 2, 20 * 2))
+def test_a_memory_is_one_element_a_gradient_and_ranks_agree_once():
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        hook = TopK(0.1)
+        first, second = steps_of(hook, 2, dtype)
+        memory = hook.state_dict()["memories"][0]
+        assert [AGREEMENT, *second] == first
+        assert AGREEMENT not in second
+        assert memory.numel() == SIZE
+        assert memory.dtype == (torch.float32 if dtype == torch.float16 else dtype)
     hook = PowerSGD(2, start_step=2)
-    first, second, third = calls_of(hook, 3)
-    memory = hook.state_dict()["buckets"][0]["error"].numel()
-    assert first == [AGREEMENT, whole]
-    assert second == [whole]
-    assert third == [whole_vectors_and_left, right]
-    assert memory == size
+    whole, vectors_and_left, right = (("all_reduce", 4 * n) for n in (SIZE, 24 + 24 * 2, 20 * 2))
+    assert steps_of(hook, 3) == [[AGREEMENT, whole], [whole], [vectors_and_left, right]]
+    assert hook.state_dict()["buckets"][0]["error"].numel() == SIZE
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 11), (torch.bfloat16, 8)])
 @pytest.mark.on_ranks(3)
-def test_a_cast_is_off_by_half_a_unit_of_its_type_for_each_addition(dtype, bits):
-    parts = [torch.randn(24 * 20 + 24, generator=generator(0, rank, "gradients")) for rank in range(3)]
+def test_a_cast_is_off_by_half_a_unit_of_its_type_for_each_addition():
+    parts = [torch.randn(SIZE, generator=generator(0, rank, "gradients")) for rank in range(3)]
     mean, sizes = sum(parts) / 3, sum(part.abs() for part in parts) / 3
-    bucket = bucket_of()
-    Cast(dtype).start(bucket, None).wait()
-    found = bucket.buffer
-    error = (found - mean).abs()
-    assert (error <= 3 * 2.0**-bits * sizes + 1e-6).all()  # three roundings of parts, and of their sums
-    assert error.max() > 2.0 ** -(bits + 2) * sizes.mean(), "as exact as float32: nothing was shortened"
+    for dtype, bits in ((torch.float16, 11), (torch.bfloat16, 8)):
+        bucket = bucket_of()
+        Cast(dtype).start(bucket, None).wait()
+        error = (bucket.buffer - mean).abs()
+        assert (error <= 3 * 2.0**-bits * sizes + 1e-6).all()  # three roundings of parts, and of their sums
+        assert error.max() > 2.0 ** -(bits + 2) * sizes.mean(), "as exact as float32: nothing was shortened"
 
 
 class Products(TorchDispatchMode):

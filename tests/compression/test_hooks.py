@@ -10,14 +10,14 @@ from equal import calls_of, same_everywhere
 from refused import message
 
 from distlab.blocks.gradient_hook import GradientBucket
-from distlab.compression import Cast, Quantize, RandomK, Sign, TopK, make_hook
+from distlab.compression import Cast, PowerSGD, Quantize, RandomK, Sign, TopK, make_hook
 from distlab.plan.compression import METHODS, Compression, exchanges
 
 SHAPES = [(40, 31), (40,), (3, 5, 70)]  # 2,330 elements: three blocks, the last one short
 COMPRESSIONS = {
     "top_k": Compression("top_k", ratio=0.05),
     "random_k": Compression("random_k", ratio=0.05),
-    **{f"quantize to {bits}": Compression("quantize", bits=bits) for bits in range(1, 9)},
+    **{f"quantize to {bits}": Compression("quantize", bits=bits) for bits in (1, 3, 8)},
     "quantize by chance": Compression("quantize", bits=4, stochastic=True, error_feedback=False),
     "sign": Compression("sign"),
     "powersgd": Compression("powersgd", rank=2),
@@ -60,14 +60,11 @@ def check_bytes(names, dtype):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.on_ranks
 def test_bytes_are_predicted_and_ranks_get_the_same_bits(world_size):
-    for dtype in (torch.float32, torch.float64) if world_size == 3 else (torch.float32,):
-        check_bytes(COMPRESSIONS, dtype)
-
-
-@pytest.mark.on_ranks(2)
-def test_half_precision_gradients_cost_half_the_values():
-    for dtype in (torch.float16, torch.bfloat16):
-        check_bytes(["top_k", "random_k", "quantize to 3", "sign"], dtype)
+    check_bytes(COMPRESSIONS, torch.float32)
+    if world_size == 3:
+        check_bytes(COMPRESSIONS, torch.float64)
+        for dtype in (torch.float16, torch.bfloat16):  # half the bytes of values
+            check_bytes(["top_k", "random_k", "quantize to 3", "sign"], dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -108,23 +105,6 @@ def test_a_hook_goes_on_from_its_state_bit_for_bit():
         assert not torch.equal(exchange(afresh, gradients(3, rank, torch.float32)), one[0]), name
 
 
-@pytest.mark.on_ranks(2)
-def test_buckets_have_memories_of_their_own_and_travel_at_once():
-    rank = dist.get_rank()
-    apart, together = (TopK(0.1), TopK(0.1)), TopK(0.1)
-    same = []
-    for step in range(3):
-        parts = gradients(step, rank), gradients(step + 50, rank)[:700].clone()
-        expected = [one.clone() for one in parts]
-        for hook, vector in zip(apart, expected, strict=True):
-            hook.start(GradientBucket(0, vector, (vector,)), None).wait()
-        buckets = [GradientBucket(index, vector, (vector,)) for index, vector in enumerate(parts)]
-        for pending in [together.start(bucket, None) for bucket in buckets]:
-            pending.wait()
-        same += map(torch.equal, parts, expected)
-    assert same == [True] * 6
-
-
 @pytest.mark.on_ranks(3)
 def test_what_is_not_finite_is_named_on_every_rank_and_spoils_nothing():
     rank = dist.get_rank()
@@ -147,9 +127,8 @@ def test_what_is_not_finite_is_named_on_every_rank_and_spoils_nothing():
 @pytest.mark.on_ranks(2)
 def test_a_step_that_was_given_up_leaves_nothing_for_the_next():
     """The first bucket raises, so nobody waits for the second; its answer must not arrive in the next step."""
-    rank = dist.get_rank()
-    same = []
-    for build in (TopK, Quantize, Sign, RandomK, Cast):
+    rank, same = dist.get_rank(), []
+    for build in (TopK, Quantize, Sign, RandomK, Cast, PowerSGD):
         last = []
         for steps in ((0, 1, 2), (0, 2)):
             hook = build()
@@ -166,7 +145,7 @@ def test_a_step_that_was_given_up_leaves_nothing_for_the_next():
             last.append(vectors)
         if build is not RandomK:  # which has drawn once more
             same += map(torch.equal, *last)
-    assert same == [True] * 12
+    assert same == [True] * 15
 
 
 @pytest.mark.on_ranks(4)
@@ -203,20 +182,15 @@ def ahead(rank):
     return hook
 
 
+def shorter_bucket():
+    hook, vector = TopK(0.1), torch.ones(5)
+    exchange(hook, gradients(0, dist.get_rank()))
+    hook.start(GradientBucket(0, vector, (vector,)), None)
+
+
 def complex_for(method):
     gradients = (torch.ones(8, 3, dtype=torch.complex64),)
     make_hook(Compression(method)).start(GradientBucket(7, gradients[0].view(-1), gradients), None)
-
-
-def used():
-    hook = TopK(0.1)
-    exchange(hook, gradients(0, dist.get_rank()))
-    return hook
-
-
-def shorter_bucket():
-    vector = torch.ones(5)
-    used().start(GradientBucket(0, vector, (vector,)), None)
 
 
 DISAGREE = "ranks disagree on compressor"
@@ -226,15 +200,9 @@ BAD = [
     (differing(lambda rank: Quantize(4 + rank)), DISAGREE),
     (differing(lambda rank: Sign(bool(rank))), DISAGREE),
     (differing(ahead), DISAGREE),
-    (
-        lambda: TopK(0.2).load_state_dict(used().state_dict()),
-        "the state is of a compressor `top_k of ratio 0.1`, this one is `top_k of ratio 0.2`",
-    ),
+    (lambda: TopK(0.2).load_state_dict(TopK(0.1).state_dict()), "is of a compressor `top_k of ratio 0.1`, this one is"),
     (shorter_bucket, "bucket 0 has 5 elements and its memory 2330"),
-    *(
-        (partial(complex_for, method), "bucket 7 holds gradients of torch.complex64, and compressors take real numbers")
-        for method in METHODS
-    ),
+    *((partial(complex_for, method), "bucket 7 holds gradients of torch.complex64, and") for method in METHODS),
     (lambda: TopK(0.0), "ratio is 0.0"),
     (lambda: TopK(4), "ratio is 4; pass the share of elements to send"),
     (lambda: RandomK(-0.1), "ratio is -0.1"),
@@ -248,8 +216,3 @@ BAD = [
 def test_what_cannot_be_is_refused_on_every_rank():
     for action, words in BAD:
         assert re.search(words, message(action))
-
-
-def test_every_method_has_a_hook():
-    made = [type(make_hook(Compression(method))).__name__ for method in METHODS]
-    assert made == ["TopK", "RandomK", "Quantize", "Sign", "PowerSGD"]

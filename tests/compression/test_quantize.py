@@ -42,16 +42,12 @@ def test_errors_are_within_a_step(bits, size, dtype, seed, scale, shift, stochas
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_constant_blocks_and_zeros_are_exact(bits):
+def test_constant_blocks_are_exact_and_the_ends_of_a_range_never_overflow_a_code(bits):
+    """A code one too high wraps to zero, and the largest gradient becomes the smallest."""
     for value in (0.0, 1.5, -3e-38, 1e38):
         vector = torch.full((2 * BLOCK + 3,), value)
         assert torch.equal(dequantize(quantize(vector, bits)), vector)
         assert torch.equal(dequantize(quantize(vector, bits, torch.Generator())), vector)
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_the_ends_of_a_range_never_overflow_a_code(bits):
-    """A code one too high wraps to zero, and the largest gradient becomes the smallest."""
     for seed in range(20):
         vector = some(8 * BLOCK, seed)
         largest = vector.argmax()
@@ -60,7 +56,7 @@ def test_the_ends_of_a_range_never_overflow_a_code(bits):
             assert decoded == pytest.approx(vector[largest].item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+@pytest.mark.parametrize("bits", [1, 3])
 def test_stochastic_rounding_is_right_on_average(bits):
     num_draws = 600
     vector = some(512, 1, torch.float64)  # two of it fill a block, so all blocks have one range
@@ -70,14 +66,6 @@ def test_stochastic_rounding_is_right_on_average(bits):
     assert (mean - vector).abs().max() < 4.5 * 0.5 * step / num_draws**0.5  # a draw deviates by half a step at most
     nearest = dequantize(quantize(vector, bits))
     assert (nearest - vector).abs().max() > 0.4 * step  # which to the nearest level it is not
-
-
-def test_a_block_has_its_own_range():
-    vector = some(2 * BLOCK, 0)
-    vector[0] = 1e6
-    error = (dequantize(quantize(vector, 8)) - vector).abs()
-    assert error[BLOCK:].max() < 0.02
-    assert error[:BLOCK].max() > 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -104,19 +92,20 @@ def test_two_means_leave_less_than_there_was(size, dtype, seed, power):
     assert torch.equal(dequantize(two_means(constant)), constant)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_shows_in_the_steps(value):
-    vector = some(3 * BLOCK, 0)
-    vector[BLOCK + 5] = value
-    for quantized in (quantize(vector, 4), sign(vector), two_means(vector)):
-        assert quantized.steps.isfinite().tolist() == [True, False, True]
+def test_what_is_not_finite_shows_in_the_steps():
+    for value in (float("nan"), float("inf"), float("-inf")):
+        vector = some(3 * BLOCK, 0)
+        vector[BLOCK + 5] = value
+        for quantized in (quantize(vector, 4), sign(vector), two_means(vector)):
+            assert quantized.steps.isfinite().tolist() == [True, False, True]
 
 
 def test_bad_arguments_are_refused():
-    for bits in (0, 9, 1.5):
-        with pytest.raises(ValueError, match=f"bits is {bits}"):
-            quantize(torch.ones(3), bits)
-    with pytest.raises(ValueError, match=r"shape \[1, 3\] and dtype float32"):
-        quantize(torch.ones(1, 3), 4)
-    with pytest.raises(ValueError, match="dtype float16"):
-        quantize(torch.ones(3, dtype=torch.float16), 4)
+    ones = torch.ones(3)
+    for vector, bits, words in [
+        *((ones, bits, f"bits is {bits}") for bits in (0, 9, 1.5)),
+        (ones.view(1, 3), 4, r"shape \[1, 3\] and dtype float32"),
+        (ones.half(), 4, "dtype float16"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            quantize(vector, bits)

