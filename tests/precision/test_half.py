@@ -5,11 +5,10 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from equal import same_everywhere
+from equal import calls_of, same_everywhere
 from torch import nn
 
-from distlab.blocks.gradient_hook import GradientHook
-from distlab.comm import recorded
+from distlab.blocks.gradient_hook import GradientBucket, GradientHook
 from distlab.data_parallel import DataParallel
 from distlab.precision import Float32Reduce, MasterWeights, all_reduce_in_float32, autocast
 from distlab.rng import generator
@@ -28,12 +27,10 @@ def values(rank, size, dtype):
 def test_sums_are_rounded_once_and_are_the_same_bits_on_every_rank(world_size):
     for dtype, op, size in product(DTYPES, ("sum", "mean"), (1, 2, 7, 1000)):
         tensor = values(dist.get_rank(), size, dtype).view(-1, 1)
-        with recorded() as traffic:
-            assert all_reduce_in_float32(tensor, op=op) is tensor
+        calls = calls_of(lambda tensor=tensor, op=op: all_reduce_in_float32(tensor, op=op))
         exact = sum(values(rank, size, dtype).float() for rank in range(world_size))
         assert torch.equal(tensor.view(-1), (exact / (world_size if op == "mean" else 1)).to(dtype))
         share = -(-size // world_size) * 2
-        calls = [(record.op, record.num_bytes) for record in traffic.records]
         assert calls == [("all_to_all", share * world_size), ("all_gather", share)], calls
 
 
@@ -46,24 +43,11 @@ def test_a_sum_in_bfloat16_loses_what_one_in_float32_keeps():
     kept = all_reduce_in_float32(kept)
     assert (kept == 260.0).all(), "259, rounded once to bfloat16's next number"
     assert (plain < 260.0).any(), "256 + 1 is 256 in bfloat16"
-
-
-@pytest.mark.on_ranks(2)
-def test_a_mean_that_fits_does_not_overflow_and_longer_types_take_one_plain_call():
     large = torch.full((3,), 60_000.0, dtype=torch.float16)
+    assert all_reduce_in_float32(large, op="mean").tolist() == [60_000.0] * 3, "a mean that fits does not overflow"
     exact = torch.full((3,), float(dist.get_rank()), dtype=torch.float64)
-    with recorded() as traffic:
-        all_reduce_in_float32(exact, op="mean")
-    assert all_reduce_in_float32(large, op="mean").tolist() == [60_000.0] * 3
-    assert exact.tolist() == [0.5] * 3
-    assert [r.op for r in traffic.records] == ["all_reduce"]
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="pass sum or mean"):
-        all_reduce_in_float32(torch.zeros(2), op="max")
-    with pytest.raises(ValueError, match="contiguous"):
-        all_reduce_in_float32(torch.zeros(2, 2).t())
+    assert calls_of(lambda: all_reduce_in_float32(exact, op="mean")) == [("all_reduce", 8 * 3)]  # longer types: one call
+    assert exact.tolist() == [1.5] * 3
 
 
 def small_model():
@@ -89,15 +73,24 @@ def train_bfloat16():
 
 
 @pytest.mark.on_ranks(3)
-def test_the_hook_averages_buckets_of_data_parallel_in_float32():
+def test_the_hook_averages_buckets_of_data_parallel_in_float32_with_one_rounding():
+    parts = [torch.randn(12, generator=generator(0, rank, "gradients")).bfloat16() for rank in range(3)]
+    mine = parts[dist.get_rank()].clone()
+    calls = calls_of(lambda: Float32Reduce().start(GradientBucket(0, mine, (mine,)), None).wait())
+    assert torch.equal(mine, (sum(part.float() for part in parts) / 3).bfloat16())
+    assert calls == [("all_to_all", 2 * 12), ("all_gather", 2 * 12 // 3)], "the bytes of a sum in half precision"
     assert isinstance(Float32Reduce(), GradientHook)
     one, other = train_bfloat16(), train_bfloat16()
     assert all(map(same_everywhere, one))
     assert all(map(torch.equal, one, other))
 
 
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
 @pytest.mark.equality("precision")
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=1.0), lambda p: torch.optim.AdamW(p, lr=1e-3)])
+@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.AdamW(p, lr=1e-3)])
 def test_master_weights_equal_float32_updates_and_keep_what_half_precision_loses(make):
     half = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
@@ -122,16 +115,18 @@ def test_master_weights_equal_float32_updates_and_keep_what_half_precision_loses
     assert (lost == 1).all(), "in bfloat16 each of them is lost"
 
 
-def test_accumulation_adds_in_float32():
-    half = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    masters = MasterWeights([half], lambda p: torch.optim.SGD(p, lr=1.0))
+def test_master_weights_keep_four_bytes_a_parameter_and_four_for_its_gradient_and_add_in_float32():
+    half = nn.Parameter(torch.ones(12, dtype=torch.bfloat16))
+    masters = MasterWeights([half], sgd)
+    (master,) = masters.parameters
     for gradient in (256.0, 1.0, 1.0):
         half.grad = torch.full_like(half, gradient)
         masters.accumulate()
-    assert masters.parameters[0].grad.item() == 258.0
-    other = MasterWeights([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))], lambda p: torch.optim.SGD(p, lr=1.0))
-    with pytest.raises(ValueError, match="load their own"):
-        other.load_state_dict(masters.state_dict())
+    assert master.grad.tolist() == [258.0] * 12
+    assert (master.nbytes, master.grad.nbytes) == (4 * 12, 4 * 12)
+    masters.step()
+    masters.zero_grad()
+    assert master.grad is None
 
 
 def train_under(dtype, replicated):

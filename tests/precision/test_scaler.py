@@ -1,14 +1,18 @@
 """Loss scaling: ranks skip together, the factor finds its place, training equals one process under the same rule."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from equal import calls_of, same_everywhere
+from refused import message
 from torch import nn
 
 from distlab.blocks.clip import clip_gradients_
 from distlab.data_parallel import average_flat, broadcast_parameters
-from distlab.precision import LossScaler, MasterWeights, as_dtype, autocast
+from distlab.precision import LossScaler, MasterWeights, all_reduce_in_float32, as_dtype, autocast
 from distlab.rng import generator
 
 SAMPLES = 12  # world sizes 1 to 4 divide it
@@ -97,14 +101,9 @@ def test_an_overflow_on_one_rank_skips_on_all_though_no_gradient_was_averaged():
         assert calls_of(lambda scaler=scaler, args=(optimizer, [shard]): scaler.step(*args)) == [("all_reduce", 4)]
         scaler.update()
         assert (scaler.value, shard.tolist()) == ((8.0, [0.0] * 5) if fine else (4.0, [1.0] * 5))
-
-
-@pytest.mark.on_ranks(3)
-def test_ranks_without_gradients_join_the_decision():
-    shard = nn.Parameter(torch.ones(2))
-    if dist.get_rank() == 0:
-        shard.grad = torch.tensor([float("inf"), 1.0])
-    assert not LossScaler().unscale_([shard] if dist.get_rank() < 2 else [])
+    shard = nn.Parameter(torch.ones(1))
+    shard.grad = torch.full((1,), float("inf")) if dist.get_rank() == 0 else None
+    assert not LossScaler().unscale_([shard] if dist.get_rank() < 2 else []), "ranks without gradients join in"
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit():
@@ -160,22 +159,35 @@ def test_growth_stops_at_the_largest_factor_and_shrinking_says_what_is_wrong():
         scaler.update()
 
 
-def test_refusals():
-    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
-    with pytest.raises(ValueError, match="MasterWeights"):
-        LossScaler().unscale_([weight])
+def masters(size=1):
+    return MasterWeights([half(size)], make_sgd)
+
+
+def half(size=1):
+    return nn.Parameter(torch.ones(size, dtype=torch.float16))
+
+
+def unscaled_twice():
     scaler = LossScaler()
-    with pytest.raises(RuntimeError, match="before it"):
-        scaler.update()
     scaler.unscale_([])
-    with pytest.raises(RuntimeError, match="unscaled before"):
-        scaler.unscale_([])
-    for bad in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}):
-        with pytest.raises(ValueError, match="pass an initial"):
-            LossScaler(**bad)
-    with pytest.raises(ValueError, match="not a floating type"):
-        as_dtype("int8")
-    with pytest.raises(ValueError, match="choose float16"):
-        autocast("float64")
-    with pytest.raises(ValueError, match="nothing to keep"):
-        MasterWeights([], make_sgd)
+    scaler.unscale_([])
+
+
+BAD = [
+    (lambda: LossScaler().unscale_([half()]), "ValueError: .*MasterWeights"),
+    (lambda: LossScaler().update(), "RuntimeError: .*before it"),
+    (unscaled_twice, "RuntimeError: .*unscaled before"),
+    *((partial(LossScaler, **bad), "pass an initial") for bad in ({"initial": 0.0}, {"growth": 0.5}, {"interval": 0})),
+    (lambda: LossScaler(backoff=1.0), "pass an initial"),
+    (lambda: as_dtype("int8"), "not a floating type"),
+    (lambda: autocast("float64"), "choose float16"),
+    (lambda: MasterWeights([], make_sgd), "nothing to keep"),
+    (lambda: masters().load_state_dict(masters(2).state_dict()), "load their own"),
+    (lambda: all_reduce_in_float32(torch.zeros(2), op="max"), "pass sum or mean"),
+    (lambda: all_reduce_in_float32(torch.zeros(2, 2).t()), "contiguous"),
+]
+
+
+def test_refusals():
+    for call, words in BAD:
+        assert re.search(words, message(call)), words
