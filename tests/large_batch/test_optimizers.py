@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from equal import DENSE, ROW_OPTIMIZERS, Row, assert_rows_equal_one_process, outcome, replicas, train
+from equal import DENSE, ROW_OPTIMIZERS, Row, assert_rows_equal_one_process, replicas, train
 from torch import nn
 
 from distlab.large_batch import LAMB, LARS, Trust
@@ -22,15 +22,6 @@ ROWS = {name: Row(DENSE, name, replicas()) for name in OPTIMIZERS} | {
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, world_size):
     assert_rows_equal_one_process(ranks(world_size), ROWS)
-
-
-@pytest.mark.equality("large_batch")
-@pytest.mark.on_ranks(3)
-def test_training_repeats_bit_for_bit():
-    for name in OPTIMIZERS:
-        row = Row(DENSE, name, replicas(), torch.float32)
-        (one, _), (other, _) = outcome(row), outcome(row)
-        assert all(torch.equal(one[key], other[key]) for key in one), name
 
 
 @BOTH

@@ -70,8 +70,47 @@ def recomputed(model, x):
     return checkpoint(lambda z: model.second(model.first(z)), x, use_reentrant=False)
 
 
+class Awkward(nn.Module):
+    """Shares a Linear with a second call, ties a weight to a layer without a rule, freezes some, bends in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, padding_idx=3)
+        self.twice, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.frozen_weight, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+        self.frozen_weight.weight.requires_grad_(False)
+        self.bend, self.own, self.unused = nn.ReLU(inplace=True), nn.Parameter(torch.randn(6)), nn.Linear(2, 2)
+        self.bilinear, self.tied_to_bilinear = nn.Bilinear(6, 6, 4), nn.Linear(6, 4)
+        self.tied_to_bilinear.bias = self.bilinear.bias
+        self.output = nn.Linear(6, 11, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.bend(self.twice(self.embedding(tokens)))
+        x = self.norm(x + self.twice(x)) * self.own
+        x = self.frozen(self.bend(self.frozen_weight(x)))
+        return self.output(x), self.bilinear(x, x) + self.tied_to_bilinear(x)
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1, stride=2, groups=3),
+        nn.ReLU(inplace=True),
+        nn.BatchNorm2d(6),
+        nn.ConvTranspose2d(6, 4, 3, stride=2, output_padding=1),
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Flatten(2),
+        nn.Conv1d(4, 2, 3, dilation=2, bias=False),
+    )
+
+
 def two(**options):
     return {"first": nn.Linear(4, 4, dtype=REAL), "second": nn.Linear(4, 4, dtype=REAL)} | options
+
+
+def drawn(make):
+    torch.manual_seed(0)
+    return make().double()
 
 
 def linear(*sizes, dtype=REAL, **options):
@@ -127,20 +166,23 @@ CASES = {  # the module, its inputs, and the layers that wait where the case is 
         SQUARE,
         ("first", "second"),
     ),
+    "awkward": (drawn(Awkward), tokens(3, 5), ("embedding", "twice", "frozen_weight", "unused", "output")),
+    "convolutions": (drawn(convolutions), floats(2, 3, 8, 8), ("0", "3", "6")),
+    "gpt": (drawn(partial(GPT, CONFIG)), tokens(3, 7)),
     "spectral": (parametrizations.spectral_norm(linear(4, 3)), SQUARE, ()),
 }
 
 
 def gradients_of(module, draw, run):
+    """Run several forward passes before the first backward; return gradients of inputs and parameters."""
     torch.manual_seed(1)
-    found = []
-    for _ in range(2):  # the second call, with other data
-        x = draw()
+    inputs = [draw() for _ in range(3)]
+    for x in inputs:
         x.requires_grad_(x.dtype in (REAL, COMPLEX))
-        y = module(x)
-        run([y], [torch.cos(torch.arange(y.numel(), dtype=REAL)).reshape(y.shape).to(y.dtype)])
-        found.append(x.grad)
-    return found + [parameter.grad for parameter in module.parameters()]
+    outputs = [y if isinstance(y, tuple) else (y,) for y in map(module, inputs)]
+    for index in (1, 0, 2):
+        run(outputs[index], [torch.cos(torch.arange(y.numel())).reshape(y.shape).to(y.dtype) for y in outputs[index]])
+    return [x.grad for x in inputs] + [parameter.grad for parameter in module.parameters()]
 
 
 def assert_equal(mine, theirs, rtol=1e-12):
@@ -155,7 +197,7 @@ def in_two_parts(split, outputs, gradients):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_rule_and_each_way_of_calling_a_layer(name):
+def test_two_parts_equal_one_backward(name):
     torch.manual_seed(0)
     module, draw, *deferred = CASES[name]
     module = copy.deepcopy(module)
@@ -169,96 +211,15 @@ def test_each_rule_and_each_way_of_calling_a_layer(name):
     assert_equal(gradients_of(whole, draw, torch.autograd.backward), expected)  # a plain backward of a split module
 
 
-class Awkward(nn.Module):
-    """Shares a Linear with a second call, ties a weight to a layer without a rule, freezes some, bends in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6, padding_idx=3)
-        self.twice, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-        self.frozen_weight, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
-        self.frozen_weight.weight.requires_grad_(False)
-        self.bend, self.own, self.unused = nn.ReLU(inplace=True), nn.Parameter(torch.randn(6)), nn.Linear(2, 2)
-        self.bilinear, self.tied_to_bilinear = nn.Bilinear(6, 6, 4), nn.Linear(6, 4)
-        self.tied_to_bilinear.bias = self.bilinear.bias
-        self.output = nn.Linear(6, 11, bias=False)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        x = self.bend(self.twice(self.embedding(tokens)))
-        x = self.norm(x + self.twice(x)) * self.own
-        x = self.frozen(self.bend(self.frozen_weight(x)))
-        return self.output(x), self.bilinear(x, x) + self.tied_to_bilinear(x)
-
-
-def convolutions():
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1, stride=2, groups=3),
-        nn.ReLU(inplace=True),
-        nn.BatchNorm2d(6),
-        nn.ConvTranspose2d(6, 4, 3, stride=2, output_padding=1),
-        nn.Conv2d(4, 4, 3, padding="same"),
-        nn.Flatten(2),
-        nn.Conv1d(4, 2, 3, dilation=2, bias=False),
-    )
-
-
-MODELS = {
-    "gpt": (lambda: GPT(CONFIG), lambda: torch.randint(0, 17, (3, 7))),
-    "awkward": (Awkward, lambda: torch.randint(0, 11, (3, 5))),
-    "convolutions": (convolutions, floats(2, 3, 8, 8)),
-}
-
-
-def made(name):
-    torch.manual_seed(0)
-    return MODELS[name][0]().double()
-
-
-def outputs_of(module, x):
-    y = module(x)
-    return [y] if isinstance(y, torch.Tensor) else list(y)
-
-
-def gradients(module):
-    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_two_parts_equal_one_backward(name):
-    module, oracle, draw = made(name), made(name), MODELS[name][1]
-    split, inputs = prepare_split(module), [draw() for _ in range(3)]
-    with torch.no_grad():
-        assert all(map(torch.equal, outputs_of(module, inputs[0]), outputs_of(oracle, inputs[0])))
-    wants = inputs[0].is_floating_point()
-    mine, theirs = ([x.clone().requires_grad_(wants) for x in inputs] for _ in range(2))
-    for x in theirs:
-        sum(y.square().sum() for y in outputs_of(oracle, x)).backward()
-    forwards = [outputs_of(module, x) for x in mine]  # several forward passes before the first backward
-    works, waiting = [], [p for layer in split.report.deferred for p in module.get_submodule(layer).parameters(False)]
-    for index in (1, 0):
-        works.append(split.input_gradient(forwards[index], [2 * y.detach() for y in forwards[index]]))
-        assert all(p.grad is None for p in waiting), "none of the gradients that wait has moved"
-        assert works[-1].num_bytes > 0
-    for work in works:
-        split.weight_gradient(work)
-        assert work.num_bytes == 0, "W lets go of what I kept"
-    split.full_backward(forwards[2], [2 * y.detach() for y in forwards[2]])
-    assert_equal(gradients(module), gradients(oracle))
-    assert_equal([x.grad for x in mine], [x.grad for x in theirs])
-    split.close()
-    assert not any("forward" in vars(layer) for layer in module.modules())
-
-
 def test_the_report_names_who_waits_and_who_does_not():
-    module = made("awkward")
+    module = drawn(Awkward)
     report = prepare_split(module).report
     assert report.deferred == ("embedding", "twice", "frozen_weight", "unused", "output")
     reasons = dict(report.kept)
     assert reasons.keys() == {"", "norm", "bilinear", "tied_to_bilinear"}
     assert reasons["tied_to_bilinear"] == "shares a parameter with bilinear"
     assert "in I: norm: " in str(report)
-    assert dict(prepare_split(made("convolutions")).report.kept).keys() == {"2", "4"}
+    assert dict(prepare_split(drawn(convolutions)).report.kept).keys() == {"2", "4"}
     with pytest.raises(ValueError, match="in two parts already"):
         prepare_split(module)
     assert prepare_split(parametrizations.weight_norm(nn.Linear(2, 2))).report.deferred == ()
@@ -321,7 +282,7 @@ def test_hooks_see_what_they_see_without_a_split():
 
 
 def test_autocast_gives_the_same_types_and_nearly_the_same_numbers():
-    module, x = made("gpt").float(), MODELS["gpt"][1]()
+    module, x = drawn(partial(GPT, CONFIG)).float(), torch.randint(0, 17, (3, 7))
     oracle = copy.deepcopy(module)
     split = prepare_split(module)
     with torch.autocast("cpu", torch.bfloat16):
@@ -330,7 +291,7 @@ def test_autocast_gives_the_same_types_and_nearly_the_same_numbers():
     assert y.dtype == torch.bfloat16
     in_two_parts(split, [y], [torch.ones_like(y)])
     expected.sum().backward()
-    assert_equal(gradients(module), gradients(oracle), 0.02)
+    assert_equal([p.grad for p in module.parameters()], [p.grad for p in oracle.parameters()], 0.02)
 
 
 def test_what_waits_is_each_layers_input_and_the_gradient_of_its_output():
@@ -339,6 +300,12 @@ def test_what_waits_is_each_layers_input_and_the_gradient_of_its_output():
     y = layer(torch.randn(4, 5).double())
     work = split.input_gradient([y], [torch.ones_like(y)])
     assert work.num_bytes == 8 * 4 * (5 + 7 + 7 + 3)
+    assert all(p.grad is None for p in layer.parameters())
+    split.weight_gradient(work)
+    assert work.num_bytes == 0, "W lets go of what I kept"
+    assert all(p.grad is not None for p in layer.parameters())
+    split.close()
+    assert not any("forward" in vars(one) for one in layer), "their own methods are back"
     x = torch.randn(3, requires_grad=True)
     full_backward([x * 2, x * 3, torch.zeros(3)], [torch.ones(3), None, None])
     assert torch.equal(x.grad, torch.full((3,), 2.0)), "outputs that nobody used are passed over"
