@@ -60,9 +60,7 @@ def test_every_bad_tensor_is_refused_on_every_rank():
         assert WORDS[case] in text, (name, case, text)
     parameter = torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
-        collectives.ring_all_reduce(
-            parameter
-        )  # the group still works; it takes a parameter
+        collectives.ring_all_reduce(parameter)  # the group still works; it takes a parameter
     assert parameter.tolist() == [2.0] * 3
 
 

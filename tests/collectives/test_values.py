@@ -86,9 +86,7 @@ def check_first_versions():
     naive = collectives.naive_ring_all_reduce(own_data((10_000,), torch.float32, rank))
     assert torch.equal(plain, piped), "pieces change no bit"
     assert same_bits_everywhere(plain)
-    assert same_bits_everywhere(naive) == (
-        dist.get_world_size() <= 2
-    )  # two add up alike in any order
+    assert same_bits_everywhere(naive) == (dist.get_world_size() <= 2)  # two add up alike in any order
 
 
 def check_scatter_and_gather(scatter, gather):

@@ -27,9 +27,7 @@ BY_CHANCE = ("random_k", "quantize by chance")  # they draw in each step, also i
 
 def gradients(step, rank, dtype=torch.float64):
     source = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.cat([torch.randn(shape, generator=source, dtype=torch.float64).flatten() for shape in SHAPES]).to(
-        dtype
-    )
+    return torch.cat([torch.randn(shape, generator=source).double().flatten() for shape in SHAPES]).to(dtype)
 
 
 def bucket_of(vector, index=0):
@@ -122,6 +120,41 @@ def test_what_is_not_finite_is_named_on_every_rank_and_spoils_nothing():
         after = exchange(hook, gradients(2, rank, torch.float32))
         assert after.isfinite().all(), name
         assert name in BY_CHANCE or torch.equal(after, exchange(clean, gradients(2, rank, torch.float32))), name
+
+
+AGREEMENT, SIZE = ("all_gather", 40), 2330
+
+
+def calls_of_steps(hook, num_steps, dtype=torch.float32):
+    vectors = [gradients(step, dist.get_rank(), dtype) for step in range(num_steps)]
+    return [calls_of(lambda vector=vector: exchange(hook, vector)) for vector in vectors]
+
+
+@pytest.mark.on_ranks(2)
+def test_a_memory_is_one_element_a_gradient_and_ranks_agree_once():
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        hook = TopK(0.1)
+        first, second = calls_of_steps(hook, 2, dtype)
+        memory = hook.state_dict()["memories"][0]
+        assert [AGREEMENT, *second] == first
+        assert AGREEMENT not in second
+        assert memory.numel() == SIZE
+        assert memory.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    hook, whole = PowerSGD(2, start_step=2), ("all_reduce", 4 * SIZE)
+    first, second, third = calls_of_steps(hook, 3)
+    assert [first, second] == [[AGREEMENT, whole], [whole]], "it begins whole"
+    assert tuple(third) == tuple(exchanges(COMPRESSIONS["powersgd"], SHAPES, 4))
+    assert hook.state_dict()["buckets"][0]["error"].numel() == SIZE
+
+
+@pytest.mark.on_ranks(3)
+def test_a_cast_is_off_by_half_a_unit_of_its_type_for_each_addition():
+    parts = [gradients(0, rank, torch.float32) for rank in range(3)]
+    mean, sizes = sum(parts) / 3, sum(part.abs() for part in parts) / 3
+    for dtype, bits in ((torch.float16, 11), (torch.bfloat16, 8)):
+        error = (exchange(Cast(dtype), parts[dist.get_rank()].clone()) - mean).abs()
+        assert (error <= 3 * 2.0**-bits * sizes + 1e-6).all()  # three roundings of parts, and of their sums
+        assert error.max() > 2.0 ** -(bits + 2) * sizes.mean(), "as exact as float32: nothing was shortened"
 
 
 @pytest.mark.on_ranks(2)

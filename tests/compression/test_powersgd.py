@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradient_hook import GradientBucket
@@ -101,3 +102,29 @@ def test_equal_matrices_at_even_distances_are_one_view():
     assert layout.whole == [(48, 8), (104, 8), (160, 11), (219, 16)]
     assert (layout.whole_size, layout.left_size, layout.right_size) == (43, 32, 24)
     assert even_runs([0, 10, 20, 25, 5]) == [(0, 10, 3), (25, 0, 1), (5, 0, 1)]
+
+
+class Products(TorchDispatchMode):
+    """Counts the floating-point operations of products with one matrix, and these products."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.memory, self.passes, self.operations = matrix.untyped_storage().data_ptr(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        read = [one for one in args if isinstance(one, torch.Tensor) and one.numel()]
+        if function._overloadpacket == torch.ops.aten.mm and any(
+            one.untyped_storage().data_ptr() == self.memory for one in read
+        ):
+            self.passes += 1
+            self.operations += 2 * made.numel() * args[0].shape[1]
+        return made
+
+
+def test_a_power_step_reads_the_matrix_twice():
+    n, m, r = 30, 20, 3
+    matrix, right = (torch.randn(*shape, generator=generator(0, 0, str(shape))) for shape in ((n, m), (m, r)))
+    with Products(matrix) as products:
+        power_step(matrix, right)
+    assert (products.passes, products.operations) == (2, 4 * n * m * r)

@@ -5,16 +5,21 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from equal import calls_of
-from hybrid_gpt import BATCH, CONFIG, LENGTH, batch_of, make_hybrid, make_model
+from equal import Row, Task, calls_of, replicas, train
+from hybrid_gpt import BATCH, CONFIG, LENGTH, OPTIMIZERS, UNTIED, batch_of, difference, make_hybrid, make_model
 from torch import nn
 
+from distlab.blocks.models import GPT
 from distlab.comm import mesh_groups, recorded
 from distlab.comm.nodes.wire import ring_bytes
+from distlab.compression import make_hook
 from distlab.expert_parallel import ExpertParallel
 from distlab.hybrid import StageAverages
 from distlab.pipeline import Pipeline
+from distlab.pipeline.backward.two_parts import prepare_split
 from distlab.plan import Mesh, Plan, Sharding, make_schedule
+from distlab.plan.compression import Compression, exchanges
+from distlab.tensor_parallel import parallelize
 
 BYTES = 8  # of a number in float64
 L, S, H, V = CONFIG.num_layers, LENGTH, CONFIG.hidden_size, CONFIG.vocab_size
@@ -158,3 +163,86 @@ def test_a_stage_is_averaged_in_one_sum():
     calls = calls_of(step)
     pipeline.close()
     assert [num_bytes for op, num_bytes in calls if op == "all_reduce" and num_bytes >= 80] == [4 * 20]
+
+
+TOP_K, POWER_SGD = Compression("top_k", ratio=0.1), Compression("powersgd", rank=1, min_saving=1.0)
+
+
+def on_a_mesh(plan, **options):
+    """Run on each rank: return losses, the whole state, and the bytes of all-gathers in the last step."""
+    hybrid = make_hybrid(plan, **options)
+    losses = []
+    for step in range(3):
+        with recorded() as seen:
+            losses.append(hybrid.train_step(*batch_of(step)).item())
+    gathered = sum(call.num_bytes for call in seen.records.rank(dist.get_rank()) if call.op == "all_gather")
+    state = hybrid.full_state_dict()
+    hybrid.close()
+    return losses, state, gathered
+
+
+def by_data_parallel(plan):
+    """Run on each rank: the same steps with DataParallel; return the model's state, and shapes of what was averaged."""
+    sizes = {"bucket_bytes": plan.bucket_bytes, "first_bucket_bytes": plan.first_bucket_bytes}
+    technique = replicas(hook=make_hook(plan.compression), **sizes)
+    way = train(Row(Task(make_model, batch_of, GPT.loss), OPTIMIZERS["sgd"], technique), range(3))
+    return way.state(), [list(p.shape) for p in way.model.parameters() if p.requires_grad]
+
+
+@pytest.mark.on_ranks(2)
+def test_copies_compress_as_data_parallel_replicas_do():
+    for compression in (TOP_K, POWER_SGD):
+        plan = Plan(data=2, compression=compression)
+        expected, shapes = by_data_parallel(plan)
+        losses, state, gathered = on_a_mesh(plan)
+        assert difference(state, expected) == 0.0
+        assert all(map(math.isfinite, losses))
+        calls = exchanges(compression, shapes, bytes_per_element=8)  # all of this model fits one bucket
+        assert gathered == sum(call.num_bytes for call in calls if call.kind == "all_gather")
+
+
+def bytes_of(function):
+    """Run a function; return what it returned, and how many calls it made and bytes it sent."""
+    with recorded() as seen:
+        made = function()
+    rank = dist.get_rank()
+    return made, (seen.records.rank(rank).num_calls(), seen.records.ring_equivalent_bytes(rank))
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    """Gradients of the same parameters, up to rounding."""
+    assert one.keys() == other.keys()
+    for name, gradient in one.items():
+        assert (gradient is None) == (other[name] is None), name
+        assert gradient is None or (gradient - other[name]).abs().max() <= 1e-12, name
+
+
+@pytest.mark.on_ranks(2)
+def test_the_weights_of_parallel_layers_wait_and_w_sends_nothing():
+    """One backward pass whole, and one in parts."""
+    inputs, targets = batch_of(0)
+    for sequence_parallel, config in ((False, CONFIG), (True, UNTIED)):
+        model = parallelize(make_model(0, config=config), sequence_parallel=sequence_parallel)
+        _, whole_sent = bytes_of(model.loss(model(inputs), targets).backward)
+        whole = gradients(model)
+        model.zero_grad()
+        split = prepare_split(model)
+        loss = model.loss(model(inputs), targets)
+        work, i_sent = bytes_of(lambda split=split, loss=loss: split.input_gradient([loss], [None]))
+        between, report = gradients(model), split.report
+        _, w_sent = bytes_of(lambda split=split, work=work: split.weight_gradient(work))
+        same(gradients(model), whole)
+        split.close()
+        assert i_sent == whole_sent
+        assert i_sent[0] > 0
+        assert w_sent == (0, 0), "W sends nothing"
+        assert report.deferred_elements / report.num_elements > (0.9 if sequence_parallel else 0.94)
+        reasons = {name: why for name, why in report.kept if "norm" not in name}
+        no_rule = {"position_embedding": "SequenceParallelPositions has no rule"}
+        assert reasons == (no_rule if sequence_parallel else {})
+        for name in [name for name, gradient in whole.items() if gradient is not None]:
+            assert (between[name] is None) == (name.rpartition(".")[0] in report.deferred), name
