@@ -1,5 +1,7 @@
 """What each rung sends, measured by the recorder, and when; and what is sent once, at construction."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,14 +13,12 @@ from distlab.data_parallel import (
     DataParallel,
     DistributedSampler,
     HorovodOptimizer,
-    Overlapped,
     broadcast_parameters,
     convert_sync_batchnorm,
     loss_weight,
     micro_weights,
     train_step,
 )
-from distlab.data_parallel.steps import in_buckets
 from distlab.trace import SpanWriter
 
 
@@ -100,49 +100,23 @@ def test_broadcast_makes_all_replicas_the_first_ranks():
 
 
 @pytest.mark.on_ranks(2)
-def test_overlapped_buckets_start_in_order_whatever_the_order_of_gradients():
-    torch.manual_seed(0)
-    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-    overlapped = Overlapped(layers, None, 288)  # a layer each
-    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for index in [2, 0, 3, 1] if dist.get_rank() else range(4):  # rank 1 runs its layers in a different order
-        x = layers[index](x)
-    with recorded() as sent:
-        x.sum().backward()
-        means = [p.grad.clone() for p in layers.parameters()]
-        overlapped.synchronize()
-    assert sent.records.num_calls("all_reduce") == 4
-    for parameter, mean in zip(layers.parameters(), means, strict=True):
-        dist.all_reduce(mean)
-        assert torch.allclose(parameter.grad, mean / 2)
-        assert same_everywhere(parameter.grad)
-
-
-@pytest.mark.on_ranks(2)
-def test_a_parameter_that_one_rank_did_not_use_counts_as_zeros():
+def test_the_order_of_layers_does_not_matter_and_what_a_rank_did_not_use_counts_as_zeros():
+    used = [[0, 1, 2], [2, 0]]
     for way in ("per_parameter", "flat", "bucketed", "overlapped"):
         torch.manual_seed(0)
-        layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))
-        synchronize = averaging(way, layers, 40)
-        for _ in range(2):
-            layers.zero_grad()
-            x = layers[0](torch.ones(1, 3))
-            if dist.get_rank() == 0:
-                x = layers[1](x)
-            x.sum().backward()
-            assert (layers[1].bias.grad is None) == (dist.get_rank() == 1)
-            synchronize()
-        assert layers[1].bias.grad.tolist() == [0.5] * 3, way
-        assert layers[2].bias.grad.tolist() == [0.0] * 3, way
-
-
-def test_buckets_hold_the_last_parameters_first_and_one_data_type_each():
-    model = mixed_model()
-    buckets = in_buckets([p for p in model.parameters() if p.requires_grad], 4_000)
-    assert len(buckets) == NUM_BUCKETS
-    assert buckets[0][0] is model[-1].bias
-    assert all(len({p.dtype for p in bucket}) == 1 for bucket in buckets)
-    assert sum(len(bucket) for bucket in buckets) == NUM_PARAMETERS
+        layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(4))
+        alone, synchronize = copy.deepcopy(layers), averaging(way, layers, 40)
+        for rank, order in enumerate(used):
+            for model in (alone, layers) if rank == dist.get_rank() else (alone,):
+                x = torch.full((1, 3), 1.0 + rank)
+                for index in order:
+                    x = model[index](x)
+                (x.sum() if model is layers else x.sum() / 2).backward()
+        assert (layers[1].bias.grad is None) == (dist.get_rank() == 1)
+        synchronize()
+        for mine, wanted in zip(layers.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(mine.grad, torch.zeros_like(mine) if wanted.grad is None else wanted.grad), way
+            assert same_everywhere(mine.grad), way
 
 
 def test_weights_of_unequal_shares_and_micro_batches_make_the_mean_of_all():
@@ -186,13 +160,3 @@ def test_what_is_built_agrees_for_40_bytes_and_faults_are_found_by_a_small_sum()
     assert [op for op, _ in told] == ["all_gather"] * 3, "also lengths of the sentences, and the sentences"
     found = calls_of(lambda: find_faults([0, 0, 0], ["a", "b", "c"], None, unused="zero", step=1))
     assert found == [("all_reduce", 6 * 3)]
-
-
-def test_an_epoch_makes_one_permutation(monkeypatch):
-    made, real = [], DistributedSampler.order
-    monkeypatch.setattr(DistributedSampler, "order", lambda sampler: made.append(sampler.epoch) or real(sampler))
-    sampler = DistributedSampler(range(10), rank=0, world_size=2)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        list(sampler)
-    assert made == [0, 1]
