@@ -15,7 +15,6 @@ from distlab.hybrid.layout import problem_of_batch
 from distlab.hybrid.rules import problem_of, problem_of_balance
 from distlab.plan import Plan, Precision, Sharding
 from distlab.plan.compression import Compression
-from simulator import cluster, gpt_workload, simulate
 
 REFUSED = {
     "pipeline (1) x data (3) x expert (1) x context (1) x tensor (2) = 6 does not fill 4 ranks": Plan(data=3, tensor=2),
@@ -39,19 +38,6 @@ REFUSED = {
     "float8 is 'products', which is simulated alone": Plan(data=4, float8="products"),
     "plan is a dict": {"data": 4},
 }
-
-
-def test_the_simulator_refuses_what_no_rank_can_run_and_says_the_same_of_it():
-    workload = gpt_workload(hidden_size=8, num_layers=2, num_heads=4, sequence_length=8, vocab_size=257)
-    order = ("pipeline", "data", "expert", "context", "tensor")
-    for plan, remedies in (
-        (Plan(data=2, expert=2, sharding=Sharding(stage=3)), ("use stage 1 or 2, or expert=1", "other", "copies")),
-        (Plan(tensor=3), ("tensor", "4 heads", "use a divisor of 4")),
-    ):
-        model = make_model(0, experts=3 if plan.expert > 1 else 0)
-        refused = message(lambda plan=plan: simulate(workload, cluster("laptop", plan.world_size), plan))
-        for text in (problem_of(plan, model, order, plan.world_size), refused):
-            assert all(one in text for one in remedies), text
 
 
 def test_rules_name_what_does_not_fit():

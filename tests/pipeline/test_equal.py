@@ -10,7 +10,7 @@ from torch import nn
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.pipeline import split_gpt, split_sequential
-from distlab.plan import SCHEDULES, make_schedule, parse_schedule, validate
+from distlab.plan import SCHEDULES, make_schedule, validate
 from distlab.rng import generator
 
 SIZES = [5, 7, 3, 6, 4, 8, 2, 7, 5]  # nothing here is even
@@ -21,20 +21,7 @@ NAMES = [name for name, family in SCHEDULES.items() if family.placement != "copi
 CONFIG = GPTConfig(vocab_size=13, context=5, num_layers=4, num_heads=1, hidden_size=4, tied=True)
 
 
-def own_schedule(num_ranks, num_microbatches):
-    """Write a schedule as a learner would: all forward passes, then backward from the last, split on odd stages."""
-    lines = []
-    for stage in range(num_ranks):
-        actions = [f"{stage}F{k}" for k in range(num_microbatches)]
-        for k in reversed(range(num_microbatches)):
-            actions += [f"{stage}I{k}", f"{stage}W{k}"] if stage % 2 else [f"{stage}B{k}"]
-        lines.append(" ".join(actions))
-    return parse_schedule("\n".join(lines))
-
-
 def plan(name, num_ranks):
-    if name == "own":
-        return own_schedule(num_ranks, MICROBATCHES[num_ranks])
     return make_schedule(name, num_ranks, MICROBATCHES[num_ranks])
 
 
@@ -76,7 +63,7 @@ def test_every_schedule_equals_one_process_and_its_plan(world_size):
     rows = [Row(task, "sgd"), Row(task, "adam")]
     alone = [train(row) for row in rows]
     # Where the same order has two names (the automatic ones find ZB-H1's), it is run once.
-    names = list({str(plan(name, world_size)): name for name in reversed([*NAMES, "own"])}.values())
+    names = list({str(plan(name, world_size)): name for name in reversed(NAMES)}.values())
     states = {}
     for number, name in enumerate([*names, "zb_v, again", "interleaved, again"]):
         first = name.removesuffix(", again")

@@ -16,19 +16,8 @@ from distlab.rng import generator
 NUM_MICROBATCHES = 4
 
 
-class Breaking(torch.autograd.Function):
-    """Raises in backward where its gradient is told to."""
-
-    @staticmethod
-    def forward(ctx, x, breaks):
-        ctx.breaks = breaks
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.breaks:
-            raise ArithmeticError("the gradient broke")
-        return gradient, None
+def broken(gradient):
+    raise ArithmeticError("the gradient broke")
 
 
 class Fragile(nn.Module):
@@ -47,21 +36,10 @@ class Fragile(nn.Module):
             raise ArithmeticError("the input broke")
         if self.is_wary and not x.any():
             raise ArithmeticError("only a consequence")
-        return Breaking.apply(self.layer(x).tanh(), self.breaks == ("B", self.calls - 1))
-
-
-class NeedsNumbers(nn.Module):
-    """Cannot run on the meta device; changes a buffer and draws a number in forward."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.layer, self.width = nn.Linear(width, width).double(), width
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x):
-        assert x.sum().item() is not None
-        self.count += 1
-        return self.layer(x) * torch.rand(1, dtype=x.dtype)
+        y = self.layer(x).tanh()
+        if self.breaks == ("B", self.calls - 1):
+            y.register_hook(broken)
+        return y
 
 
 class Overwrites(Fragile):
@@ -81,8 +59,7 @@ class Moody(Fragile):
 
 def batch(num_inputs=8, num_targets=8, width=6):
     random = generator(3, 0, "batch")
-    inputs = torch.randn(num_inputs, width, dtype=torch.float64, generator=random)
-    return inputs, torch.randn(num_targets, 6, dtype=torch.float64, generator=random)
+    return [torch.randn(size, generator=random).double() for size in ((num_inputs, width), (num_targets, 6))]
 
 
 def own(schedule, modules=None):
@@ -129,7 +106,7 @@ def test_what_cannot_be_built_is_refused_on_every_rank():
 def test_a_batch_that_cannot_be_is_refused_on_every_rank_before_anything_runs():
     schedule, modules = one_f_one_b(2, NUM_MICROBATCHES), [Fragile(), Fragile()]
     pipeline, (inputs, targets) = build(schedule, modules), batch()
-    cannot_run = "rank 1: stage 1 ({}) cannot run on what stage 0 gives, [2, 6]"
+    cannot_run = "rank 1: stage 1 (Fragile) cannot run on what stage 0 gives, [2, 6] float64 (grad): "
     for arguments, words in [
         (batch(10, 10), "ValueError: rank 0: 4 micro-batches do not divide a batch of 10; plan 1, 2, 5, 10"),
         (batch(3, 3), "rank 0: a batch of 3 cannot fill 4 micro-batches"),
@@ -144,24 +121,11 @@ def test_a_batch_that_cannot_be_is_refused_on_every_rank_before_anything_runs():
     assert_told(lambda: pipeline.evaluate(inputs[:7]), "rank 0: 4 micro-batches do not divide a batch of 7")
     lossless, mixed = build(schedule, loss=None), build(schedule, [Fragile(6), Fragile(8)])
     assert_told(lambda: lossless.step(inputs, targets), "rank 1 has the last stage, 1, and no loss; pass loss=")
-    assert_told(lambda: mixed.step(inputs, targets), cannot_run.format("Fragile") + " float64 (grad): ")
+    assert_told(lambda: mixed.step(inputs, targets), cannot_run)
     overwrites = build(schedule, [Fragile(), Overwrites()])
     assert_told(
-        lambda: overwrites.step(inputs, targets), "that requires grad is being used in an in-place operation. No"
+        lambda: overwrites.step(inputs, targets), "requires grad is being used in an in-place operation. Nothing"
     )
-    wants_numbers = [NeedsNumbers(6), NeedsNumbers(7)]
-    assert_told(lambda: build(schedule, wants_numbers).step(inputs, targets), cannot_run.format("NeedsNumbers"))
-    assert all(module.count == 0 for module in wants_numbers)
-    fits = [NeedsNumbers(6), NeedsNumbers(6)]
-    numbers = build(schedule, fits)
-    torch.manual_seed(1)
-    assert_told(lambda: numbers.step(inputs, targets), "no error")
-    drawn = torch.get_rng_state()
-    torch.manual_seed(1)
-    for _ in range(NUM_MICROBATCHES):
-        torch.rand(1, dtype=torch.float64)
-    assert torch.equal(drawn, torch.get_rng_state()), "a trial draws nothing"
-    assert fits[dist.get_rank()].count == NUM_MICROBATCHES, "and counts nothing"
     before = sum(module.calls for module in modules)  # what does not run without numbers is tried with zeros
     assert_told(lambda: pipeline.step(inputs, targets), "no error")
     assert sum(module.calls for module in modules) == before + NUM_MICROBATCHES
