@@ -1,4 +1,4 @@
-"""SyncBatchNorm equals one process, also with uneven and empty parts; buffers drift apart where nothing keeps them."""
+"""SyncBatchNorm equals one process, also with uneven and empty parts; buffers are broadcast."""
 
 import copy
 
@@ -10,24 +10,23 @@ from hypothesis import given, settings, strategies as st
 from refused import message
 from torch import nn
 
-from distlab.data_parallel import DataParallel, SyncBatchNorm, broadcast_buffers, convert_sync_batchnorm
+from distlab.data_parallel import SyncBatchNorm, broadcast_buffers, convert_sync_batchnorm
 from distlab.data_parallel.buffers import local_statistics, merge
 
 CHANNELS = 3
 PARTS = {1: [7], 2: [5, 2], 3: [4, 0, 3], 4: [3, 1, 0, 3]}  # samples of each rank: uneven, and none
 TORCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-CASES = [
-    {"pixels": ()},
-    {"pixels": (4,), "momentum": None},
-    {"pixels": (2, 3), "momentum": 0.3, "eps": 1e-3},
-    {"pixels": (2, 1, 2), "affine": False},
-    {"pixels": (2, 2), "track_running_stats": False},
+CASES = [  # the shape behind batch and channels, and options
+    ((), {}),
+    ((4,), {"momentum": None}),
+    ((2, 3), {"momentum": 0.3, "eps": 1e-3}),
+    ((2, 1, 2), {"affine": False}),
+    ((2, 2), {"track_running_stats": False}),
 ]
 
 
 def make_layer(case):
-    options = {name: value for name, value in case.items() if name != "pixels"}
-    layer = TORCH[2 + len(case["pixels"])](CHANNELS, **options).double()
+    layer = TORCH[2 + len(case[0])](CHANNELS, **case[1]).double()
     if layer.affine:
         with torch.no_grad():
             layer.weight.copy_(torch.tensor([0.5, -1.0, 2.0]))
@@ -36,7 +35,7 @@ def make_layer(case):
 
 
 def sample(case, step, purpose):
-    shape = (sum(PARTS[1]), CHANNELS, *case["pixels"])
+    shape = (sum(PARTS[1]), CHANNELS, *case[0])
     seed = torch.Generator().manual_seed(10 * step + purpose)
     return torch.randn(shape, generator=seed, dtype=torch.float64) * 2 + 5
 
@@ -103,31 +102,6 @@ def test_calls_and_bytes_are_as_documented_and_eval_sends_nothing():
 
 
 @pytest.mark.on_ranks(2)
-def test_half_precision_is_normalised_in_float32():
-    parts = [(300 + torch.randn(8, 2, generator=torch.Generator().manual_seed(rank))).half() for rank in range(2)]
-    x = parts[dist.get_rank()].clone().requires_grad_()
-    out = SyncBatchNorm(2)(x)
-    out.sum().backward()
-    expected = nn.BatchNorm1d(2)(torch.cat(parts).float()).chunk(2)[dist.get_rank()]
-    assert out.dtype == x.grad.dtype == torch.float16
-    assert torch.allclose(out.float(), expected, rtol=0, atol=2e-3)  # 2^-11 of values up to 4
-
-
-@pytest.mark.on_ranks(2)
-def test_running_statistics_drift_apart_unless_synchronised_or_broadcast():
-    """Nothing else ever says so: DataParallel averages gradients alone."""
-    for converts, broadcasts in ((False, False), (False, True), (True, False)):
-        model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
-        model = convert_sync_batchnorm(model) if converts else model
-        replicas = DataParallel(model)
-        model(torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
-        replicas.synchronize()
-        if broadcasts:
-            broadcast_buffers(model)
-        assert same_everywhere(model[0].running_mean) == (converts or broadcasts)
-
-
-@pytest.mark.on_ranks(2)
 def test_buffers_of_all_types_are_broadcast_and_parameters_left_alone():
     model, rank = nn.Linear(2, 2), dist.get_rank()
     nn.init.constant_(model.weight, rank)
@@ -149,18 +123,14 @@ def test_conversion_keeps_objects_names_sharing_and_mode():
     model["c"] = nn.BatchNorm3d(2, affine=False, eps=0.1).eval()
     model["d"] = nn.SyncBatchNorm(3, track_running_stats=False)
     model["d"].weight.requires_grad_(False)
-    before = dict(model.named_parameters())
-    torchs = copy.deepcopy(model)
-    converted = convert_sync_batchnorm(model)
-    after = dict(model.named_parameters())
-    a, b, c, d = converted["a"], converted["b"], converted["c"], converted["d"]
-    assert converted is model
-    assert after.keys() == before.keys()
-    assert all(after[name] is before[name] for name in before)
+    before, torchs = dict(model.named_parameters()), copy.deepcopy(model)
+    assert convert_sync_batchnorm(model) is model
+    a, b, c, d = model.values()
+    assert list(before.items()) == list(model.named_parameters())
     assert a is b[1] is b[2]
     assert all(type(layer) is SyncBatchNorm for layer in (a, c, d))
     assert (a.training, c.training, c.eps, a.momentum, d.weight.requires_grad) == (True, False, 0.1, None, False)
-    assert torchs.load_state_dict(converted.state_dict()).missing_keys == []
+    assert torchs.load_state_dict(model.state_dict()).missing_keys == []
     assert type(convert_sync_batchnorm(nn.Linear(1, 1))) is nn.Linear
 
 
@@ -172,10 +142,7 @@ def twice_differentiated():
 
 FEW = "ValueError: rank {rank}: SyncBatchNorm got"
 BAD = [
-    (
-        lambda: convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d())),
-        "ValueError: 0: a lazy layer has no channels",
-    ),
+    (lambda: convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d())), "0: a lazy layer has no channels"),
     (lambda: convert_sync_batchnorm(nn.BatchNorm1d(2, eps=0.1 + dist.get_rank())), "ranks disagree on batch norms"),
     (lambda: SyncBatchNorm(2, momentum=0.1 * dist.get_rank())(torch.randn(4, 2)), "ranks disagree on SyncBatchNorm"),
     (lambda: SyncBatchNorm(2)(torch.randn(int(dist.get_rank() == 1), 2)), f"{FEW} 1 values per channel from all ranks"),

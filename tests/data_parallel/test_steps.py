@@ -203,21 +203,6 @@ def test_what_a_rank_or_nobody_used_counts_as_zeros_and_is_updated_as_documented
     assert not model[2].weight.grad.any()
 
 
-@pytest.mark.on_ranks(2)
-def test_an_update_can_be_left_out_and_a_scheduler_takes_the_optimizer_inside():
-    model, optimizer = wrapped()
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
-    before = model[0].weight.detach().clone()
-    backward(model)
-    optimizer.synchronize()
-    optimizer.zero_grad()  # say, because a gradient was not finite: all ranks see the same mean
-    assert torch.equal(before, model[0].weight)
-    backward(model)
-    optimizer.step()
-    schedule.step()
-    assert optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-
-
 def zero_between(num_passes):
     model, optimizer = wrapped(backward_passes_per_step=num_passes)
     backward(model)

@@ -49,27 +49,6 @@ def test_state_makes_the_round_trip(name):
 
 
 @BOTH
-def test_groups_have_their_own_settings(name):
-    """Two groups train as two optimizers; a group added later begins with a correction of its own."""
-    first, second = (nn.Parameter(torch.full((2, 2), 3.0, dtype=torch.float64)) for _ in range(2))
-    alone = [nn.Parameter(torch.full((2, 2), 3.0, dtype=torch.float64)) for _ in range(2)]
-    together = OPTIMIZERS[name]([{"params": [first], "lr": 0.5}])
-    apart = [OPTIMIZERS[name]([{"params": [alone[0]], "lr": 0.5}])]
-    for step in range(6):
-        if step == 2:
-            together.add_param_group({"params": [second], "adapt": "none", "weight_decay": 0.0})
-            apart.append(OPTIMIZERS[name]([{"params": [alone[1]], "adapt": "none", "weight_decay": 0.0}]))
-        for parameter in (first, second, *alone):
-            parameter.grad = torch.full_like(parameter, 1.0 + step)
-        together.step()
-        for optimizer in apart:
-            optimizer.step()
-    assert torch.equal(first, alone[0])
-    assert torch.equal(second, alone[1])
-    assert not torch.equal(first, second)
-
-
-@BOTH
 def test_a_step_takes_a_closure_leaves_the_unused_alone_and_hides_no_broken_gradient(name):
     weights = [nn.Parameter(torch.full((2, 2), 2.0)) for _ in range(3)]
     optimizer, before = OPTIMIZERS[name](weights), weights[2].detach().clone()

@@ -32,6 +32,14 @@ def make_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+def half(size=1):
+    return nn.Parameter(torch.ones(size, dtype=torch.float16))
+
+
+def masters(size=1):
+    return MasterWeights([half(size)], make_sgd)
+
+
 def batch(step):
     draw = generator(1, step, "batch")
     inputs, targets = torch.randn(SAMPLES, 7, generator=draw), torch.randn(SAMPLES, 3, generator=draw)
@@ -135,9 +143,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit():
 def test_scaling_brings_small_gradients_back_exactly():
     x = torch.full((1,), 2.0**-20, dtype=torch.float16)  # times 2**-8 is below float16's smallest number
     for factor, expected in ((1.0, 0.0), (2.0**12, 2.0**-28)):
-        weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        weight, scaler = half(), LossScaler(factor)
         masters = MasterWeights([weight], make_sgd)
-        scaler = LossScaler(factor)
         scaler.scale((weight * x).float().sum() * 2.0**-8).backward()
         masters.accumulate()
         assert scaler.unscale_(masters.parameters)
@@ -159,14 +166,6 @@ def test_growth_stops_at_the_largest_factor_and_shrinking_says_what_is_wrong():
     assert not scaler.step(make_sgd([weight]), [weight])
     with pytest.raises(RuntimeError, match="not finite even with the loss scaled"):
         scaler.update()
-
-
-def masters(size=1):
-    return MasterWeights([half(size)], make_sgd)
-
-
-def half(size=1):
-    return nn.Parameter(torch.ones(size, dtype=torch.float16))
 
 
 def unscaled_twice():
@@ -195,9 +194,6 @@ def test_refusals():
         assert re.search(words, message(call)), words
 
 
-DTYPES = (torch.bfloat16, torch.float16)
-
-
 def values(rank, size, dtype):
     return torch.randn(size, generator=generator(3, rank, "values")).to(dtype)
 
@@ -207,7 +203,7 @@ def values(rank, size, dtype):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.on_ranks
 def test_sums_are_rounded_once_and_are_the_same_bits_on_every_rank(world_size):
-    for dtype, op, size in product(DTYPES, ("sum", "mean"), (1, 2, 7, 1000)):
+    for dtype, op, size in product((torch.bfloat16, torch.float16), ("sum", "mean"), (1, 2, 7, 1000)):
         tensor = values(dist.get_rank(), size, dtype).view(-1, 1)
         calls = calls_of(lambda tensor=tensor, op=op: all_reduce_in_float32(tensor, op=op))
         exact = sum(values(rank, size, dtype).float() for rank in range(world_size))
@@ -232,47 +228,18 @@ def test_a_sum_in_bfloat16_loses_what_one_in_float32_keeps():
     assert exact.tolist() == [1.5] * 3
 
 
-def small_model():
-    model = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 2))
-    for name, parameter in model.named_parameters():
-        nn.init.normal_(parameter, std=0.3, generator=generator(0, 0, name))
-    return model
-
-
-def train_bfloat16():
-    """Return the gradients of the first step, and the masters at the end."""
-    rank, model = dist.get_rank(), small_model().to(torch.bfloat16)
-    replicas = DataParallel(model, bucket_bytes=100, first_bucket_bytes=50, hook=Float32Reduce())
-    masters, first = MasterWeights(model.parameters(), lambda p: torch.optim.Adam(p, lr=1e-2)), []
-    for step in range(5):
-        inputs = torch.randn(4, 6, generator=generator(2, rank, f"step {step}")).to(torch.bfloat16)
-        masters.zero_grad()
-        model(inputs).float().square().mean().backward()
-        replicas.synchronize()
-        first = first or [p.grad.clone() for p in model.parameters()]
-        masters.step()
-    return first + [p.detach().clone() for p in masters.parameters]
-
-
 @pytest.mark.on_ranks(3)
-def test_the_hook_averages_buckets_of_data_parallel_in_float32_with_one_rounding():
+def test_the_hook_averages_in_float32_with_one_rounding():
     parts = [torch.randn(12, generator=generator(0, rank, "gradients")).bfloat16() for rank in range(3)]
     mine = parts[dist.get_rank()].clone()
     calls = calls_of(lambda: Float32Reduce().start(GradientBucket(0, mine, (mine,)), None).wait())
     assert torch.equal(mine, (sum(part.float() for part in parts) / 3).bfloat16())
     assert calls == [("all_to_all", 2 * 12), ("all_gather", 2 * 12 // 3)], "the bytes of a sum in half precision"
     assert isinstance(Float32Reduce(), GradientHook)
-    one, other = train_bfloat16(), train_bfloat16()
-    assert all(map(same_everywhere, one))
-    assert all(map(torch.equal, one, other))
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=1.0)
 
 
 @pytest.mark.equality("precision")
-@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.AdamW(p, lr=1e-3)])
+@pytest.mark.parametrize("make", [make_sgd, partial(torch.optim.AdamW, lr=1e-3)])
 def test_master_weights_equal_float32_updates_and_keep_what_half_precision_loses(make):
     half = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
@@ -299,7 +266,7 @@ def test_master_weights_equal_float32_updates_and_keep_what_half_precision_loses
 
 def test_master_weights_keep_four_bytes_a_parameter_and_four_for_its_gradient_and_add_in_float32():
     half = nn.Parameter(torch.ones(12, dtype=torch.bfloat16))
-    masters = MasterWeights([half], sgd)
+    masters = MasterWeights([half], make_sgd)
     (master,) = masters.parameters
     for gradient in (256.0, 1.0, 1.0):
         half.grad = torch.full_like(half, gradient)
@@ -312,12 +279,12 @@ def test_master_weights_keep_four_bytes_a_parameter_and_four_for_its_gradient_an
 
 
 def train_under(dtype, replicated):
-    model = small_model()
+    model = make_model()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if replicated else (0, 1)
     synchronize = DataParallel(model).synchronize if replicated else lambda: None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = make_sgd(model.parameters())
     for step in range(10):
-        inputs = torch.randn(12, 6, generator=generator(2, 0, f"step {step}"))[rank::world_size]
+        inputs = batch(20 + step)[0][rank::world_size]
         optimizer.zero_grad()
         with autocast(dtype):
             outputs = model(inputs)
