@@ -175,13 +175,10 @@ def test_capacity_drops_what_one_process_drops_of_each_ranks_tokens():
             (y.square().sum() * num_ranks + layer.balance_loss).backward()
     reduce_gradients(layer)
     assert differ(layer, whole) <= 1e-10
-    with recorded() as seen, torch.no_grad():
+    with torch.no_grad():
         layer(tokens_of(rank, 1))
     total, every = layer.total_load(), [loads[1, other] for other in range(num_ranks)]
     assert layer.load == loads[1, rank]
     assert layer.load.dropped_choices > 0
     assert total.dropped_choices == sum(load.dropped_choices for load in every)
     assert total.dropped_tokens == sum(load.dropped_tokens for load in every)
-    own = own_experts(EXPERTS, rank, num_ranks)
-    rows = sum(layer.load.kept) + sum(total.kept[own.start : own.stop])
-    assert seen.records.payload_bytes(rank, "all_to_all") == rows * HIDDEN * 8 + 8 * (EXPERTS + 4 * num_ranks)

@@ -111,11 +111,6 @@ def heard(function):
     return made[0], calls
 
 
-def mixture():
-    torch.manual_seed(dist.get_rank())
-    return MixtureOfExperts(Router(HIDDEN, EXPERTS), [nn.Linear(HIDDEN, HIDDEN) for _ in range(EXPERTS)])
-
-
 @pytest.mark.on_ranks(2)
 def test_each_exchange_sends_what_it_says():
     rank, whole = dist.get_rank(), full()

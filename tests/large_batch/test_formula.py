@@ -82,9 +82,7 @@ def test_lamb_makes_the_papers_updates():
         assert difference(got, [weight.detach() for weight in tensors()]) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("weight_decay", "dtype"), [(0.0, torch.float64), (0.05, torch.float64), (0.05, torch.float32)]
-)
+@pytest.mark.parametrize(("weight_decay", "dtype"), [(0.0, torch.float64), (0.05, torch.float32)])
 def test_with_matching_options_they_are_the_peers(weight_decay, dtype):
     """Its LAMB adapts vectors, clips the weight's norm at 10, and adds eps to the ratio's denominator."""
     peer = pytest.importorskip("pytorch_optimizer", reason="the peer of the benchmark (bench extra)")
@@ -120,18 +118,8 @@ def test_without_ratios_they_are_sgd_and_adamw():
         theirs = train(partial(torch.optim.SGD, **same), falling)
         assert difference(ours, theirs) <= 1e-9
     same = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.01}
-    ours, theirs = (
-        train(partial(LAMB, **same, trust=plain), falling),
-        train(partial(torch.optim.AdamW, **same), falling),
-    )
-    assert difference(ours, theirs) <= 1e-9
-
-
-def test_lars_rate_is_inside_the_buffer_or_outside():
-    """Equal while the rate is constant, different when it falls."""
-    inside, outside = (partial(LARS, lr=0.5, lr_in_buffer=way, trust=Trust(coefficient=0.02)) for way in (True, False))
-    assert difference(train(inside), train(outside)) <= 1e-10
-    assert difference(train(inside, falling), train(outside, falling)) > 1e-4
+    ours = train(partial(LAMB, **same, trust=plain), falling)
+    assert difference(ours, train(partial(torch.optim.AdamW, **same), falling)) <= 1e-9
 
 
 def test_ratio_with_every_option():
@@ -170,10 +158,7 @@ def test_vectors_are_left_out_unless_told_and_the_direction_alone_counts(optimiz
     assert all(bool(weights[ZEROS].any()) for weights in (left_out, everything))
     assert all(bool(weight.isfinite().all()) for weight in everything)
     moved = []
-    for scale in (
-        1.0,
-        1000.0,
-    ):  # the same step: this is the property behind the ratio
+    for scale in (1.0, 1000.0):  # the property behind the ratio: the same step
         weight = torch.nn.Parameter(tensors()[0].detach().clone())
         optimizer = optimizer_class([weight], 0.1, **({"eps": 1e-300} if optimizer_class is LAMB else {}))
         for step in range(3):
