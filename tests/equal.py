@@ -118,6 +118,19 @@ class Net(torch.nn.Module):
         return self.head(h.to(self.head.weight.dtype)).double()
 
 
+class Calls(torch.nn.Module):
+    """A module whose forward is a function of it and of what it gets."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *given):
+        return self.function(self, *given)
+
+
 class Task(NamedTuple):
     """What is trained: `make(rank)` gives other weights on every rank, `batch(step)` the samples of all ranks."""
 
@@ -291,10 +304,15 @@ def assert_rows_equal_one_process(pool, rows):
         assert row.clip is None or max(wanted_norms) > row.clip, f"{name}: nothing was clipped"
 
 
+def own_stages(modules, schedule):
+    """Return this rank's stages, by number."""
+    return {stage: modules[stage] for stage, rank in enumerate(schedule.home) if rank == dist.get_rank()}
+
+
 def train_in_stages(row, schedule, steps=range(10), split=split_sequential):
     """Train by a pipeline of all ranks; return it, this rank's stages, and the loss of each step."""
     stages = split(row.task.make(0), schedule.num_stages)
-    own = {number: stages[number] for number, home in enumerate(schedule.home) if home == dist.get_rank()}
+    own = own_stages(stages, schedule)
     pipeline = Pipeline(own, schedule, loss=row.task.loss, tied=find_tied(stages))
     optimizer, losses = ROW_OPTIMIZERS[row.optimizer](pipeline.parameters()), []
     for step in steps:

@@ -1,7 +1,7 @@
 """Every design of data parallelism trains like one process, repeats bit for bit, and keeps its replicas equal.
 
-Rows of three kinds: a GPT up the ladder; accumulation, clipping and unequal shares together; and a mixture of experts,
-of which each rank uses others in each step, behind a batch norm over all ranks. tests/zoo has models of every kind.
+Rows of three kinds: a GPT up the ladder; accumulation, clipping and unequal shares together; and a layer that some
+ranks use in a step, behind a batch norm over all ranks. tests/zoo has models of every kind.
 """
 
 from operator import methodcaller
@@ -20,7 +20,9 @@ from equal import (
     Way,
     assert_rows_equal_one_process,
     averaging,
+    net,
     replicas,
+    thirteen,
 )
 from torch import nn
 
@@ -31,41 +33,8 @@ from distlab.data_parallel import (
     broadcast_parameters,
     convert_sync_batchnorm,
 )
-from distlab.rng import generator
 
-NUM_SAMPLES = 11
-
-
-class Mixture(nn.Module):
-    """Each sample goes to one expert; one expert gets none for five updates; a trunk with batch norm before them."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh())
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(4))
-
-    def forward(self, x):
-        x, choices = self.trunk(x[:, :8]), x[:, 8].long()
-        out = x.new_zeros(len(x), 3)
-        for index in choices.unique().tolist():  # no call at all for an expert without samples
-            mine = choices == index
-            out[mine] = self.experts[index](x[mine])
-        return out
-
-
-def mixture(rank):
-    torch.manual_seed(rank)
-    return Mixture().double()
-
-
-def routed(step):
-    draw = generator(0, step, "routed")
-    x = torch.randn(NUM_SAMPLES, 9, generator=draw, dtype=torch.float64)
-    x[:, 8] = torch.randint(3 if step < 5 else 4, (NUM_SAMPLES,), generator=draw).sort().values
-    return x, x[:, :3].sin()
-
-
-MIXTURE = Task(mixture, routed)
+NORMED = Task(lambda rank: nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64), net(rank)), thirteen)
 
 
 def ladder(rung):
@@ -86,7 +55,7 @@ def horovod(clipped=False, **options):
 
 
 def with_norms_over_ranks(technique):
-    """Experts differ by rank, and with them the order of bucket and norm: norms have a group of their own."""
+    """The layers that ranks use differ, and with them the order of bucket and norm: norms have a group of their own."""
     return lambda model, make: technique(convert_sync_batchnorm(model, dist.new_group()), make)
 
 
@@ -104,8 +73,8 @@ ROWS = {
     "hooked, mixed": Row(MIXED, "sgd", replicas(unused="zeros", hook=Mean(), bucket_bytes=10**9), cut=threes, clip=0.3),
 }
 MORE_ROWS = {
-    "mixture, horovod": Row(MIXTURE, "plain", with_norms_over_ranks(horovod(fusion_bytes=300))),
-    "mixture, adam": Row(MIXTURE, "steady", with_norms_over_ranks(replicas(unused="zeros", bucket_bytes=300))),
+    "normed, horovod": Row(NORMED, "plain", with_norms_over_ranks(horovod(fusion_bytes=300))),
+    "normed": Row(NORMED, "steady", with_norms_over_ranks(replicas(unused="zeros", bucket_bytes=300))),
     "horovod": Row(DENSE, "decayed", horovod()),
     "horovod, adam": Row(DENSE, "adam", horovod(fusion_bytes=300)),
     "horovod, float32": Row(DENSE, "decayed", horovod(fusion_bytes=300), torch.float32),
@@ -123,7 +92,7 @@ def test_ten_updates_equal_one_process(ranks, world_size):
 
 @pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_mixture_and_horovod_equal_one_process(ranks, world_size):
+def test_norms_and_horovod_equal_one_process(ranks, world_size):
     assert_rows_equal_one_process(ranks(world_size), MORE_ROWS)
 
 

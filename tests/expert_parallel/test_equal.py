@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from equal import Row, Task, Way, assert_rows_equal_one_process, square
+from equal import Row, Task, Way, assert_rows_equal_one_process, awkward_model, square
 from torch import nn
 
 from distlab.blocks.data import ByteCorpus, python_documentation
@@ -103,13 +103,7 @@ def test_split_experts_equal_one_process(world_size):
 
 
 def gpt(rank):
-    model = mix_experts(GPT(CONFIG, generator(0, rank, "weights")), 3, generator(0, rank, "experts")).double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1, generator=generator(0, rank, name))
-    model.blocks[0].attention_norm.bias.requires_grad_(False)
-    return model
+    return mix_experts(awkward_model(rank, config=CONFIG), 3, generator(0, rank, "experts")).double()
 
 
 def thirteen_tokens(step):

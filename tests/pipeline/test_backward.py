@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from equal import Calls
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -18,19 +19,6 @@ from distlab.pipeline.backward.two_parts import LinearPlainly, full_backward, pr
 
 REAL, COMPLEX = torch.float64, torch.complex128
 CONFIG = GPTConfig(vocab_size=17, context=7, num_layers=2, num_heads=2, hidden_size=12, tied=True)
-
-
-class Calls(nn.Module):
-    """A module whose forward is a function of it and of x."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def slope(model, x):

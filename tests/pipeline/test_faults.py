@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from equal import same_everywhere
+from equal import own_stages, same_everywhere
 from refused import message
 from torch import nn
 
@@ -66,7 +66,7 @@ def own(schedule, modules=None):
     """Return this rank's stages; the same weights each time."""
     torch.manual_seed(0)
     every = modules or [Fragile() for _ in range(schedule.num_stages)]
-    return {stage: every[stage] for stage, rank in enumerate(schedule.home) if rank == dist.get_rank()}
+    return own_stages(every, schedule)
 
 
 def build(schedule, modules=None, loss=nn.functional.mse_loss, **options):

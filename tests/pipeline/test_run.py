@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from equal import Row, Task, assert_stages_equal, train, train_in_stages
+from equal import Calls, Row, Task, assert_stages_equal, own_stages as own, train, train_in_stages
 from torch import nn
 
 import distlab.pipeline.wire as wire
@@ -23,42 +23,28 @@ NUM_MICROBATCHES = 4
 OWN_ORDER = "0F0,0F1,0I0,0W0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1I1,1F2,1B2,1W1,1F3,1B3"
 
 
-class First(nn.Module):
-    """Makes a dict of a tuple, whole numbers, a mask that wants no gradient and an output that nobody uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.unused = nn.Linear(6, 2)
-
-    def forward(self, tokens, scale):
-        x = self.embedding(tokens)
-        mask = (tokens % 2).to(x.dtype).unsqueeze(-1)
-        more = {"mask": mask, "unused": self.unused(x), "n": 3}
-        return {"states": (x * scale, x.mean(1)), "tokens": tokens, **more}
+def first(stage, tokens, scale):
+    """Make a dict of a tuple, whole numbers, a mask that wants no gradient and an output that nobody uses."""
+    x, mask = stage.embedding(tokens), (tokens % 2).double().unsqueeze(-1)
+    return {"states": (x * scale, x.mean(1)), "tokens": tokens, "mask": mask, "off": stage.unused(x), "n": 3}
 
 
-class Second(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 5)
-        self.frozen = nn.Linear(6, 5).requires_grad_(False)
-
-    def forward(self, value):
-        (each, mean), tokens = value["states"], value["tokens"]
-        assert not value["mask"].requires_grad
-        assert tokens.dtype == torch.int64
-        return self.layer(torch.tanh(each)) * value["mask"], self.frozen(mean) / value["n"]
+def second(stage, value):
+    (each, mean), tokens = value["states"], value["tokens"]
+    assert not value["mask"].requires_grad
+    assert tokens.dtype == torch.int64
+    return stage.layer(torch.tanh(each)) * value["mask"], stage.frozen(mean) / value["n"]
 
 
-class Third(nn.Linear):
-    def forward(self, x, mean):
-        return super().forward(x).mean(1) + super().forward(mean)
+def third(stage, x, mean):
+    return stage.layer(x).mean(1) + stage.layer(mean)
 
 
 def make_model():
     torch.manual_seed(0)
-    return [First().double(), Second().double(), Third(5, 3).double()]
+    made = [Calls(first, embedding=nn.Embedding(11, 6), unused=nn.Linear(6, 2))]
+    made.append(Calls(second, layer=nn.Linear(6, 5), frozen=nn.Linear(6, 5).requires_grad_(False)))
+    return [module.double() for module in (*made, Calls(third, layer=nn.Linear(5, 3)))]
 
 
 def make_batch(step, size=8, length=7):
@@ -85,10 +71,6 @@ def chain():
 
 def chain_batch(width=3):
     return [torch.randn(8, size, dtype=torch.float64, generator=generator(7, 0, "chain")) for size in (7, width)]
-
-
-def own(modules, schedule):
-    return {stage: modules[stage] for stage, rank in enumerate(schedule.home) if rank == dist.get_rank()}
 
 
 def gradients(modules):
