@@ -18,7 +18,8 @@ def test_seeds_of_nearby_seeds_ranks_and_purposes_never_meet_and_are_the_same_on
     assert torch.equal(torch.rand(4, generator=generator(1, 2, "x")), torch.rand(4, generator=generator(1, 2, "x")))
 
 
-def test_every_rank_has_its_own_stream_which_repeats_and_survives_a_file_that_holds_no_code(tmp_path):
+def test_state_survives_a_file_that_holds_no_code(tmp_path):
+    """And every rank has a stream of its own, which repeats."""
     streams = []
     for rank in (0, 1, 0):
         seed_rank(5, rank)

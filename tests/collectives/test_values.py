@@ -217,9 +217,6 @@ def test_float16_gradients_whose_sum_overflows_have_a_mean():
     buffer = torch.full((6,), 60_000.0, dtype=torch.float16)  # the largest number is 65,504
     RingAllReduce().start(GradientBucket(0, buffer, (buffer,)), None).wait()
     assert torch.equal(buffer, torch.full((6,), 60_000.0, dtype=torch.float16))
-
-
-def test_the_hook_keeps_no_state_and_refuses_that_of_another():
     hook = RingAllReduce()
     assert isinstance(hook, GradientHook)
     hook.load_state_dict(hook.state_dict())

@@ -1,7 +1,7 @@
 """PowerSGD: its mathematics with no process; between ranks the gradients of torch's hook, and faults that it names."""
 
 import re
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,24 +135,6 @@ def fill(bucket, step):
     bucket.buffer.copy_(common + 0.5 * own)
 
 
-class TorchBucket(NamedTuple):
-    """What torch's hook asks of a bucket of DDP, which needs no DDP."""
-
-    bucket: GradientBucket
-
-    def buffer(self):
-        return self.bucket.buffer
-
-    def gradients(self):
-        return list(self.bucket.gradients)
-
-    def index(self):
-        return self.bucket.index
-
-    def is_last(self):
-        return True
-
-
 class FromTorchsDraws(PowerSGD):
     """The hook with the numbers that torch's hook draws, in torch's order."""
 
@@ -174,6 +156,9 @@ def beside_torch(rank, feedback, warm):
     options = {"use_error_feedback": feedback, "warm_start": warm, "random_seed": 0}
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start_step, **options)
     ours, theirs = (gradient_bucket(shapes=SHAPES[:-1]) for _ in range(2))  # torch takes no number alone
+    asked = SimpleNamespace(  # what torch's hook asks of a bucket of DDP, which needs no DDP
+        buffer=lambda: theirs.buffer, gradients=lambda: list(theirs.gradients), index=lambda: 0, is_last=lambda: True
+    )
     differences, compressed = [], []
     for step in range(7):
         fill(ours, step)
@@ -181,7 +166,7 @@ def beside_torch(rank, feedback, warm):
         mean = ours.buffer.clone()
         dist.all_reduce(mean)
         hook.start(ours, None).wait()
-        theirs.buffer.copy_(powerSGD_hook(state, TorchBucket(theirs)).wait())
+        theirs.buffer.copy_(powerSGD_hook(state, asked).wait())
         differences.append((ours.buffer - theirs.buffer).abs().max().item())
         compressed.append((ours.buffer - mean / dist.get_world_size()).abs().max().item() > 1e-3)
     assert compressed == [False] * start_step + [True] * 5

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from equal import calls_of
+from equal import calls_of, heard
 from refused import message
 from torch import nn
 
@@ -102,13 +102,6 @@ def test_fewer_experts_than_ranks():
 
 
 EXPERTS, HIDDEN = 3, 4
-
-
-def heard(function):
-    """Return what a function returns, and this rank's calls."""
-    made = []
-    calls = calls_of(lambda: made.append(function()))
-    return made[0], calls
 
 
 @pytest.mark.on_ranks(2)

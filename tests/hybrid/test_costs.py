@@ -113,17 +113,10 @@ def test_sharded_parameters_travel_along_their_copies_alone():
 
 
 @pytest.mark.on_ranks(2)
-def test_a_shard_is_saved_and_a_whole_state_is_loaded_without_a_call():
-    hybrid = make_hybrid(Plan(data=2))
-    state = hybrid.full_state_dict()
-    assert calls_of(hybrid.shard_state) == []
-    assert calls_of(lambda: hybrid.load_full_state_dict(state)) == []
-    hybrid.close()
-
-
-@pytest.mark.on_ranks(2)
-def test_sharded_states_scatter_gradients_and_gather_parameters():
+def test_sharded_states_scatter_gradients_and_gather_parameters_and_are_saved_without_a_call():
     hybrid = make_hybrid(Plan(data=2, sharding=Sharding(stage=1)))
+    state = hybrid.full_state_dict()
+    assert calls_of(hybrid.shard_state) == calls_of(lambda: hybrid.load_full_state_dict(state)) == []
     hybrid.train_step(*batch_of(0), max_norm=1.0)
     calls = calls_of(lambda: hybrid.train_step(*batch_of(1), max_norm=1.0))
     size = sum(parameter.nbytes for parameter in make_model(0).parameters() if parameter.requires_grad)
