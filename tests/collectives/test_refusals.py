@@ -13,26 +13,30 @@ from distlab.faces import public_names
 NAMES = [name for name in public_names("distlab.collectives") if name.islower() and not name.startswith("hierarch")]
 REDUCING = [name for name in NAMES if "reduce" in name and not name.startswith(("naive", "plain"))]
 ROOTED, CUT = ("ring_broadcast", "tree_broadcast", "tree_reduce"), ("ring_all_reduce", "ring_broadcast")
-THREE = torch.zeros(3)
-REFUSED = [  # which functions, what they are given, and words of the error
-    (NAMES, torch.zeros(4, 6).t(), {}, "call .contiguous()"),
-    (NAMES, torch.eye(3).to_sparse(), {}, "pass .to_dense()"),
-    (NAMES, torch.zeros(3, device="meta"), {}, "meta tensor"),
-    (NAMES, torch.nn.Parameter(torch.zeros(3)), {}, "requires grad"),
-    (NAMES, [1.0, 2.0], {}, "expected a tensor, got list"),
-    (REDUCING, THREE, {"op": "average"}, "op='average' is unknown; pass one of sum, mean"),
-    (REDUCING, THREE.long(), {"op": "mean"}, "use op='sum' and divide"),
-    (REDUCING, THREE.to(torch.complex64), {"op": "max"}, "sum or mean only"),
-    (REDUCING, THREE.to(torch.float8_e4m3fn), {}, "convert to float16"),
-    (ROOTED, THREE, {"root": 2}, "root 2 is not in the group, whose ranks are 0 to 1"),
-    (ROOTED, THREE, {"root": -1}, "root -1 is not in the group"),
-    ((*CUT, "double_tree_all_reduce"), THREE, {"piece_bytes": 0}, "expected at least 1"),
-]
+
+
+def refused():
+    """Return which functions, what they are given, and words of the error."""
+    three = torch.zeros(3)
+    return [
+        (NAMES, torch.zeros(4, 6).t(), {}, "call .contiguous()"),
+        (NAMES, torch.eye(3).to_sparse(), {}, "pass .to_dense()"),
+        (NAMES, torch.zeros(3, device="meta"), {}, "meta tensor"),
+        (NAMES, torch.nn.Parameter(torch.zeros(3)), {}, "requires grad"),
+        (NAMES, [1.0, 2.0], {}, "expected a tensor, got list"),
+        (REDUCING, three, {"op": "average"}, "op='average' is unknown; pass one of sum, mean"),
+        (REDUCING, three.long(), {"op": "mean"}, "use op='sum' and divide"),
+        (REDUCING, three.to(torch.complex64), {"op": "max"}, "sum or mean only"),
+        (REDUCING, three.to(torch.float8_e4m3fn), {}, "convert to float16"),
+        (ROOTED, three, {"root": 2}, "root 2 is not in the group, whose ranks are 0 to 1"),
+        (ROOTED, three, {"root": -1}, "root -1 is not in the group"),
+        ((*CUT, "double_tree_all_reduce"), three, {"piece_bytes": 0}, "expected at least 1"),
+    ]
 
 
 @pytest.mark.on_ranks(2)
 def test_every_bad_tensor_is_refused_on_every_rank():
-    for names, tensor, options, words in REFUSED:
+    for names, tensor, options, words in refused():
         for name in names:
             text = message(partial(getattr(collectives, name), tensor, **options))
             assert text.startswith(f"ValueError: rank {dist.get_rank()}: {name}"), (name, text)
