@@ -37,71 +37,61 @@ def reduced_differently():
     return wrong
 
 
-def moved_wrongly(numel):
-    """Return which of the other collectives do not bring what they should."""
+def moved_wrongly(numel, lay=torch.clone):
+    """Return which of the other collectives do not bring what they should, into memory as `lay` lays it."""
     n, me, wrong = dist.get_world_size(), dist.get_rank(), []
 
     def of(rank, part=0):
-        return torch.arange(numel) + 1000 * rank + 7 * part
+        return lay(torch.arange(numel) + 1000 * rank + 7 * part)
+
+    def blank(times=1):
+        return lay(torch.empty(times * numel, dtype=torch.int64))
 
     def check(what, found, expected):
         if not torch.equal(found, expected):
             wrong.append(what)
 
-    x = of(me)
+    total, root = sum(of(r) for r in range(n)), n - 1
+    x, to_root, told = of(me), of(me), of(me)
     dist.all_reduce(x)
-    check("all_reduce", x, sum(of(r) for r in range(n)))
-    x = of(me)
-    dist.broadcast(x, n - 1)
-    check("broadcast", x, of(n - 1))
-    parts = [torch.empty(numel, dtype=torch.int64) for _ in range(n)]
+    check("all_reduce", x, total)
+    dist.reduce(to_root, root)
+    check("reduce", to_root, total if me == root else of(me))
+    dist.broadcast(told, root)
+    check("broadcast", told, of(root))
+    parts, whole = [blank() for _ in range(n)], blank(n)
     dist.all_gather(parts, of(me))
     check("all_gather", torch.cat(parts), torch.cat([of(r) for r in range(n)]))
-    whole = torch.empty(n * numel, dtype=torch.int64)
     dist.all_gather_into_tensor(whole, of(me))
     check("all_gather_into_tensor", whole, torch.cat(parts))
-    x = torch.empty(numel, dtype=torch.int64)
+    x, y = blank(), blank()
     dist.reduce_scatter(x, [of(me, part) for part in range(n)])
     check("reduce_scatter", x, sum(of(r, me) for r in range(n)))
-    y = torch.empty(numel, dtype=torch.int64)
-    dist.reduce_scatter_tensor(y, torch.cat([of(me, part) for part in range(n)]))
+    dist.reduce_scatter_tensor(y, lay(torch.cat([of(me, part) for part in range(n)])))
     check("reduce_scatter_tensor", y, x)
     dist.all_to_all(parts, [of(me, part) for part in range(n)])
     check("all_to_all", torch.cat(parts), torch.cat([of(r, me) for r in range(n)]))
-    dist.all_to_all_single(whole, torch.cat([of(me, part) for part in range(n)]))
+    dist.all_to_all_single(whole, lay(torch.cat([of(me, part) for part in range(n)])))
     check("all_to_all_single", whole, torch.cat(parts))
     dist.gather(of(me), parts if me == 0 else None, 0)
     check("gather", torch.cat(parts), torch.cat([of(r) if me == 0 else of(r, me) for r in range(n)]))
-    dist.scatter(x, [of(n - 1, r) for r in range(n)] if me == n - 1 else None, n - 1)
-    check("scatter", x, of(n - 1, me))
+    dist.scatter(x, [of(root, r) for r in range(n)] if me == root else None, root)
+    check("scatter", x, of(root, me))
+    if n > 1 and me < 2:
+        message = of(me)
+        (dist.send if me == 0 else dist.recv)(message, 1 - me)
+        check("message", message, of(0))
     return wrong
 
 
 def scattered_in_memory():
-    """Each collective on tensors that are no block, beside the same on blocks."""
-    n, me, wrong = dist.get_world_size(), dist.get_rank(), []
+    """Run each of them on tensors that are no block."""
 
-    def both(what, call, *shapes):
-        blocks = [own(shape, salt=i) for i, shape in enumerate(shapes)]
-        strided = [torch.stack([b, b], -1).transpose(0, 1)[..., 0].transpose(0, 1) for b in blocks]
-        assert not any(t.is_contiguous() for t in strided)
-        call(*blocks)
-        call(*strided)
-        if not all(torch.equal(a, b) for a, b in zip(blocks, strided, strict=True)):
-            wrong.append(what)
+    def lay(tensor):
+        return torch.stack([tensor, tensor], -1)[..., 0]
 
-    both("all_reduce", dist.all_reduce, (4, 3))
-    both("broadcast", lambda x: dist.broadcast(x, 0), (4, 3))
-    both("reduce", lambda x: dist.reduce(x, 0), (4, 3))
-    both("all_gather", lambda x, *out: dist.all_gather(list(out), x), *[(4, 3)] * (n + 1))
-    both("reduce_scatter", lambda x, *parts: dist.reduce_scatter(x, list(parts)), *[(4, 3)] * (n + 1))
-    both("into_tensor", dist.all_gather_into_tensor, (n * 4, 3), (4, 3))
-    both("scatter_tensor", dist.reduce_scatter_tensor, (4, 3), (n * 4, 3))
-    both("scatter", lambda x, *parts: dist.scatter(x, list(parts) if me == 0 else None), *[(4, 3)] * (n + 1))
-    both("gather", lambda x, *out: dist.gather(x, list(out) if me == 0 else None), *[(4, 3)] * (n + 1))
-    both("exchange", lambda *t: dist.all_to_all(list(t[:n]), list(t[n:])), *[(4, 3)] * (2 * n))
-    both("message", lambda x: dist.send(x, 1) if me == 0 else dist.recv(x, 0) if me == 1 else None, (4, 3))
-    return wrong
+    assert not lay(torch.arange(12)).is_contiguous()
+    return moved_wrongly(12, lay)
 
 
 def backwards(count, numel, leaves=False):

@@ -118,6 +118,19 @@ class Net(torch.nn.Module):
         return self.head(h.to(self.head.weight.dtype)).double()
 
 
+class Calls(torch.nn.Module):
+    """A module whose forward is a function of it and of what it gets."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *given):
+        return self.function(self, *given)
+
+
 class Task(NamedTuple):
     """What is trained: `make(rank)` gives other weights on every rank, `batch(step)` the samples of all ranks."""
 
@@ -267,27 +280,39 @@ def outcome(row):
 def assert_rows_equal_one_process(pool, rows):
     """Ten updates by each row end as in one process, and with the same bits on every rank.
 
-    A rank may hold a part of the model: what it has is compared, and together they have all.
+    A rank may hold a part of the model: what it has is compared, and together they have all. Rows in float32, or else
+    the first one, are run a second time: training repeats bit for bit.
     """
-    results = pool.run(lambda: {name: outcome(row) for name, row in rows.items()})
+    repeated = [name for name, row in rows.items() if row.dtype == torch.float32] or list(rows)[:1]
+    both = pool.run(lambda: [{name: outcome(rows[name]) for name in names} for names in (rows, repeated)])
+    results = [first for first, _ in both]
+    for first, again in both:
+        for name in repeated:
+            one, other = first[name][0], again[name][0]
+            assert all(torch.equal(one[key], other[key]) for key in one), f"{name} does not repeat"
     for name, row in rows.items():
         wanted, wanted_norms, _ = trained_alone(row.alone())
         bound = 1e-10 if row.dtype == torch.float64 and row.task is not MIXED else 1e-5
         first, first_norms = results[0][name]
         for state, norms in (result[name] for result in results):
             assert difference(state, {key: wanted[key] for key in state}) <= bound, name
-            both = state.keys() & first.keys()
-            assert all(torch.equal(state[key], first[key]) for key in both), f"{name}: ranks differ"
+            shared = state.keys() & first.keys()
+            assert all(torch.equal(state[key], first[key]) for key in shared), f"{name}: ranks differ"
             assert norms == first_norms, f"{name}: ranks scale by different numbers"
             assert max((abs(a - b) for a, b in zip(norms, wanted_norms, strict=True)), default=0.0) <= bound, name
         assert {key for result in results for key in result[name][0]} == wanted.keys(), name
         assert row.clip is None or max(wanted_norms) > row.clip, f"{name}: nothing was clipped"
 
 
+def own_stages(modules, schedule):
+    """Return this rank's stages, by number."""
+    return {stage: modules[stage] for stage, rank in enumerate(schedule.home) if rank == dist.get_rank()}
+
+
 def train_in_stages(row, schedule, steps=range(10), split=split_sequential):
     """Train by a pipeline of all ranks; return it, this rank's stages, and the loss of each step."""
     stages = split(row.task.make(0), schedule.num_stages)
-    own = {number: stages[number] for number, home in enumerate(schedule.home) if home == dist.get_rank()}
+    own = own_stages(stages, schedule)
     pipeline = Pipeline(own, schedule, loss=row.task.loss, tied=find_tied(stages))
     optimizer, losses = ROW_OPTIMIZERS[row.optimizer](pipeline.parameters()), []
     for step in steps:
@@ -317,6 +342,13 @@ def calls_of(function):
     with recorded() as seen:
         function()
     return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
+
+
+def heard(function):
+    """Return what a function returns, and this rank's calls."""
+    made = []
+    calls = calls_of(lambda: made.append(function()))
+    return made[0], calls
 
 
 def finals(model):

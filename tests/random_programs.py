@@ -25,14 +25,7 @@ MANY = 70  # messages at once
 
 
 def hold(ranks, num_programs, chosen=None, sizes=(1, 2, 3, 4)):
-    """Run random programs, other ones at each run.
-
-    Args:
-        ranks: `ranks(n).run(fn)` calls fn on n ranks.
-        num_programs: how many.
-        chosen: the seed; None: any, which is printed.
-        sizes: numbers of ranks.
-    """
+    """Run so many random programs on `ranks(n)`, for n in sizes; other ones at each run unless a seed is chosen."""
     chosen = random.SystemRandom().randrange(1 << 32) if chosen is None else int(chosen)
     print(f"seed {chosen}: the same programs again with --hypothesis-seed={chosen}")
     quiet = [HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -57,9 +50,8 @@ def members_of(which, n):
 def kind_of(reduction, dtype):
     """Return a reduction that gloo has for a type; its mean of whole numbers is tested by itself."""
     bits_of_float = reduction[0] == "B" and dtype.is_floating_point
-    return getattr(
-        dist.ReduceOp, "SUM" if bits_of_float or (reduction == "AVG" and not dtype.is_floating_point) else reduction
-    )
+    mean_of_whole = reduction == "AVG" and not dtype.is_floating_point
+    return getattr(dist.ReduceOp, "SUM" if bits_of_float or mean_of_whole else reduction)
 
 
 def scattered(tensor):
@@ -118,9 +110,8 @@ def play(program, backend):
         for members, group in made[which]:
             if me in members:
                 is_gloo = backend == "gloo"  # which gets blocks: what it does with others is not the question
-                begun, out, read = call(
-                    step, number, group, torch.clone if is_gloo or not lies_scattered else scattered
-                )
+                lay = torch.clone if is_gloo or not lies_scattered else scattered
+                begun, out, read = call(step, number, group, lay)
                 works += begun
                 written += [(number, step[0], tensor) for tensor in out]
                 kept += read

@@ -16,12 +16,7 @@ model, holds weights that several stages use, and says what a rank saves.
 """
 
 from distlab.pipeline.faults import StageError as StageError
-from distlab.pipeline.model.split import (
-    measure_costs as measure_costs,
-    split_gpt as split_gpt,
-    split_sequential as split_sequential,
-    stage_state_names as stage_state_names,
-)
+from distlab.pipeline.model.split import split_gpt as split_gpt, split_sequential as split_sequential
 from distlab.pipeline.model.state import StageState as StageState
 from distlab.pipeline.model.tied import TiedParameter as TiedParameter, find_tied as find_tied
 from distlab.pipeline.run import Pipeline as Pipeline

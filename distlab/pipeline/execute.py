@@ -57,7 +57,7 @@ class Execution:
     ) -> None:
         self._stages, self._route, self._wire = stages, route, wire
         self._layouts, self._batch, self._loss, self._spans = layouts, batch, loss, spans
-        self._num_stages = len(route.home)
+        self._num_stages = len(route.stage_to_rank)
         self._here: dict[Action, list[Tensor] | None] = {}  # from a stage of this rank to its next: nothing is sent
         self._outbox: dict[Action, list[Tensor] | None] = {}
         self._num_left = Counter(action.stage for action in route.actions if action.kind in ("B", "W"))

@@ -19,20 +19,20 @@ class Route(NamedTuple):
 
     Attributes:
         actions: what it runs, in order, sends and receives included.
-        home: the rank of each stage.
+        stage_to_rank: the rank of each stage.
         incoming: for each rank that sends here, the receives in the order of arrival.
         settled: for each receive, the sends of this rank that are certainly over when its message is here: their
             receiver had used them before it made the message.
     """
 
     actions: tuple[Action, ...]
-    home: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
     incoming: dict[int, tuple[Action, ...]]
     settled: dict[Action, tuple[Action, ...]]
 
     def peer(self, message: Action) -> int:
         """Return the rank at the other end of a send or a receive."""
-        return self.home[other_end(message).stage]
+        return self.stage_to_rank[other_end(message).stage]
 
 
 def needed(action: Action, num_stages: int) -> Action | None:
@@ -68,28 +68,28 @@ def forward_only(schedule: Schedule) -> Schedule:
 def route_of(schedule: Schedule, rank: int) -> Route:
     """Work out a rank's part of a valid schedule; sends and receives are derived where it has none."""
     complete = schedule if schedule.has_communication else add_communication(schedule)
-    home = tuple(int(owner) for owner in schedule.home)
+    stage_to_rank = tuple(int(owner) for owner in schedule.home)
     actions = tuple(complete.actions(rank))
-    bare = Route(actions, home, {}, {})
+    bare = Route(actions, stage_to_rank, {}, {})
     incoming: dict[int, list[Action]] = {}
     for action in actions:
         if action.kind.startswith("RECV"):
             incoming.setdefault(bare.peer(action), []).append(action)
     settled: dict[Action, tuple[Action, ...]] = {}
     for peer in incoming:
-        settled |= _settled(complete.actions(peer), home, rank)
-    return Route(actions, home, {peer: tuple(receives) for peer, receives in incoming.items()}, settled)
+        settled |= _settled(complete.actions(peer), stage_to_rank, rank)
+    return Route(actions, stage_to_rank, {peer: tuple(receives) for peer, receives in incoming.items()}, settled)
 
 
-def _settled(actions: list[Action], home: tuple[int, ...], rank: int) -> dict[Action, tuple[Action, ...]]:
+def _settled(actions: list[Action], stage_to_rank: tuple[int, ...], rank: int) -> dict[Action, tuple[Action, ...]]:
     """Walk through a different rank's actions: what it has used of this rank's when it sends something back."""
     used: list[Action] = []
     settled: dict[Action, tuple[Action, ...]] = {}
     for action in actions:
-        wanted = needed(action, len(home))
-        if wanted is not None and home[(send := other_end(wanted)).stage] == rank:
+        wanted = needed(action, len(stage_to_rank))
+        if wanted is not None and stage_to_rank[(send := other_end(wanted)).stage] == rank:
             used.append(send)
-        if action.kind.startswith("SEND") and home[(receive := other_end(action)).stage] == rank:
+        if action.kind.startswith("SEND") and stage_to_rank[(receive := other_end(action)).stage] == rank:
             settled[receive] = tuple(used)
             used = []
     return settled

@@ -46,9 +46,8 @@ class Pipeline:
             optimizer.step()
 
     Every rank calls the same methods at the same time. A stage's module is called with what the stage before it
-    returns: a tuple becomes its positional arguments, anything else (a NamedTuple, too) its one argument. Tensors in
-    tuples, lists and dicts, of any shapes and dtypes, may be handed over; floating ones that depend on parameters get
-    gradients.
+    returns: a tuple becomes its positional arguments, anything else its one argument. Tensors in tuples, lists and
+    dicts, of any shapes and dtypes, may be handed over; floating ones that depend on parameters get gradients.
 
     Args:
         stages: the modules of this rank's stages, by number.
@@ -106,15 +105,15 @@ class Pipeline:
         self.schedule = schedule
         self._route = route_of(schedule, self._rank)
         self._forward_route: Route | None = None
-        self._last_rank = self._route.home[-1]
+        self._last_rank = self._route.stage_to_rank[-1]
         splits = {action.stage for action in self._route.actions if action.kind == "I"}
-        self._tied = TiedGradients(tied, stages, self._route.home, group)
+        self._tied = TiedGradients(tied, stages, self._route.stage_to_rank, group)
         self._stages = {
             number: Stage(number, module, splits=number in splits, recomputes=recompute)
             for number, module in sorted(stages.items())
         }
         self._device = next((parameter.device for parameter in self.parameters()), group_device(group))
-        self._channels = open_channels(self._route.home, group, device=self._device)
+        self._channels = open_channels(self._route.stage_to_rank, group, device=self._device)
         self._known: dict[tuple[int, ...], list[ValueLayout]] = {}
         self._state = ""  # "in a step" or "closed"; "" is ready for anything
         self.order: list[Action] = []
@@ -288,10 +287,10 @@ class Pipeline:
         numbers = tuple(gather_numbers(number, self._group))
         if numbers not in self._known:
             refuse_together(problem, self._group)
-            home, group = self._route.home, self._group
-            check_sizes(batch.sizes, home, group)
+            owners, group = self._route.stage_to_rank, self._group
+            check_sizes(batch.sizes, owners, group)
             layouts = negotiate(
-                self._stages, home, batch.layout, device=self._device, group=group, on_failure=self.on_failure
+                self._stages, owners, batch.layout, device=self._device, group=group, on_failure=self.on_failure
             )
             if len(self._known) >= MOST_SHAPES:
                 self._known.clear()

@@ -40,11 +40,10 @@ class Stage:
 
     Attributes:
         kept: by micro-batch, from F until B or W.
-        copies_inputs: whether the module changes its inputs in place, and so gets copies; the trial run finds out.
     """
 
     def __init__(self, number: int, module: nn.Module, *, splits: bool = False, recomputes: bool = False) -> None:
-        self.number, self.module, self.recomputes, self.copies_inputs = number, module, recomputes, False
+        self.number, self.module, self.recomputes = number, module, recomputes
         self.kept: dict[int, Kept] = {}
         self.split = SplitBackward(module) if splits else None
 
@@ -66,20 +65,13 @@ class Stage:
             tensor.detach().requires_grad_(kind.wants_gradient)
             for tensor, kind in zip(tensors, layout.kinds, strict=True)
         ]
-        made = self.call(put_together(layout, self.given(inputs)))
+        made = self.call(put_together(layout, inputs))
         if finish is not None:
             made = finish(made)
         if torch.is_grad_enabled():
             outputs = [output for output in take_apart(made)[0] if output.requires_grad]
             self.kept[microbatch] = Kept([leaf for leaf in inputs if leaf.requires_grad], outputs)
         return made
-
-    def given(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the module's inputs; copies, where the module changes them in place and autograd forbids that.
-
-        Shapes: any; the same
-        """
-        return [one.clone() if one.requires_grad else one for one in inputs] if self.copies_inputs else inputs
 
     def call(self, value: Any) -> Any:
         """Call the module with what a stage hands over."""

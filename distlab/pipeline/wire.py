@@ -32,7 +32,7 @@ AHEAD = 2  # receives posted and not yet used, for each rank that sends here: on
 Channels = Mapping[tuple[int, int], ProcessGroup]
 
 
-def open_channels(home: Sequence[int], group: ProcessGroup | None = None, *, device: torch.device) -> Channels:
+def open_channels(stage_to_rank: Sequence[int], group: ProcessGroup | None = None, *, device: torch.device) -> Channels:
     """Make, where the backend is nccl, a communicator for each direction between ranks with neighbouring stages.
 
     Directions that share no rank share a communicator, so a chain of any length needs four. All ranks of the group call
@@ -44,7 +44,7 @@ def open_channels(home: Sequence[int], group: ProcessGroup | None = None, *, dev
     busy: list[set[int]] = []  # ranks of each communicator
     colours: dict[tuple[int, int], int] = {}
     for a, b in dict.fromkeys(
-        edge for x, y in zip(home, home[1:], strict=False) if x != y for edge in ((x, y), (y, x))
+        edge for x, y in zip(stage_to_rank, stage_to_rank[1:], strict=False) if x != y for edge in ((x, y), (y, x))
     ):
         colour = next((index for index, ranks in enumerate(busy) if not {a, b} & ranks), len(busy))
         if colour == len(busy):

@@ -10,8 +10,7 @@ from distlab import collectives
 from distlab.collectives.tree import double_tree
 from distlab.comm import recorded
 
-WORLD_SIZES = (1, 2, 3, 4, 5)
-LENGTHS = (0, 1, 3, 12, 120, 121, 1003)
+LENGTHS = (0, 1, 3, 12, 121, 1003)
 BYTES = 4
 
 
@@ -19,13 +18,13 @@ def chunk_bytes(length, n):
     return [BYTES * (length // n + (index < length % n)) for index in range(n)]
 
 
-def check(name, expected, args=(), options=None):
+def check(name, expected, args=(), **options):
     """Compare this rank's bytes and messages with expected(length, rank) -> (bytes, messages)."""
     rank = dist.get_rank()
     for length in LENGTHS:
         tensor = torch.full((length,), float(rank))
         with recorded() as recording:
-            getattr(collectives, name)(tensor, *args, **(options or {}))
+            getattr(collectives, name)(tensor, *args, **options)
         records, where = recording.records, f"{name}, length {length}, rank {rank}"
         assert (records.sent_bytes(rank), records.num_calls("send")) == expected(length, rank), where
         assert set(records.ops(rank)) <= {"send", "recv"}, where
@@ -35,167 +34,81 @@ def num_filled(chunks, absent):
     return sum(size > 0 for index, size in enumerate(chunks) if index not in absent)
 
 
-@pytest.mark.soak_where(world_size=(2, 5))
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.on_ranks
-def test_rings(world_size):
-    n = world_size
-
+def rings(n):
     def all_reduce(length, rank):
-        chunks = chunk_bytes(length, n)
-        after = (rank + 1) % n
-        num_bytes = 2 * sum(chunks) - chunks[rank] - chunks[after]
-        return num_bytes, num_filled(chunks, {rank}) + num_filled(chunks, {after})
+        chunks, after = chunk_bytes(length, n), (rank + 1) % n
+        return 2 * sum(chunks) - chunks[rank] - chunks[after], num_filled(chunks, {rank}) + num_filled(chunks, {after})
+
+    def in_pieces(length, rank):
+        chunks, after = chunk_bytes(length, n), (rank + 1) % n
+        # A chunk shorter than its number of pieces has empty ones, which are not sent.
+        filled = [min(math.ceil(chunks[0] / 64), size // BYTES) for size in chunks]
+        return all_reduce(length, rank)[0], 2 * sum(filled) - filled[rank] - filled[after]
 
     def reduce_scatter(length, rank):
         chunks = chunk_bytes(length, n)
         return sum(chunks) - chunks[rank], num_filled(chunks, {rank})
 
-    def all_gather(length, rank):
-        return reduce_scatter(length, (rank + 1) % n)
-
-    def naive(length, rank):
-        return (n - 1) * BYTES * length, (n - 1) * (length > 0)
-
     check("ring_all_reduce", all_reduce)
     check("plain_ring_all_reduce", all_reduce)
+    check("ring_all_reduce", in_pieces, piece_bytes=64)
     check("ring_reduce_scatter", reduce_scatter)
-    check("ring_all_gather", all_gather)
-    check("naive_ring_all_reduce", naive)
-    if n > 1:
-        assert all_reduce(1200, 0) == (2 * (n - 1) * 1200 * BYTES / n, 2 * (n - 1))  # the field's formula
+    check("ring_all_gather", lambda length, rank: reduce_scatter(length, (rank + 1) % n))
+    check("naive_ring_all_reduce", lambda length, rank: ((n - 1) * BYTES * length, (n - 1) * (length > 0)))
+    assert all_reduce(120 * n, 0) == (2 * (n - 1) * 120 * BYTES, 2 * (n - 1))  # the field's formula
 
 
-@pytest.mark.soak_where(world_size=(2, 5))
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.on_ranks
-def test_pieces_of_a_ring_change_messages_but_no_byte(world_size):
-    n = world_size
-    piece_bytes = 64
-
-    def all_reduce(length, rank):
-        chunks = chunk_bytes(length, n)
-        k = math.ceil(chunks[0] / piece_bytes)
-        after = (rank + 1) % n
-        # A chunk shorter than its number of pieces has empty ones, which are not sent.
-        filled = [min(k, size // BYTES) for size in chunks]
-        messages = 2 * sum(filled) - filled[rank] - filled[after]
-        return 2 * sum(chunks) - chunks[rank] - chunks[after], messages
-
-    check("ring_all_reduce", all_reduce, options={"piece_bytes": piece_bytes})
-
-
-@pytest.mark.soak_where(world_size=(2, 5))
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.on_ranks
-def test_broadcasts_and_trees(world_size):
-    n = world_size
-
+def trees(n):
     def num_children(place):
         lowest = place & -place or 1 << n.bit_length()
         return sum(1 for j in range(n.bit_length()) if 1 << j < lowest and place + (1 << j) < n)
 
-    for root in {0, n - 1}:
-
-        def chain(length, rank, root=root):
-            if (rank - root) % n == n - 1:
-                return 0, 0
-            return BYTES * length, min(length, math.ceil(BYTES * length / 100))
-
-        def broadcast(length, rank, root=root):
-            count = num_children((rank - root) % n)
-            return count * BYTES * length, count * (length > 0)
-
-        def reduce(length, rank, root=root):
-            return (rank != root) * BYTES * length, (rank != root and length > 0)
-
-        check("ring_broadcast", chain, (root,), {"piece_bytes": 100})
-        check("tree_broadcast", broadcast, (root,))
-        check("tree_reduce", reduce, (root,))
-
-    def all_reduce(length, rank):
-        count = num_children(rank) + (rank > 0)
+    def times(count, length):
         return count * BYTES * length, count * (length > 0)
 
-    check("tree_all_reduce", all_reduce)
+    def chain(length, place):
+        return (0, 0) if place == n - 1 else (BYTES * length, min(length, math.ceil(BYTES * length / 100)))
+
+    def in_two_trees(length, rank):
+        edges = [parents.count(rank) + (parents[rank] is not None) for parents in double_tree(n)]
+        sent = [(count * half, count * (half > 0)) for count, half in zip(edges, chunk_bytes(length, 2), strict=True)]
+        return tuple(map(sum, zip(*sent, strict=True)))
+
+    for root in {0, n - 1}:
+        place = (dist.get_rank() - root) % n
+        check("ring_broadcast", lambda length, _, place=place: chain(length, place), (root,), piece_bytes=100)
+        check("tree_broadcast", lambda length, _, place=place: times(num_children(place), length), (root,))
+        check("tree_reduce", lambda length, rank, root=root: times(rank != root, length), (root,))
+    check("tree_all_reduce", lambda length, rank: times(num_children(rank) + (rank > 0), length))
+    check("double_tree_all_reduce", in_two_trees)
     assert num_children(0) == math.ceil(math.log2(n))
-
-
-@pytest.mark.soak_where(world_size=(2, 5))
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.on_ranks
-def test_double_tree(world_size):
-    n = world_size
-
-    def expected(length, rank):
-        num_bytes = messages = 0
-        for parents, half in zip(double_tree(n), chunk_bytes(length, 2), strict=True):
-            edges = parents.count(rank) + (parents[rank] is not None)
-            num_bytes += edges * half
-            messages += edges * (half > 0)
-        return num_bytes, messages
-
-    check("double_tree_all_reduce", expected)
-
-
-def check_shape_of_the_double_tree(n):
-    halves = 0.5, 0.5  # of S
-    inner = []
-    sent_parts = [0.0] * n
-    for parents, half in zip(double_tree(n), halves, strict=True):
-        assert parents.count(None) == 1
-        for rank in range(n):
-            steps, at = 0, rank
-            while parents[at] is not None:
-                at, steps = parents[at], steps + 1
-            assert steps <= math.ceil(math.log2(n))  # every rank reaches the root, and soon
-            assert parents.count(rank) <= 2
-            sent_parts[rank] += half * (parents.count(rank) + (parents[rank] is not None))
-        inner.append({parent for parent in parents if parent is not None})
-    assert len(inner[0] & inner[1]) <= n % 2
-    assert max(sent_parts) <= 2
-
-
-def test_shape_of_the_double_tree():
-    for n in range(1, 130):
-        check_shape_of_the_double_tree(n)
 
 
 def halving_bytes(n, length, rank):
     """Count what halving and doubling send, from the definition: blocks of chunks, each half as long as the last."""
     p = 1 << (n.bit_length() - 1)
-    pairs = n - p
-    chunks = chunk_bytes(length, n)
+    pairs, chunks = n - p, chunk_bytes(length, n)
     if rank < 2 * pairs and rank % 2:
         return None
     owned = [chunks[2 * q] + chunks[2 * q + 1] if q < pairs else chunks[q + pairs] for q in range(p)]
-    place = rank // 2 if rank < 2 * pairs else rank - pairs
-    blocks = [[q for q in range(p) if q // size == place // size] for size in (2**j for j in range(p.bit_length() - 1))]
-    theirs = [
-        [q for q in range(p) if q // size == place // size ^ 1] for size in (2**j for j in range(p.bit_length() - 1))
-    ]
-    sizes = [sum(owned[q] for q in block) for block in theirs], [sum(owned[q] for q in block) for block in blocks]
-    down, up = ((sum(part), sum(size > 0 for size in part)) for part in sizes)
-    assert down[0] == sum(chunks) - owned[place]
-    return down, up
+    place, sizes = rank // 2 if rank < 2 * pairs else rank - pairs, [2**j for j in range(p.bit_length() - 1)]
+    down = [sum(owned[q] for q in range(p) if q // size == place // size ^ 1) for size in sizes]
+    up = [sum(owned[q] for q in range(p) if q // size == place // size) for size in sizes]
+    assert sum(down) == sum(chunks) - owned[place]
+    return [(sum(part), sum(size > 0 for size in part)) for part in (down, up)]
 
 
-@pytest.mark.soak_where(world_size=(2, 4))
-@pytest.mark.parametrize("world_size", [*WORLD_SIZES, 8])
-@pytest.mark.on_ranks
-def test_halving_and_doubling(world_size):
-    n = world_size
+def halving(n):
     pairs = n - (1 << (n.bit_length() - 1))
-
-    def extra(size):
-        return size, int(size > 0)
 
     def expected(length, rank, folded_sends, partner_sends, parts):
         counted = halving_bytes(n, length, rank)
         if counted is None:
-            return extra(folded_sends)
-        own = [counted[part] for part in parts] + ([extra(partner_sends)] if rank < 2 * pairs else [])
-        return sum(size for size, _ in own), sum(messages for _, messages in own)
+            return folded_sends, int(folded_sends > 0)
+        own = [counted[part] for part in parts]
+        if rank < 2 * pairs:
+            own.append((partner_sends, int(partner_sends > 0)))
+        return tuple(map(sum, zip(*own, strict=True)))
 
     def all_reduce(length, rank):
         return expected(length, rank, BYTES * length, BYTES * length, (0, 1))
@@ -210,10 +123,36 @@ def test_halving_and_doubling(world_size):
     check("halving_reduce_scatter", reduce_scatter)
     check("doubling_all_gather", all_gather)
     if n in (2, 4, 8):
-        steps = n.bit_length() - 1
-        assert all_reduce(1600, 1) == (2 * (n - 1) * 1600 * BYTES // n, 2 * steps)
+        assert all_reduce(1600, 1) == (2 * (n - 1) * 1600 * BYTES // n, 2 * (n.bit_length() - 1))
 
 
+@pytest.mark.soak_where(world_size=(2, 3, 8))
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
+@pytest.mark.on_ranks
+def test_each_algorithm_sends_what_it_says(world_size):
+    rings(world_size)
+    trees(world_size)
+    halving(world_size)
+
+
+def test_shape_of_the_double_tree():
+    for n in range(1, 130):
+        inner, sent_parts = [], [0.0] * n
+        for parents in double_tree(n):
+            assert parents.count(None) == 1
+            for rank in range(n):
+                steps, at = 0, rank
+                while parents[at] is not None:
+                    at, steps = parents[at], steps + 1
+                assert steps <= math.ceil(math.log2(n))  # every rank reaches the root, and soon
+                assert parents.count(rank) <= 2
+                sent_parts[rank] += 0.5 * (parents.count(rank) + (parents[rank] is not None))  # of S
+            inner.append({parent for parent in parents if parent is not None})
+        assert len(inner[0] & inner[1]) <= n % 2
+        assert max(sent_parts) <= 2
+
+
+@pytest.mark.soak_where(world_size=[8])
 @pytest.mark.parametrize(("world_size", "m"), [(4, 2), (3, 1), (8, 4)])
 @pytest.mark.on_ranks
 def test_hierarchical(world_size, m):

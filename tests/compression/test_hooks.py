@@ -10,14 +10,14 @@ from equal import calls_of, same_everywhere
 from refused import message
 
 from distlab.blocks.gradient_hook import GradientBucket
-from distlab.compression import Cast, Quantize, RandomK, Sign, TopK, make_hook
+from distlab.compression import Cast, PowerSGD, Quantize, RandomK, Sign, TopK, make_hook
 from distlab.plan.compression import METHODS, Compression, exchanges
 
 SHAPES = [(40, 31), (40,), (3, 5, 70)]  # 2,330 elements: three blocks, the last one short
 COMPRESSIONS = {
     "top_k": Compression("top_k", ratio=0.05),
     "random_k": Compression("random_k", ratio=0.05),
-    **{f"quantize to {bits}": Compression("quantize", bits=bits) for bits in range(1, 9)},
+    **{f"quantize to {bits}": Compression("quantize", bits=bits) for bits in (1, 3, 8)},
     "quantize by chance": Compression("quantize", bits=4, stochastic=True, error_feedback=False),
     "sign": Compression("sign"),
     "powersgd": Compression("powersgd", rank=2),
@@ -27,9 +27,7 @@ BY_CHANCE = ("random_k", "quantize by chance")  # they draw in each step, also i
 
 def gradients(step, rank, dtype=torch.float64):
     source = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.cat([torch.randn(shape, generator=source, dtype=torch.float64).flatten() for shape in SHAPES]).to(
-        dtype
-    )
+    return torch.cat([torch.randn(shape, generator=source).double().flatten() for shape in SHAPES]).to(dtype)
 
 
 def bucket_of(vector, index=0):
@@ -60,14 +58,11 @@ def check_bytes(names, dtype):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.on_ranks
 def test_bytes_are_predicted_and_ranks_get_the_same_bits(world_size):
-    for dtype in (torch.float32, torch.float64) if world_size == 3 else (torch.float32,):
-        check_bytes(COMPRESSIONS, dtype)
-
-
-@pytest.mark.on_ranks(2)
-def test_half_precision_gradients_cost_half_the_values():
-    for dtype in (torch.float16, torch.bfloat16):
-        check_bytes(["top_k", "random_k", "quantize to 3", "sign"], dtype)
+    check_bytes(COMPRESSIONS, torch.float32)
+    if world_size == 3:
+        check_bytes(COMPRESSIONS, torch.float64)
+        for dtype in (torch.float16, torch.bfloat16):  # half the bytes of values
+            check_bytes(["top_k", "random_k", "quantize to 3", "sign"], dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -86,16 +81,6 @@ def test_nothing_is_lost_what_was_sent_and_the_memories_are_the_sum(world_size):
 
 
 @pytest.mark.on_ranks(2)
-def test_random_k_and_rounding_by_chance_are_right_on_average():
-    num_steps, expected = 300, (gradients(0, 0) + gradients(0, 1)) / 2
-    for hook in (RandomK(0.2, 1, error_feedback=False), Quantize(2, stochastic=True, error_feedback=False)):
-        means = [exchange(hook, gradients(0, dist.get_rank())) for _ in range(num_steps)]
-        spread, mean = torch.var_mean(torch.stack(means), 0, correction=0)
-        errors = (mean - expected) / spread.clamp(min=1e-30).sqrt() * num_steps**0.5
-        assert errors.abs().max() < 5  # standard errors, largest of 2,330
-
-
-@pytest.mark.on_ranks(2)
 def test_a_hook_goes_on_from_its_state_bit_for_bit():
     rank = dist.get_rank()
     for name in ("top_k", "random_k", "quantize to 3", "quantize by chance", "sign", "powersgd"):
@@ -106,23 +91,6 @@ def test_a_hook_goes_on_from_its_state_bit_for_bit():
         one, other = ([exchange(h, gradients(step, rank, torch.float32)) for step in (3, 4)] for h in (hook, resumed))
         assert all(map(torch.equal, one, other)), name
         assert not torch.equal(exchange(afresh, gradients(3, rank, torch.float32)), one[0]), name
-
-
-@pytest.mark.on_ranks(2)
-def test_buckets_have_memories_of_their_own_and_travel_at_once():
-    rank = dist.get_rank()
-    apart, together = (TopK(0.1), TopK(0.1)), TopK(0.1)
-    same = []
-    for step in range(3):
-        parts = gradients(step, rank), gradients(step + 50, rank)[:700].clone()
-        expected = [one.clone() for one in parts]
-        for hook, vector in zip(apart, expected, strict=True):
-            hook.start(GradientBucket(0, vector, (vector,)), None).wait()
-        buckets = [GradientBucket(index, vector, (vector,)) for index, vector in enumerate(parts)]
-        for pending in [together.start(bucket, None) for bucket in buckets]:
-            pending.wait()
-        same += map(torch.equal, parts, expected)
-    assert same == [True] * 6
 
 
 @pytest.mark.on_ranks(3)
@@ -144,12 +112,36 @@ def test_what_is_not_finite_is_named_on_every_rank_and_spoils_nothing():
         assert name in BY_CHANCE or torch.equal(after, exchange(clean, gradients(2, rank, torch.float32))), name
 
 
+AGREEMENT, SIZE = ("all_gather", 40), 2330
+
+
+def calls_of_steps(hook, num_steps, dtype=torch.float32):
+    vectors = [gradients(step, dist.get_rank(), dtype) for step in range(num_steps)]
+    return [calls_of(lambda vector=vector: exchange(hook, vector)) for vector in vectors]
+
+
+@pytest.mark.on_ranks(2)
+def test_a_memory_is_one_element_a_gradient_and_ranks_agree_once():
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        hook = TopK(0.1)
+        first, second = calls_of_steps(hook, 2, dtype)
+        memory = hook.state_dict()["memories"][0]
+        assert [AGREEMENT, *second] == first
+        assert AGREEMENT not in second
+        assert memory.numel() == SIZE
+        assert memory.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    hook, whole = PowerSGD(2, start_step=2), ("all_reduce", 4 * SIZE)
+    first, second, third = calls_of_steps(hook, 3)
+    assert [first, second] == [[AGREEMENT, whole], [whole]], "it begins whole"
+    assert tuple(third) == tuple(exchanges(COMPRESSIONS["powersgd"], SHAPES, 4))
+    assert hook.state_dict()["buckets"][0]["error"].numel() == SIZE
+
+
 @pytest.mark.on_ranks(2)
 def test_a_step_that_was_given_up_leaves_nothing_for_the_next():
     """The first bucket raises, so nobody waits for the second; its answer must not arrive in the next step."""
-    rank = dist.get_rank()
-    same = []
-    for build in (TopK, Quantize, Sign, RandomK, Cast):
+    rank, same = dist.get_rank(), []
+    for build in (TopK, Quantize, Sign, RandomK, Cast, PowerSGD):
         last = []
         for steps in ((0, 1, 2), (0, 2)):
             hook = build()
@@ -166,28 +158,23 @@ def test_a_step_that_was_given_up_leaves_nothing_for_the_next():
             last.append(vectors)
         if build is not RandomK:  # which has drawn once more
             same += map(torch.equal, *last)
-    assert same == [True] * 12
+    assert same == [True] * 15
 
 
-@pytest.mark.on_ranks(4)
-def test_ranks_of_a_group_are_named_as_the_user_knows_them():
-    pairs, rank = [dist.new_group(members) for members in ([0, 1], [2, 3])], dist.get_rank()
-    for hook in (Sign(), RandomK(0.1)):
-        vector = gradients(0, rank)
-        if rank == 3:
-            vector[7] = float("nan")
-        text = message(lambda hook=hook, vector=vector: exchange(hook, vector, pairs[rank // 2]))
-        assert ("NaN or inf on rank 3;" if rank >= 2 else "no error") in text
-
-
-@pytest.mark.on_ranks(2)
-def test_a_cast_divides_before_it_shortens_and_says_when_the_mean_is_too_large():
+@pytest.mark.on_ranks(3)
+def test_a_cast_divides_shortens_for_each_addition_and_says_when_the_mean_is_too_large():
+    parts = [gradients(0, rank, torch.float32) for rank in range(3)]
+    mean, sizes = sum(parts) / 3, sum(part.abs() for part in parts) / 3
+    for dtype, bits in ((torch.float16, 11), (torch.bfloat16, 8)):
+        error = (exchange(Cast(dtype), parts[dist.get_rank()].clone()) - mean).abs()
+        assert (error <= 3 * 2.0**-bits * sizes + 1e-6).all()  # three roundings of parts, and of their sums
+        assert error.max() > 2.0 ** -(bits + 2) * sizes.mean(), "as exact as float32: nothing was shortened"
     vector = exchange(Cast(), torch.full_like(gradients(0, 0, torch.float32), 60_000.0))
     brain = exchange(Cast(torch.bfloat16), torch.full_like(vector, 2.0**100))
     texts = []
     calls = calls_of(lambda: texts.append(message(lambda: exchange(Cast(), torch.full_like(vector, 1e5)))))
-    assert vector[0].item() == 60_000.0
-    assert brain[0].item() == 2.0**100
+    assert vector[0].item() == pytest.approx(60_000.0, rel=2**-10)
+    assert brain[0].item() == pytest.approx(2.0**100, rel=2**-7)
     assert "are too large: their mean overflows" in texts[0]
     assert sum(num_bytes for op, num_bytes in calls if op == "all_reduce") == 2 * 2330
 
@@ -203,43 +190,29 @@ def ahead(rank):
     return hook
 
 
+def shorter_bucket():
+    hook, vector = TopK(0.1), torch.ones(5)
+    exchange(hook, gradients(0, dist.get_rank()))
+    hook.start(GradientBucket(0, vector, (vector,)), None)
+
+
 def complex_for(method):
     gradients = (torch.ones(8, 3, dtype=torch.complex64),)
     make_hook(Compression(method)).start(GradientBucket(7, gradients[0].view(-1), gradients), None)
-
-
-def used():
-    hook = TopK(0.1)
-    exchange(hook, gradients(0, dist.get_rank()))
-    return hook
-
-
-def shorter_bucket():
-    vector = torch.ones(5)
-    used().start(GradientBucket(0, vector, (vector,)), None)
 
 
 DISAGREE = "ranks disagree on compressor"
 BAD = [
     (differing(lambda rank: TopK(0.1 if rank else 0.2)), f"{DISAGREE}(.|\n)*top_k of ratio 0.1"),
     (differing(lambda rank: RandomK(0.1, seed=rank)), DISAGREE),
-    (differing(lambda rank: Quantize(4 + rank)), DISAGREE),
     (differing(lambda rank: Sign(bool(rank))), DISAGREE),
     (differing(ahead), DISAGREE),
-    (
-        lambda: TopK(0.2).load_state_dict(used().state_dict()),
-        "the state is of a compressor `top_k of ratio 0.1`, this one is `top_k of ratio 0.2`",
-    ),
+    (lambda: TopK(0.2).load_state_dict(TopK(0.1).state_dict()), "is of a compressor `top_k of ratio 0.1`, this one is"),
     (shorter_bucket, "bucket 0 has 5 elements and its memory 2330"),
-    *(
-        (partial(complex_for, method), "bucket 7 holds gradients of torch.complex64, and compressors take real numbers")
-        for method in METHODS
-    ),
+    *((partial(complex_for, method), "bucket 7 holds gradients of torch.complex64, and") for method in METHODS),
     (lambda: TopK(0.0), "ratio is 0.0"),
     (lambda: TopK(4), "ratio is 4; pass the share of elements to send"),
-    (lambda: RandomK(-0.1), "ratio is -0.1"),
     (lambda: Quantize(9), "bits is 9"),
-    (lambda: Quantize(0.5), "bits is 0.5"),
     (lambda: Cast(torch.float32), "dtype is torch.float32; choose one of torch.float16"),
 ]
 
@@ -248,8 +221,3 @@ BAD = [
 def test_what_cannot_be_is_refused_on_every_rank():
     for action, words in BAD:
         assert re.search(words, message(action))
-
-
-def test_every_method_has_a_hook():
-    made = [type(make_hook(Compression(method))).__name__ for method in METHODS]
-    assert made == ["TopK", "RandomK", "Quantize", "Sign", "PowerSGD"]

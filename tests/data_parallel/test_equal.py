@@ -1,16 +1,14 @@
 """Every design of data parallelism trains like one process, repeats bit for bit, and keeps its replicas equal.
 
-Rows of three kinds: a GPT up the ladder; accumulation, clipping and unequal shares together; and models that nobody
-tuned data parallelism to: a small ResNet with batch norm over all ranks, on real digits, and a mixture of experts of
-which each rank, in each step, uses others.
+Rows of three kinds: a GPT up the ladder; accumulation, clipping and unequal shares together; and a layer that some
+ranks use in a step, behind a batch norm over all ranks. tests/zoo has models of every kind.
 """
 
-from functools import cache
+from operator import methodcaller
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from equal import (
     BYTES,
     DENSE,
@@ -22,12 +20,12 @@ from equal import (
     Way,
     assert_rows_equal_one_process,
     averaging,
-    outcome,
+    net,
     replicas,
+    thirteen,
 )
 from torch import nn
 
-from distlab.blocks.data import digits, rank_slice
 from distlab.data_parallel import (
     HorovodOptimizer,
     average_flat,
@@ -35,72 +33,8 @@ from distlab.data_parallel import (
     broadcast_parameters,
     convert_sync_batchnorm,
 )
-from distlab.rng import generator
 
-NUM_SAMPLES = 11
-
-
-class Residual(nn.Module):
-    def __init__(self, width, wider, stride):
-        super().__init__()
-        self.first = nn.Conv2d(width, wider, 3, stride, 1, bias=False)
-        self.second = nn.Conv2d(wider, wider, 3, 1, 1, bias=False)
-        self.first_norm, self.second_norm = nn.BatchNorm2d(wider), nn.BatchNorm2d(wider, momentum=None)
-        shortcut = nn.Conv2d(width, wider, 1, stride, bias=False)
-        self.shortcut = nn.Sequential(shortcut, nn.BatchNorm2d(wider, affine=False))
-
-    def forward(self, x):
-        inner = self.second_norm(self.second(self.first_norm(self.first(x)).relu()))
-        return (inner + self.shortcut(x)).relu()
-
-
-def resnet(rank):
-    torch.manual_seed(rank)
-    stem = [nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
-    blocks = [Residual(4, 4, 1), Residual(4, 6, 2)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)).double()
-
-
-@cache
-def images():
-    data = digits()
-    return data.train_inputs.double().unflatten(1, (1, 8, 8)), data.train_targets
-
-
-def some_images(step):
-    return tuple(part[step * NUM_SAMPLES : (step + 1) * NUM_SAMPLES] for part in images())
-
-
-class Mixture(nn.Module):
-    """Each sample goes to one expert; one expert gets none for five updates; a trunk with batch norm before them."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh())
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(4))
-
-    def forward(self, x):
-        x, choices = self.trunk(x[:, :8]), x[:, 8].long()
-        out = x.new_zeros(len(x), 3)
-        for index in choices.unique().tolist():  # no call at all for an expert without samples
-            mine = choices == index
-            out[mine] = self.experts[index](x[mine])
-        return out
-
-
-def mixture(rank):
-    torch.manual_seed(rank)
-    return Mixture().double()
-
-
-def routed(step):
-    draw = generator(0, step, "routed")
-    x = torch.randn(NUM_SAMPLES, 9, generator=draw, dtype=torch.float64)
-    x[:, 8] = torch.randint(3 if step < 5 else 4, (NUM_SAMPLES,), generator=draw).sort().values
-    return x, x[:, :3].sin()
-
-
-RESNET, MIXTURE = Task(resnet, some_images, F.cross_entropy), Task(mixture, routed)
+NORMED = Task(lambda rank: nn.Sequential(nn.BatchNorm1d(6, dtype=torch.float64), net(rank)), thirteen)
 
 
 def ladder(rung):
@@ -120,19 +54,12 @@ def horovod(clipped=False, **options):
     return technique
 
 
-def with_norms_over_ranks(technique, own_group=False):
-    """Experts differ by rank, and with them the order of bucket and norm: messages of the two must not meet."""
-    return lambda model, make: technique(convert_sync_batchnorm(model, dist.new_group() if own_group else None), make)
+def with_norms_over_ranks(technique):
+    """The layers that ranks use differ, and with them the order of bucket and norm: norms have a group of their own."""
+    return lambda model, make: technique(convert_sync_batchnorm(model, dist.new_group()), make)
 
 
-def threes(x):
-    return x.split(3)
-
-
-def halves(x):
-    return x.chunk(2)
-
-
+threes, halves = methodcaller("split", 3), methodcaller("chunk", 2)
 OVERLAPPED, WIDE = ladder("overlapped"), replicas(bucket_bytes=20_000, first_bucket_bytes=3_000)
 ROWS = {
     **{rung: Row(BYTES, "sgd", ladder(rung)) for rung in ("per_parameter", "flat", "bucketed", "overlapped")},
@@ -141,25 +68,16 @@ ROWS = {
     "DataParallel, float32": Row(BYTES, "sgd", WIDE, torch.float32),
     "accumulated": Row(ROUTED, "sgd", replicas(unused="zeros"), cut=threes, clip=0.3),
     "accumulated, mixed": Row(MIXED, "sgd", replicas(unused="zeros"), cut=threes, clip=0.3),
-    "each tensor larger than a bucket": Row(
-        ROUTED, "sgd", replicas(unused="zeros", bucket_bytes=1), cut=threes, clip=0.3
-    ),
+    "tensors larger than a bucket": Row(ROUTED, "sgd", replicas(unused="zeros", bucket_bytes=1), cut=threes, clip=0.3),
     "accumulated, hooked": Row(ROUTED, "adam", replicas(unused="zeros", hook=Mean()), cut=threes, clip=0.3),
-    "one bucket, hooked, mixed": Row(
-        MIXED, "sgd", replicas(unused="zeros", hook=Mean(), bucket_bytes=10**9), cut=threes, clip=0.3
-    ),
+    "hooked, mixed": Row(MIXED, "sgd", replicas(unused="zeros", hook=Mean(), bucket_bytes=10**9), cut=threes, clip=0.3),
 }
-NORMS = with_norms_over_ranks(replicas(bucket_bytes=1_500, first_bucket_bytes=300))
 MORE_ROWS = {
-    "resnet": Row(RESNET, "decayed", NORMS),
-    "resnet, adam": Row(RESNET, "steady", NORMS),
-    "resnet, horovod": Row(RESNET, "steady", with_norms_over_ranks(horovod(fusion_bytes=1_500))),
-    "mixture": Row(MIXTURE, "decayed", with_norms_over_ranks(replicas(unused="zeros"), own_group=True)),
-    "mixture, adam": Row(MIXTURE, "steady", with_norms_over_ranks(replicas(unused="zeros"), own_group=True)),
+    "normed, horovod": Row(NORMED, "plain", with_norms_over_ranks(horovod(fusion_bytes=300))),
+    "normed": Row(NORMED, "steady", with_norms_over_ranks(replicas(unused="zeros", bucket_bytes=300))),
     "horovod": Row(DENSE, "decayed", horovod()),
     "horovod, adam": Row(DENSE, "adam", horovod(fusion_bytes=300)),
     "horovod, float32": Row(DENSE, "decayed", horovod(fusion_bytes=300), torch.float32),
-    "horovod, twice": Row(DENSE, "adam", horovod(fusion_bytes=300, backward_passes_per_step=2), cut=halves),
     "horovod, clipped": Row(DENSE, "decayed", horovod(True, fusion_bytes=300), clip=0.05),
     "horovod, twice, clipped": Row(DENSE, "sgd", horovod(True, backward_passes_per_step=2), cut=halves, clip=0.05),
 }
@@ -174,23 +92,8 @@ def test_ten_updates_equal_one_process(ranks, world_size):
 
 @pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_unseen_models_and_horovod_equal_one_process(ranks, world_size):
+def test_norms_and_horovod_equal_one_process(ranks, world_size):
     assert_rows_equal_one_process(ranks(world_size), MORE_ROWS)
-
-
-@pytest.mark.equality("data_parallel")
-@pytest.mark.on_ranks(3)
-def test_training_repeats_bit_for_bit():
-    for row in (ROWS["overlapped, float32"], ROWS["DataParallel, float32"], MORE_ROWS["horovod, float32"]):
-        (one, _), (other, _) = outcome(row), outcome(row)
-        assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_the_mixture_is_what_it_says():
-    routes = [routed(step)[0][:, 8] for step in range(10)]
-    parts = [[set(x[slice(*rank_slice(NUM_SAMPLES, rank, 3))].tolist()) for rank in range(3)] for x in routes]
-    assert all(3.0 not in set().union(*part) for part in parts[:5])  # nobody uses the last expert
-    assert any(len({frozenset(own) for own in part}) == 3 for part in parts)  # each rank uses others
 
 
 @pytest.mark.on_ranks(2)

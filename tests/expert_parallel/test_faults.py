@@ -1,10 +1,11 @@
-"""What does not fit is refused on every rank, and nobody is left waiting."""
+"""What does not fit is refused on every rank, and nobody is left waiting; what each exchange costs."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from equal import calls_of, heard
 from refused import message
 from torch import nn
 
@@ -16,6 +17,8 @@ from distlab.expert_parallel import (
     expert_parallel,
     reduce_gradients,
 )
+from distlab.expert_parallel.exchange import Condition, exchange_rows, sum_over_ranks, trade_counts
+from distlab.rng import generator
 
 
 def full(hidden_size=4, num_experts=3, **options):
@@ -35,20 +38,12 @@ def lonely():
     reduce_gradients(ExpertParallel.from_full(full(), groups[dist.get_rank()]))
 
 
-def strange_expert():
-    rank = dist.get_rank()
-    ExpertParallel(Router(4, 2), {0 if rank == 0 else 5: nn.Linear(4, 4)})
-
-
 SETTINGS = "the settings of ExpertParallel"
 BAD = [
-    (
-        lambda: ExpertParallel.from_full(full(num_experts=3 + dist.get_rank())),
-        "the layers given to ExpertParallel.from_full",
-    ),
+    (lambda: ExpertParallel.from_full(full(num_experts=3 + dist.get_rank())), "layers given to ExpertParallel"),
     (lambda: ExpertParallel.from_full(full(top_k=1 + dist.get_rank())), SETTINGS),
     (lambda: ExpertParallel.from_full(full(capacity_factor=None if dist.get_rank() else 1.5)), SETTINGS),
-    (strange_expert, "holds experts [5], expected [1]"),
+    (lambda: ExpertParallel(Router(4, 2), {5 * dist.get_rank(): nn.Linear(4, 4)}), "holds experts [5], expected [1]"),
     (lambda: ExpertParallel.from_full(full(), balance_over="everybody"), "balance_over is 'everybody'"),
     (lambda: expert_parallel(nn.Linear(2, 2)), "no MixtureOfExperts"),
     (lonely, "and the group given has [0, 1]"),
@@ -93,11 +88,10 @@ def test_every_rank_hears_of_what_does_not_fit():
     assert "ranks disagree on the rows' dtype: rank 0 torch.float32, rank 1 torch.float64" in text
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.on_ranks
-def test_fewer_experts_than_ranks(world_size):
+@pytest.mark.on_ranks(3)
+def test_fewer_experts_than_ranks():
     """One expert among all ranks, one of which has no tokens."""
-    rank, tokens = dist.get_rank(), sum(range(world_size))
+    rank, tokens = dist.get_rank(), 0 + 1 + 2
     layer = ExpertParallel.from_full(full(num_experts=1, top_k=1))
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(torch.ones(rank, 4, requires_grad=True))
@@ -105,3 +99,54 @@ def test_fewer_experts_than_ranks(world_size):
     assert layer.load.kept == (rank,)
     assert layer.total_load() == (tokens, (tokens,), (tokens,), 0)
     assert (list(y.shape), y.dtype) == ([rank, 4], torch.float32)
+
+
+EXPERTS, HIDDEN = 3, 4
+
+
+@pytest.mark.on_ranks(2)
+def test_each_exchange_sends_what_it_says():
+    rank, whole = dist.get_rank(), full()
+    layer, calls = heard(lambda: ExpertParallel.from_full(whole))
+    broadcast = sorted(size for op, size in calls if op == "broadcast")
+    assert broadcast == sorted(4 * tensor.numel() for tensor in whole.state_dict().values())
+    x = torch.randn(6, HIDDEN, generator=generator(0, rank, "x"))
+    layer(x).sum().backward()
+    assert calls_of(layer.total_load) == [("all_reduce", 8 * (2 * EXPERTS + 2))]
+    condition, place = Condition("", torch.float32, True, True), {"device": torch.device("cpu"), "group": None}
+    counts, calls = heard(lambda: trade_counts([rank + 1, 1, 2], [2, 3], condition, **place))
+    assert [len(row) for row in counts] == [2 - rank, 2 - rank]
+    assert calls == [("all_to_all", 8 * (EXPERTS + 4 * 2))]
+    rows = torch.randn(4, HIDDEN, requires_grad=True)  # one stays on rank 0, three go to rank 1
+    arrived, calls = heard(lambda: exchange_rows(rows, [1, 3], [1, 1] if rank == 0 else [3, 3]))
+    assert calls == [("all_to_all", 4 * 4 * HIDDEN)]
+    assert calls_of(arrived.sum().backward) == [("all_to_all", 4 * arrived.numel())]
+    everyone = [None, None]
+    dist.all_gather_object(everyone, rows.detach())
+    assert torch.equal(arrived, torch.cat([one[:1] if rank == 0 else one[1:] for one in everyone]))
+    numbers = torch.ones(5, requires_grad=True)
+    total, calls = heard(lambda: sum_over_ranks(numbers))
+    assert calls == calls_of(total.sum().backward) == [("all_reduce", 4 * 5)]
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer, nn.Linear(HIDDEN, 2))
+    (model(x).sum() * (rank + 1)).backward()
+    model[2].bias.grad = None
+    model[2].weight.grad = torch.ones(2, HIDDEN) if rank == 0 else None
+    dense = [p for name, p in model.named_parameters() if ".experts." not in name]
+    summed = 4 * (sum(p.numel() for p in dense) + len(dense))
+    assert calls_of(lambda: reduce_gradients(model)) == [("all_reduce", summed)]
+    assert calls_of(lambda: clip_gradients_(model, 1e6)) == [("all_reduce", 8)]
+    assert model[2].bias.grad is None
+    assert torch.equal(model[2].weight.grad, torch.full((2, HIDDEN), 0.5))
+
+
+@pytest.mark.on_ranks(2)
+def test_with_replicas_experts_are_summed_over_those():
+    rank = dist.get_rank()
+    own, others = ([dist.new_group(members) for members in sets] for sets in ([[0], [1]], [[0, 1]]))
+    layer = ExpertParallel.from_full(full(), own[rank], balance_over="rank")
+    layer(torch.ones(2, HIDDEN)).sum().backward()
+    calls = calls_of(lambda: reduce_gradients(layer, own[rank], replicas=others[0]))
+    experts = list(layer.experts.parameters())
+    experts = 4 * (sum(p.numel() for p in experts) + len(experts))
+    assert calls[-1] == ("all_reduce", experts)
+    assert len(calls) == 2  # the router's before

@@ -1,6 +1,6 @@
-"""LARS and LAMB make the papers' updates, with every option, on tensors of every kind."""
+"""LARS and LAMB make the papers' updates, and a peer's, with every option, on tensors of every kind."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +15,7 @@ STEPS = 12
 def tensors(seed=0):
     """Weights of several kinds and lengths, one of them all zeros."""
     generator = torch.Generator().manual_seed(seed)
-    made = [
-        torch.randn(shape, generator=generator, dtype=torch.float64) * 10**index for index, shape in enumerate(SHAPES)
-    ]
+    made = [torch.randn(shape, generator=generator).double() * 10**index for index, shape in enumerate(SHAPES)]
     made[ZEROS].zero_()
     return [torch.nn.Parameter(tensor) for tensor in made]
 
@@ -25,32 +23,34 @@ def tensors(seed=0):
 def gradients(step):
     """Gradients of other lengths than the weights; one is zero in the second step."""
     generator = torch.Generator().manual_seed(100 + step)
-    made = [
-        torch.randn(shape, generator=generator, dtype=torch.float64) / 3**index for index, shape in enumerate(SHAPES)
-    ]
+    made = [torch.randn(shape, generator=generator).double() / 3**index for index, shape in enumerate(SHAPES)]
     if step == 1:
         made[0].zero_()
     return made
 
 
-def train(make, weights, rate=lambda step: None, steps=STEPS):
+def falling(step):
+    return 0.5 / (1 + step)
+
+
+def train(make, rate=lambda step: None, dtype=torch.float64):
+    """Return the weights after some updates, which leave the gradients as they were."""
+    weights = [torch.nn.Parameter(weight.detach().to(dtype)) for weight in tensors()]
     optimizer = make(weights)
-    for step in range(steps):
+    for step in range(STEPS):
         for weight, gradient in zip(weights, gradients(step), strict=True):
-            weight.grad = gradient.clone()
+            weight.grad = gradient.to(dtype)
         if rate(step) is not None:
             for group in optimizer.param_groups:
                 group["lr"] = rate(step)
         optimizer.step()
+        if isinstance(optimizer, LARS | LAMB):  # clipping, logging and accumulation may read them after the update
+            assert all(torch.equal(w.grad, g.to(dtype)) for w, g in zip(weights, gradients(step), strict=True))
     return [weight.detach() for weight in weights]
 
 
 def difference(some, others):
     return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
-
-
-def falling(step):
-    return 0.5 / (1 + step)
 
 
 def by_formula(update, first, **settings):
@@ -64,22 +64,37 @@ def by_formula(update, first, **settings):
     return wanted
 
 
-@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.1), (0.9, 0.0), (0.9, 0.1)])
-def test_lars_makes_the_papers_updates(momentum, weight_decay):
-    settings, trust = {"momentum": momentum, "weight_decay": weight_decay}, Trust(adapt="all", coefficient=0.02)
-    got = train(lambda ws: LARS(ws, 1.0, **settings, trust=trust), tensors(), falling)
-    assert difference(got, by_formula(lars_update, lambda zeros: zeros, **settings, coefficient=0.02)) <= 1e-10
-    assert difference(got, [weight.detach() for weight in tensors()]) > 1e-3
+def test_lars_makes_the_papers_updates():
+    for momentum, weight_decay in ((0.0, 0.1), (0.9, 0.0), (0.9, 0.1)):
+        settings, trust = {"momentum": momentum, "weight_decay": weight_decay}, Trust(adapt="all", coefficient=0.02)
+        got = train(partial(LARS, lr=1.0, **settings, trust=trust), falling)
+        assert difference(got, by_formula(lars_update, lambda zeros: zeros, **settings, coefficient=0.02)) <= 1e-10
+        assert difference(got, [weight.detach() for weight in tensors()]) > 1e-3
 
 
-@pytest.mark.parametrize(("betas", "weight_decay"), [((0.9, 0.999), 0.0), ((0.9, 0.999), 0.1), ((0.0, 0.5), 0.1)])
-def test_lamb_makes_the_papers_updates(betas, weight_decay):
-    settings = {"betas": betas, "weight_decay": weight_decay}
-    got = train(lambda ws: LAMB(ws, 1.0, **settings, trust=Trust(adapt="all")), tensors(), falling)
-    wanted = by_formula(lamb_update, lambda zeros: Moments(zeros, zeros, 0), **settings)
-    scale = max(float(weight.abs().max()) for weight in wanted)
-    assert difference(got, wanted) <= 1e-10 * max(1.0, scale)
-    assert difference(got, [weight.detach() for weight in tensors()]) > 1e-3
+def test_lamb_makes_the_papers_updates():
+    for betas, weight_decay in (((0.9, 0.999), 0.0), ((0.9, 0.999), 0.1), ((0.0, 0.5), 0.1)):
+        settings = {"betas": betas, "weight_decay": weight_decay}
+        got = train(partial(LAMB, lr=1.0, **settings, trust=Trust(adapt="all")), falling)
+        wanted = by_formula(lamb_update, lambda zeros: Moments(zeros, zeros, 0), **settings)
+        scale = max(float(weight.abs().max()) for weight in wanted)
+        assert difference(got, wanted) <= 1e-10 * max(1.0, scale)
+        assert difference(got, [weight.detach() for weight in tensors()]) > 1e-3
+
+
+@pytest.mark.parametrize(("weight_decay", "dtype"), [(0.0, torch.float64), (0.05, torch.float32)])
+def test_with_matching_options_they_are_the_peers(weight_decay, dtype):
+    """Its LAMB adapts vectors, clips the weight's norm at 10, and adds eps to the ratio's denominator."""
+    peer = pytest.importorskip("pytorch_optimizer", reason="the peer of the benchmark (bench extra)")
+    settings = {"momentum": 0.9, "weight_decay": weight_decay, "nesterov": weight_decay > 0}
+    ours = train(lambda ws: LARS(ws, 2.0, **settings, lr_in_buffer=False, trust=Trust(coefficient=0.01)), dtype=dtype)
+    theirs = train(lambda ws: peer.LARS(ws, lr=2.0, **settings, trust_coefficient=0.01), dtype=dtype)
+    bound = 1e-10 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+    trust, same = Trust(adapt="all", max_weight_norm=10.0, ratio_eps=1e-6), {"lr": 0.02, "weight_decay": weight_decay}
+    ours = train(lambda ws: LAMB(ws, **same, bias_correction=False, trust=trust), dtype=dtype)
+    theirs = train(lambda ws: peer.Lamb(ws, **same, weight_decouple=False, adam_debias=True), dtype=dtype)
+    torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
 def test_by_hand():
@@ -98,30 +113,13 @@ def test_without_ratios_they_are_sgd_and_adamw():
     """Every other part of the update, against torch's own."""
     plain = Trust(adapt="none")
     for nesterov in (False, True):
-        ours = train(
-            lambda ws, n=nesterov: LARS(ws, 0.1, weight_decay=0.01, nesterov=n, lr_in_buffer=False, trust=plain),
-            tensors(),
-            falling,
-        )
-        theirs = train(
-            lambda ws, n=nesterov: torch.optim.SGD(ws, 0.1, momentum=0.9, weight_decay=0.01, nesterov=n),
-            tensors(),
-            falling,
-        )
+        same = {"lr": 0.1, "weight_decay": 0.01, "nesterov": nesterov, "momentum": 0.9}
+        ours = train(partial(LARS, **same, lr_in_buffer=False, trust=plain), falling)
+        theirs = train(partial(torch.optim.SGD, **same), falling)
         assert difference(ours, theirs) <= 1e-9
-    ours = train(lambda ws: LAMB(ws, 0.1, eps=1e-8, weight_decay=0.01, trust=plain), tensors(), falling)
-    theirs = train(lambda ws: torch.optim.AdamW(ws, 0.1, eps=1e-8, weight_decay=0.01), tensors(), falling)
-    assert difference(ours, theirs) <= 1e-9
-
-
-def test_the_rate_is_inside_the_buffer_or_outside():
-    """Equal while the rate is constant, different when it falls."""
-
-    def lars(inside):
-        return lambda ws: LARS(ws, 0.5, lr_in_buffer=inside, trust=Trust(coefficient=0.02))
-
-    assert difference(train(lars(True), tensors()), train(lars(False), tensors())) <= 1e-10
-    assert difference(train(lars(True), tensors(), falling), train(lars(False), tensors(), falling)) > 1e-4
+    same = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.01}
+    ours = train(partial(LAMB, **same, trust=plain), falling)
+    assert difference(ours, train(partial(torch.optim.AdamW, **same), falling)) <= 1e-9
 
 
 def test_ratio_with_every_option():
@@ -143,54 +141,29 @@ def test_no_option_is_accepted_and_ignored():
     of_lamb = [{"bias_correction": False}, {"betas": (0.8, 0.999)}, {"betas": (0.9, 0.9)}, {"eps": 0.1}]
     of_lars = [{"momentum": 0.5}, {"weight_decay": 0.0}, {"nesterov": True}]
     for optimizer, own in ((LAMB, of_lamb), (LARS, of_lars)):
-        base = train(lambda ws, make=optimizer: make(ws, 0.3, weight_decay=0.1), tensors())
+        base = train(partial(optimizer, lr=0.3, weight_decay=0.1))
         for named in [*trusts, *own]:
-            settings = {"weight_decay": 0.1, **named}
-            other = train(lambda ws, make=optimizer, settings=settings: make(ws, 0.3, **settings), tensors())
+            other = train(partial(optimizer, **{"lr": 0.3, "weight_decay": 0.1, **named}))
             assert difference(base, other) > 1e-6, named
 
 
 @pytest.mark.parametrize("optimizer_class", [LARS, LAMB])
-def test_vectors_are_left_out_unless_told(optimizer_class):
+def test_vectors_are_left_out_unless_told_and_the_direction_alone_counts(optimizer_class):
     """A bias moves as by SGD or Adam without decay, and a weight of zeros gets off the ground."""
-
-    def both(trust):
-        return lambda ws: optimizer_class(ws, 0.1, weight_decay=0.5, trust=trust)
-
-    plain = train(lambda ws: optimizer_class(ws, 0.1, weight_decay=0.0, trust=Trust(adapt="none")), tensors())
-    left_out = train(both(Trust(adapt="matrices")), tensors())
+    decayed = partial(optimizer_class, lr=0.1, weight_decay=0.5)
+    plain = train(partial(optimizer_class, lr=0.1, weight_decay=0.0, trust=Trust(adapt="none")))
+    left_out, everything = (train(partial(decayed, trust=Trust(adapt=which))) for which in ("matrices", "all"))
     for index, shape in enumerate(SHAPES):
         assert torch.equal(plain[index], left_out[index]) == (len(shape) == 1), shape
-    everything = train(both(Trust(adapt="all")), tensors())
     assert all(bool(weights[ZEROS].any()) for weights in (left_out, everything))
     assert all(bool(weight.isfinite().all()) for weight in everything)
-
-
-@pytest.mark.parametrize("optimizer_class", [LARS, LAMB])
-def test_the_direction_alone_counts(optimizer_class):
-    """The property behind the ratio: a gradient a thousand times as large makes the same step."""
-
-    def moved(scale):
+    moved = []
+    for scale in (1.0, 1000.0):  # the property behind the ratio: the same step
         weight = torch.nn.Parameter(tensors()[0].detach().clone())
-        settings = {"eps": 1e-300} if optimizer_class is LAMB else {}
-        optimizer = optimizer_class([weight], 0.1, **settings)
+        optimizer = optimizer_class([weight], 0.1, **({"eps": 1e-300} if optimizer_class is LAMB else {}))
         for step in range(3):
             weight.grad = scale * gradients(step + 2)[0]
             optimizer.step()
-        return weight.detach()
-
-    torch.testing.assert_close(moved(1.0), moved(1000.0), rtol=1e-12, atol=0)
-    start = tensors()[0].detach()
-    assert float((moved(1.0) - start).norm()) > 0
-
-
-def test_a_gradient_is_not_changed():
-    """Clipping, logging and accumulation may read it after the update."""
-    for optimizer_class in (LARS, LAMB):
-        weights = tensors()
-        optimizer = optimizer_class(weights, 0.1, weight_decay=0.1)
-        for weight, gradient in zip(weights, gradients(0), strict=True):
-            weight.grad = gradient.clone()
-        before = copy.deepcopy([weight.grad for weight in weights])
-        optimizer.step()
-        assert difference(before, [weight.grad for weight in weights]) == 0.0
+        moved.append(weight.detach())
+    torch.testing.assert_close(*moved, rtol=1e-12, atol=0)
+    assert not torch.equal(moved[0], tensors()[0])

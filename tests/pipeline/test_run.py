@@ -1,12 +1,14 @@
-"""Pipeline computes what one process does, whatever stages hand to each other, and does it in the plan's order."""
+"""Pipeline computes what one process does, whatever stages are and hand to each other, in the plan's order."""
 
+import random
 import weakref
-from typing import NamedTuple
+from operator import methodcaller
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from equal import Calls, Row, Task, assert_stages_equal, own_stages as own, train, train_in_stages
 from torch import nn
 
 import distlab.pipeline.wire as wire
@@ -21,58 +23,28 @@ NUM_MICROBATCHES = 4
 OWN_ORDER = "0F0,0F1,0I0,0W0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1I1,1F2,1B2,1W1,1F3,1B3"
 
 
-class States(NamedTuple):
-    """What the first stage hands over, among other things."""
-
-    each: torch.Tensor
-    mean: torch.Tensor
-
-
-class First(nn.Module):
-    """Makes a dict of a NamedTuple, whole numbers, a mask that wants no gradient and an output that nobody uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.unused = nn.Linear(6, 2)
-
-    def forward(self, tokens, scale):
-        x = self.embedding(tokens)
-        mask = (tokens % 2).to(x.dtype).unsqueeze(-1)
-        return {
-            "states": States(x * scale, x.mean(1)),
-            "tokens": tokens,
-            "mask": mask,
-            "unused": self.unused(x),
-            "n": 3,
-        }
+def first(stage, tokens, scale):
+    """Make a dict of a tuple, whole numbers, a mask that wants no gradient and an output that nobody uses."""
+    x, mask = stage.embedding(tokens), (tokens % 2).double().unsqueeze(-1)
+    return {"states": (x * scale, x.mean(1)), "tokens": tokens, "mask": mask, "off": stage.unused(x), "n": 3}
 
 
-class Second(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 5)
-        self.frozen = nn.Linear(6, 5).requires_grad_(False)
-
-    def forward(self, value):
-        states, tokens = value["states"], value["tokens"]
-        assert not value["mask"].requires_grad
-        assert tokens.dtype == torch.int64
-        return self.layer(torch.tanh(states.each)) * value["mask"], self.frozen(states.mean) / value["n"]
+def second(stage, value):
+    (each, mean), tokens = value["states"], value["tokens"]
+    assert not value["mask"].requires_grad
+    assert tokens.dtype == torch.int64
+    return stage.layer(torch.tanh(each)) * value["mask"], stage.frozen(mean) / value["n"]
 
 
-class Third(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
-    def forward(self, x, mean):
-        return self.layer(x).mean(1) + self.layer(mean)
+def third(stage, x, mean):
+    return stage.layer(x).mean(1) + stage.layer(mean)
 
 
 def make_model():
     torch.manual_seed(0)
-    return [First().double(), Second().double(), Third().double()]
+    made = [Calls(first, embedding=nn.Embedding(11, 6), unused=nn.Linear(6, 2))]
+    made.append(Calls(second, layer=nn.Linear(6, 5), frozen=nn.Linear(6, 5).requires_grad_(False)))
+    return [module.double() for module in (*made, Calls(third, layer=nn.Linear(5, 3)))]
 
 
 def make_batch(step, size=8, length=7):
@@ -82,8 +54,7 @@ def make_batch(step, size=8, length=7):
     return (tokens, scale), torch.randn(size, 3, dtype=torch.float64, generator=random)
 
 
-def loss_fn(outputs, targets):
-    return (outputs - targets).square().mean()
+loss_fn = nn.functional.mse_loss
 
 
 def whole(modules, inputs):
@@ -93,20 +64,13 @@ def whole(modules, inputs):
     return value
 
 
-def chain(num_stages):
+def chain():
     torch.manual_seed(1)
-    sizes = [5, 7, 3, 6, 4][: num_stages + 1]
-    return [nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in zip(sizes, sizes[1:], strict=False)]
+    return [nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in ((7, 7), (7, 3))]
 
 
-def chain_batch(num_stages, size=8):
-    random = generator(7, 0, "chain")
-    inputs = torch.randn(size, 5, dtype=torch.float64, generator=random)
-    return inputs, torch.randn(size, [5, 7, 3, 6, 4][num_stages], dtype=torch.float64, generator=random)
-
-
-def own(modules, schedule):
-    return {stage: modules[stage] for stage, rank in enumerate(schedule.home) if rank == dist.get_rank()}
+def chain_batch(width=3):
+    return [torch.randn(8, size, dtype=torch.float64, generator=generator(7, 0, "chain")) for size in (7, width)]
 
 
 def gradients(modules):
@@ -143,7 +107,6 @@ def test_nested_values_changing_shapes_and_accumulation_equal_one_process():
             for one in (optimizer, alone):
                 one.step()
                 one.zero_grad()
-    assert len(pipeline._known) == 3  # one of the four shapes came twice: nobody was asked again
     inputs, targets = make_batch(9)
     pipeline.step(inputs, targets)
     wanted = whole(twins, inputs)
@@ -162,8 +125,8 @@ def test_nested_values_changing_shapes_and_accumulation_equal_one_process():
 
 @pytest.mark.on_ranks(2)
 def test_plain_own_order_explicit_messages_recompute_and_channels_equal_one_process():
-    rank, (inputs, targets) = dist.get_rank(), chain_batch(2)
-    twins, modules = chain(2), chain(2)
+    rank, (inputs, targets) = dist.get_rank(), chain_batch()
+    twins, modules = chain(), chain()
     loss_fn(nn.Sequential(*twins)(inputs), targets).backward()
     expected = gradients(dict(enumerate(twins)))
     options = {"num_microbatches": NUM_MICROBATCHES, "between": [7], "loss_fn": loss_fn}
@@ -174,22 +137,19 @@ def test_plain_own_order_explicit_messages_recompute_and_channels_equal_one_proc
         "own order": (parse_schedule(OWN_ORDER), {}),
         "explicit": (add_communication(one_f_one_b(2, NUM_MICROBATCHES)), {}),
         "channels": (parse_schedule(OWN_ORDER), {}),
-        "channels again": (parse_schedule(OWN_ORDER), {}),
         "recompute": (gpipe(2, NUM_MICROBATCHES), {"recompute": True}),
         "recompute, split": (parse_schedule(OWN_ORDER), {"recompute": True}),
-        "naive": (make_schedule("naive", 2, NUM_MICROBATCHES), {}),
     }
     found = {}
     for way, (schedule, options) in ways.items():
-        mine = own(chain(2), schedule)
-        with mock.patch.object(wire, "needs_batches", lambda *_, way=way: "channels" in way):  # as on nccl
+        mine = own(chain(), schedule)
+        with mock.patch.object(wire, "needs_batches", return_value=way == "channels"):  # as on nccl
             pipeline = Pipeline(mine, schedule, loss=loss_fn, **options)
         pipeline.step(inputs if rank == 0 else None, targets if rank == 1 else None)
         found[way] = gradients(mine)
         assert_close(found[way], expected)
         assert pipeline.order == [action for action in schedule.actions(rank) if action.kind in "FBIW"], way
         assert pipeline.peak_in_flight == validate(schedule).peak_in_flight[rank], way
-        assert len(pipeline._channels) == 2 * ("channels" in way)
         pipeline.close()
     for name, gradient in found["gpipe"].items():  # computed again, not otherwise
         assert torch.equal(gradient, found["recompute"][name])
@@ -200,30 +160,23 @@ class Watched(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(7, 7).double()
-        self.calls, self.inner = [], []
+        self.layer, self.inner = nn.Linear(7, 7).double(), []
 
     def forward(self, x):
         inner = self.layer(x).sigmoid()
         if not x.is_meta:
-            self.calls.append(1)
             self.inner.append(weakref.ref(inner))
         return inner.square()
-
-    @property
-    def num_alive(self):
-        return sum(reference() is not None for reference in self.inner)
 
 
 @pytest.mark.on_ranks(2)
 def test_recompute_keeps_inputs_only_and_stages_report_complete_gradients():
-    schedule, (inputs, targets) = interleaved(2, NUM_MICROBATCHES), chain_batch(1)
-    inputs = inputs.repeat(1, 2)[:, :7]
+    schedule, (inputs, targets) = interleaved(2, NUM_MICROBATCHES), chain_batch(7)
     for recompute in (False, True):
         modules, seen, complete = {stage: Watched() for stage in own([None] * 4, schedule)}, [], {}
 
         def loss(outputs, targets, modules=modules, seen=seen):
-            seen.append(sum(module.num_alive for module in modules.values()))
+            seen.append(sum(inner() is not None for module in modules.values() for inner in module.inner))
             return loss_fn(outputs, targets)
 
         pipeline = Pipeline(modules, schedule, loss=loss, recompute=recompute)
@@ -234,7 +187,7 @@ def test_recompute_keeps_inputs_only_and_stages_report_complete_gradients():
         reported = {name: value for each in complete.values() for name, value in each.items()}
         assert list(complete) == sorted(modules, reverse=True)  # later stages end first
         assert all(torch.equal(value, reported[name]) for name, value in gradients(modules).items())
-        assert sum(len(module.calls) for module in modules.values()) == (4 if recompute else 2) * NUM_MICROBATCHES
+        assert sum(len(module.inner) for module in modules.values()) == (4 if recompute else 2) * NUM_MICROBATCHES
         if dist.get_rank() == 1:  # where the loss looks
             assert max(seen) <= 1 if recompute else max(seen) > 1
 
@@ -242,11 +195,11 @@ def test_recompute_keeps_inputs_only_and_stages_report_complete_gradients():
 @pytest.mark.on_ranks(2)
 def test_receives_are_posted_before_the_computation_that_precedes_their_use():
     rank, schedule = dist.get_rank(), one_f_one_b(2, NUM_MICROBATCHES)
-    spans, modules = SpanWriter(rank), chain(2)
+    spans, modules = SpanWriter(rank), chain()
     modules[0].requires_grad_(False)  # its output wants no gradient, and none is sent
     pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn, spans=spans)
     with recorded() as seen:
-        pipeline.step(*chain_batch(2))
+        pipeline.step(*chain_batch())
     calls, trace = list(seen.records.calls(rank)), list(spans.trace())
     assert [call.num_bytes for call in calls if call.op == "send"] == [[2 * 7 * 8] * NUM_MICROBATCHES, []][rank]
     lanes = {(span.lane, span.kind) for span in trace}
@@ -262,35 +215,74 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use():
         assert names == {(f"1F{k}", 1, k) for k in range(NUM_MICROBATCHES)}
 
 
+UPDATES, MICROBATCHES, SIZE = 6, 4, 3
+REAL = torch.float64
+
+
+def linear():
+    return nn.Linear(4, 4, dtype=REAL)
+
+
+class TwoNames(nn.Module):
+    """One submodule under two names, one parameter under a third, and a buffer that is cut out of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = linear()
+        self.again = nn.ModuleList([self.first])
+        self.weight = self.first.weight
+        self.register_buffer("table", torch.arange(8, dtype=REAL))
+        self.register_buffer("part", self.table[:4])
+
+    def forward(self, x):
+        return torch.tanh(self.again[0](self.first(x)) @ self.weight) + self.part
+
+
+class Counts(nn.Module):
+    """Fills caches at its first forward, counts its calls, draws numbers, and cannot run on the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mask, self.by_length, self.calls = linear(), None, {}, []
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.linspace(0.5, 1, 4, dtype=x.dtype, device=x.device)
+            self.register_buffer("more", self.mask * 2, persistent=False)
+            self.by_length[4] = self.mask + 1
+        self.calls.append(x.abs().sum().item())
+        self.count += 1
+        drawn = random.random() + torch.rand(1)
+        return torch.tanh(self.layer(x * self.mask + self.more) + 0 * drawn) / self.by_length[4]
+
+
+def model(rank):
+    torch.manual_seed(rank)
+    return nn.Sequential(TwoNames(), Counts(), nn.BatchNorm1d(4, dtype=REAL), TwoNames(), Counts())
+
+
+def batch(step):
+    draw = generator(step, 0, "batch")
+    return [torch.randn(SIZE * MICROBATCHES, 4, dtype=REAL, generator=draw) for _ in range(2)]
+
+
 @pytest.mark.on_ranks(2)
-def test_tensors_that_were_sent_are_let_go_when_the_plan_says_that_they_were_used():
-    real, seen = wire.Wire.send, []
-
-    def send(self, action, tensors):
-        real(self, action, tensors)
-        seen.append(len(self._alive))
-
-    for name, in_flight in (("gpipe", 8), ("one_f_one_b", 2)):
-        schedule = make_schedule(name, 2, 8)
-        seen.clear()
-        with mock.patch.object(wire.Wire, "send", send):
-            Pipeline(own(chain(2), schedule), schedule, loss=loss_fn).step(*chain_batch(2))
-        if dist.get_rank() == 0:
-            assert max(seen) == in_flight, name
-        elif name == "one_f_one_b":
-            assert max(seen) <= 2
-
-
-@pytest.mark.on_ranks(1)
-def test_one_rank_alone_runs_a_pipeline_too():
-    inputs, targets = chain_batch(2)
-    alone = nn.Sequential(*chain(2))
-    loss_fn(alone(inputs), targets).backward()
-    for name in ("zb_h1", "interleaved", "zb_v"):
-        schedule = make_schedule(name, 1, NUM_MICROBATCHES)
-        modules = chain(2)[: schedule.num_stages] if schedule.num_stages == 2 else [nn.Sequential(*chain(2))]
-        pipeline = Pipeline(own(modules, schedule), schedule, loss=loss_fn)
-        loss = pipeline.step(inputs, targets)
-        assert (pipeline.evaluate(inputs, targets) - loss).abs() <= 1e-12
-        for mine, wanted in zip(pipeline.parameters(), alone.parameters(), strict=True):
-            assert (mine.grad - wanted.grad).abs().max() <= 1e-12
+def test_odd_stages_train_like_one_process_and_their_trial_leaves_no_trace():
+    row = Row(Task(model, batch), "adamw", cut=methodcaller("split", SIZE))
+    expected = train(row, range(UPDATES)).state()
+    for name in ("one_f_one_b", "zb_v"):
+        torch.manual_seed(1)
+        random.seed(1)
+        pipeline, own, _ = train_in_stages(row, make_schedule(name, 2, MICROBATCHES), range(UPDATES))
+        pipeline.close()
+        assert_stages_equal(own, expected, name)
+        counting = [module for stage in own.values() for module in stage.modules() if isinstance(module, Counts)]
+        assert all(module.count == len(module.calls) == UPDATES * MICROBATCHES for module in counting)
+        drawn = random.random(), torch.rand(1)
+        random.seed(1)
+        torch.manual_seed(0)  # of the model, which each rank builds
+        model(0)
+        for _ in range(len(counting) * UPDATES * MICROBATCHES):
+            random.random(), torch.rand(1)
+        assert drawn == (random.random(), torch.rand(1)), "a trial draws nothing"

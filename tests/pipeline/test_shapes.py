@@ -1,30 +1,21 @@
-"""Values taken apart, described and put together; batches cut and joined; routes of a schedule."""
-
-from typing import NamedTuple
+"""What stages are made of: parts of a model under its own names, values taken apart, batches cut, tied weights."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from distlab.blocks.models import GPT, GPTConfig
+from distlab.pipeline import TiedParameter, find_tied, split_gpt, split_sequential
 from distlab.pipeline.agreement.batch import cut, cut_batch, join
 from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
-from distlab.pipeline.faults import slots_of
-from distlab.pipeline.route import forward_only, other_end, route_of
-from distlab.plan import SCHEDULES, add_communication, make_schedule, parse_action
-
-
-class Point(NamedTuple):
-    """What a stage may hand over by name."""
-
-    x: torch.Tensor
-    rest: object = None
-
+from distlab.pipeline.model.tied import TiedGradients
 
 VALUES = [
     torch.arange(4.0),
     (torch.ones(2, 3, requires_grad=True), [torch.zeros(2, dtype=torch.bool), None, "text", 2.5]),
     {"a": torch.ones(2, 1), 3: (torch.arange(2), {"b": True})},
     (),
-    [Point(torch.ones(2), Point(torch.zeros(1), "text"))],
 ]
 
 
@@ -38,33 +29,14 @@ def same(one, other):
     return one == other
 
 
-@pytest.mark.parametrize("value", VALUES, ids=["tensor", "tuple", "dict", "nothing", "named"])
-def test_values_survive_being_taken_apart(value):
-    tensors, layout = take_apart(value)
-    assert same(put_together(layout, tensors), value)
-    assert ValueLayout.from_json(layout.to_json()) == layout
-    assert [kind.wants_gradient for kind in layout.kinds] == [tensor.requires_grad for tensor in tensors]
-
-
-def test_layouts_read_as_values_do():
+def test_values_survive_being_taken_apart():
+    for value in VALUES:
+        tensors, layout = take_apart(value)
+        assert same(put_together(layout, tensors), value)
+        assert ValueLayout.from_json(layout.to_json()) == layout
+        assert [kind.wants_gradient for kind in layout.kinds] == [tensor.requires_grad for tensor in tensors]
     assert str(take_apart(VALUES[1])[1]) == "([2, 3] float32 (grad), [[2] bool, None, 'text', 2.5])"
     assert str(take_apart(VALUES[2])[1]) == "{'a': [2, 1] float32, 3: ([2] int64, {'b': True})}"
-
-
-def test_a_named_tuple_that_this_process_does_not_know_keeps_name_and_fields():
-    class Local(NamedTuple):
-        a: torch.Tensor
-        b: int
-
-    tensors, layout = take_apart(Local(torch.ones(2), 3))
-    back = put_together(layout, tensors)
-    assert (type(back).__name__, back._fields, back.a is tensors[0], back.b) == ("Local", ("a", "b"), True, 3)
-    assert type(back) is type(put_together(layout, tensors))
-    assert str(layout) == "Local(a=[2] float32, b=3)"
-    assert take_apart(back)[1].kinds == layout.kinds
-
-
-def test_what_cannot_be_handed_over_is_named():
     with pytest.raises(ValueError, match=r"tuples, lists and dicts .* got a set"):
         take_apart((torch.ones(1), {1, 2}))
 
@@ -79,45 +51,97 @@ def test_batches_are_cut_and_joined():
     assert (len(batch.inputs), len(batch.targets), batch.sizes) == (0, 3, {"targets": 6})
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
+def test_batches_that_cannot_be_cut_are_refused_with_what_fits():
+    for value, words in (
         (torch.zeros(10), r"4 micro-batches do not divide a batch of 10; plan 1, 2, 5, 10 .* batch of 8 or 12"),
         (torch.zeros(3), r"a batch of 3 cannot fill 4 micro-batches; pass a batch of 4 or more, .* at most 3"),
-        (torch.zeros(0, 2), r"a batch of 0 cannot fill 4"),
         ((torch.zeros(8), torch.zeros(4)), r"shapes \[\[8\], \[4\]\]"),
         (torch.tensor(1.0), r"cut along dimension 0, .* shapes \[\[\]\]"),
         ((1, 2), r"cut along dimension 0"),
-    ],
-)
-def test_batches_that_cannot_be_cut_are_refused_with_what_fits(value, words):
-    with pytest.raises(ValueError, match=words):
-        cut(value, 4)
+    ):
+        with pytest.raises(ValueError, match=words):
+            cut(value, 4)
 
 
-@pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if family.placement != "copies"])
-def test_routes_pair_messages_and_settle_only_what_was_used(name):
-    schedule = make_schedule(name, 3, 6)
-    complete = add_communication(schedule)
-    routes = [route_of(schedule, rank) for rank in range(3)]
-    slots = slots_of(schedule)
-    assert len(slots) == len(schedule)
-    for rank, route in enumerate(routes):
-        assert list(route.actions) == complete.actions(rank)
-        sends = [action for action in route.actions if action.kind.startswith("SEND")]
-        for peer in range(3):
-            to_peer = [other_end(send) for send in sends if route.peer(send) == peer]
-            assert to_peer == list(routes[peer].incoming.get(rank, ())), "one order at both ends"
-        settled = [send for group in route.settled.values() for send in group]
-        assert len(settled) == len(set(settled))
-        assert set(settled) <= set(sends)
-        for receive, done in route.settled.items():
-            maker = other_end(receive)
-            theirs = list(routes[route.peer(receive)].actions)
-            for send in done:
-                used = other_end(send)
-                kinds = ("F",) if used.kind == "RECV_F" else ("B", "I")
-                uses = [theirs.index(used._replace(kind=kind)) for kind in kinds if used._replace(kind=kind) in theirs]
-                assert uses[0] < theirs.index(maker), f"{receive} says that {send} was used"
-    assert {str(parse_action(text)) for text in slots} == {str(schedule.action(row)) for row in range(len(schedule))}
-    assert len(forward_only(schedule)) == 6 * schedule.num_stages
+CONFIG = GPTConfig(vocab_size=17, context=7, num_layers=5, num_heads=2, hidden_size=12, tied=True)
+
+
+def run(stages, x):
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+def test_stages_of_a_gpt_are_the_gpt():
+    both, tokens = ("token_embedding.weight", "output.weight"), torch.randint(0, 17, (2, 7))
+    for blocks, costs in (
+        ([5], None),
+        ([2, 2, 1], None),
+        ([2, 3, 0], [1, 1, 1, 1, 1, 1, 4]),
+        ([0, 1, 1, 1, 1, 1, 0], [1] * 7),
+    ):
+        model, num_stages = GPT(CONFIG, torch.Generator().manual_seed(0)), len(blocks)
+        stages = split_gpt(model, num_stages, costs)
+        assert [len(stage.blocks) for stage in stages] == blocks
+        assert torch.equal(run(stages, tokens), model(tokens))
+        together = {name: value for stage in stages for name, value in stage.state_dict().items()}
+        assert sum(len(stage.state_dict()) for stage in stages) == len(together), "no name is in two stages"
+        assert together.keys() == model.state_dict().keys()
+        assert all(torch.equal(together[name], value) for name, value in model.state_dict().items())
+        assert find_tied(stages) == ([] if num_stages == 1 else [TiedParameter(both[0], (0, num_stages - 1), both)])
+
+
+def test_sequentials_and_lists_keep_their_names_too():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    x = torch.randn(2, 3)
+    for stages in (split_sequential(model, 2), split_sequential(list(model), 2)):
+        names = [["0.weight", "0.bias", "2.weight", "2.bias"], ["4.weight", "4.bias"]]
+        assert [list(stage.state_dict()) for stage in stages] == names
+        assert torch.equal(run(stages, x), model(x))
+    assert [len(stage) for stage in split_sequential(model, 2, [9, 1, 1, 1, 1])] == [1, 4]
+
+
+def test_what_cannot_be_cut_says_so_with_numbers():
+    model = GPT(CONFIG)
+    for call, text in [
+        (lambda: split_gpt(model, 6), "5 blocks cannot fill 6 stages; use at least 1 and at most 5"),
+        (lambda: split_gpt(model, 0), "cannot fill 0 stages"),
+        (lambda: split_gpt(model, 2, [1.0] * 5), "5 costs for 7 layers"),
+        (lambda: split_sequential(nn.Sequential(nn.Linear(2, 2)), 2), "1 layers cannot fill 2 stages"),
+        (lambda: split_sequential(nn.Linear(2, 2), 1), "neither a Sequential nor a list"),
+        (lambda: TiedParameter("w", (1,)), "at least two different stages"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+@pytest.mark.on_ranks(2)
+def test_tied_parameters_start_equal_and_sum_their_gradients():
+    """Three holders on two ranks, two of them on one; two steps without zeroing, then the errors."""
+    rank, home = dist.get_rank(), [0, 1, 0, 1]
+    torch.manual_seed(rank)
+    modules = {stage: nn.Linear(3, 3, bias=False) for stage in range(4) if home[stage] == rank}
+    own = modules[min(modules)]
+    first = own.weight.detach().clone()
+    dist.broadcast(first, 0)
+    tied = [TiedParameter("weight", (0, 1, 2))]
+    gradients = TiedGradients(tied, modules, home)
+    assert torch.equal(own.weight, first), "all copies have the first holder's value"
+    assert (modules[rank].weight is modules[rank + 2].weight) == (rank == 0)
+    for step, total in enumerate((1 + 2 + 3, 6 + 11 + 12 + 13)):  # an earlier step's sum counts once
+        gradients.begin()
+        for stage, module in modules.items():
+            (module(torch.eye(3)) * (1 + stage + 10 * step)).sum().backward()
+        gradients.finish()
+        assert torch.equal(own.weight.grad, torch.full((3, 3), float(total)))
+    for wrong, words in (
+        ([TiedParameter("weight", (0, 5))], "tied parameter.*stage 5 is not in the pipeline"),
+        ([TiedParameter("bias", (0, 1))], "tied parameter.*stage 0 on rank 0 has no parameter 'bias'"),
+        (tied if rank == 0 else [], "tied parameter"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TiedGradients(wrong, modules, home)
+    if rank == 1:
+        modules[1] = nn.Linear(3, 2, bias=False)
+    with pytest.raises(ValueError, match=r"stage 1 has \[2, 3\] torch.float32.*must be alike"):
+        TiedGradients(tied, modules, home)

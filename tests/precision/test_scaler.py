@@ -1,14 +1,20 @@
-"""Loss scaling: ranks skip together, the factor finds its place, training equals one process under the same rule."""
+"""Half precision: ranks skip together, sums have one rounding, masters keep small updates, autocast as one process."""
+
+import re
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from equal import calls_of, same_everywhere
+from refused import message
 from torch import nn
 
 from distlab.blocks.clip import clip_gradients_
+from distlab.blocks.gradient_hook import GradientBucket, GradientHook
 from distlab.data_parallel import average_flat, broadcast_parameters
-from distlab.precision import LossScaler, MasterWeights, as_dtype, autocast
+from distlab.precision import Float32Reduce, LossScaler, MasterWeights, all_reduce_in_float32, as_dtype, autocast
 from distlab.rng import generator
 
 SAMPLES = 12  # world sizes 1 to 4 divide it
@@ -24,6 +30,14 @@ def make_model(dtype=torch.float32, rank=0):
 
 def make_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def half(size=1):
+    return nn.Parameter(torch.ones(size, dtype=torch.float16))
+
+
+def masters(size=1):
+    return MasterWeights([half(size)], make_sgd)
 
 
 def batch(step):
@@ -97,14 +111,9 @@ def test_an_overflow_on_one_rank_skips_on_all_though_no_gradient_was_averaged():
         assert calls_of(lambda scaler=scaler, args=(optimizer, [shard]): scaler.step(*args)) == [("all_reduce", 4)]
         scaler.update()
         assert (scaler.value, shard.tolist()) == ((8.0, [0.0] * 5) if fine else (4.0, [1.0] * 5))
-
-
-@pytest.mark.on_ranks(3)
-def test_ranks_without_gradients_join_the_decision():
-    shard = nn.Parameter(torch.ones(2))
-    if dist.get_rank() == 0:
-        shard.grad = torch.tensor([float("inf"), 1.0])
-    assert not LossScaler().unscale_([shard] if dist.get_rank() < 2 else [])
+    shard = nn.Parameter(torch.ones(1))
+    shard.grad = torch.full((1,), float("inf")) if dist.get_rank() == 0 else None
+    assert not LossScaler().unscale_([shard] if dist.get_rank() < 2 else []), "ranks without gradients join in"
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit():
@@ -127,16 +136,15 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit():
         new.load_state_dict(old.state_dict())
     go_on(*second, range(4, 9))
     assert second[2].state_dict() == whole[2].state_dict()
-    assert all(torch.equal(a, b) for a, b in zip(second[1].parameters, whole[1].parameters, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(second[0].parameters(), whole[0].parameters(), strict=True))
+    assert all(map(torch.equal, second[1].parameters, whole[1].parameters))
+    assert all(map(torch.equal, second[0].parameters(), whole[0].parameters()))
 
 
 def test_scaling_brings_small_gradients_back_exactly():
     x = torch.full((1,), 2.0**-20, dtype=torch.float16)  # times 2**-8 is below float16's smallest number
     for factor, expected in ((1.0, 0.0), (2.0**12, 2.0**-28)):
-        weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        weight, scaler = half(), LossScaler(factor)
         masters = MasterWeights([weight], make_sgd)
-        scaler = LossScaler(factor)
         scaler.scale((weight * x).float().sum() * 2.0**-8).backward()
         masters.accumulate()
         assert scaler.unscale_(masters.parameters)
@@ -160,22 +168,111 @@ def test_growth_stops_at_the_largest_factor_and_shrinking_says_what_is_wrong():
         scaler.update()
 
 
-def test_refusals():
-    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
-    with pytest.raises(ValueError, match="MasterWeights"):
-        LossScaler().unscale_([weight])
+def unscaled_twice():
     scaler = LossScaler()
-    with pytest.raises(RuntimeError, match="before it"):
-        scaler.update()
     scaler.unscale_([])
-    with pytest.raises(RuntimeError, match="unscaled before"):
-        scaler.unscale_([])
-    for bad in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}):
-        with pytest.raises(ValueError, match="pass an initial"):
-            LossScaler(**bad)
-    with pytest.raises(ValueError, match="not a floating type"):
-        as_dtype("int8")
-    with pytest.raises(ValueError, match="choose float16"):
-        autocast("float64")
-    with pytest.raises(ValueError, match="nothing to keep"):
-        MasterWeights([], make_sgd)
+    scaler.unscale_([])
+
+
+BAD = [
+    (lambda: LossScaler().unscale_([half()]), "ValueError: .*MasterWeights"),
+    (lambda: LossScaler().update(), "RuntimeError: .*before it"),
+    (unscaled_twice, "RuntimeError: .*unscaled before"),
+    *((partial(LossScaler, **bad), "pass an initial") for bad in ({"initial": 0.0}, {"growth": 0.5}, {"interval": 0})),
+    (lambda: LossScaler(backoff=1.0), "pass an initial"),
+    (lambda: as_dtype("int8"), "not a floating type"),
+    (lambda: autocast("float64"), "choose float16"),
+    (lambda: MasterWeights([], make_sgd), "nothing to keep"),
+    (lambda: masters().load_state_dict(masters(2).state_dict()), "load their own"),
+    (lambda: all_reduce_in_float32(torch.zeros(2), op="max"), "pass sum or mean"),
+    (lambda: all_reduce_in_float32(torch.zeros(2, 2).t()), "contiguous"),
+]
+
+
+def test_refusals():
+    for call, words in BAD:
+        assert re.search(words, message(call)), words
+
+
+def values(rank, size, dtype):
+    return torch.randn(size, generator=generator(3, rank, "values")).to(dtype)
+
+
+@pytest.mark.equality("precision")
+@pytest.mark.soak_where(world_size=(2, 4))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.on_ranks
+def test_sums_are_rounded_once_and_are_the_same_bits_on_every_rank(world_size):
+    for dtype, op, size in product((torch.bfloat16, torch.float16), ("sum", "mean"), (1, 2, 7, 1000)):
+        tensor = values(dist.get_rank(), size, dtype).view(-1, 1)
+        calls = calls_of(lambda tensor=tensor, op=op: all_reduce_in_float32(tensor, op=op))
+        exact = sum(values(rank, size, dtype).float() for rank in range(world_size))
+        assert torch.equal(tensor.view(-1), (exact / (world_size if op == "mean" else 1)).to(dtype))
+        share = -(-size // world_size) * 2
+        assert calls == [("all_to_all", share * world_size), ("all_gather", share)], calls
+
+
+@pytest.mark.on_ranks(4)
+def test_a_sum_in_bfloat16_loses_what_one_in_float32_keeps():
+    plain = torch.ones(64, dtype=torch.bfloat16)
+    plain[dist.get_rank() :: 4] = 256.0  # on each rank other elements, so no order of adding spares all
+    kept = plain.clone()
+    dist.all_reduce(plain)
+    kept = all_reduce_in_float32(kept)
+    assert (kept == 260.0).all(), "259, rounded once to bfloat16's next number"
+    assert (plain < 260.0).any(), "256 + 1 is 256 in bfloat16"
+    large = torch.full((3,), 60_000.0, dtype=torch.float16)
+    assert all_reduce_in_float32(large, op="mean").tolist() == [60_000.0] * 3, "a mean that fits does not overflow"
+    exact = torch.full((3,), float(dist.get_rank()), dtype=torch.float64)
+    assert calls_of(lambda: all_reduce_in_float32(exact, op="mean")) == [("all_reduce", 8 * 3)]
+    assert exact.tolist() == [1.5] * 3
+
+
+@pytest.mark.on_ranks(3)
+def test_the_hook_averages_in_float32_with_one_rounding():
+    parts = [torch.randn(12, generator=generator(0, rank, "gradients")).bfloat16() for rank in range(3)]
+    mine = parts[dist.get_rank()].clone()
+    calls = calls_of(lambda: Float32Reduce().start(GradientBucket(0, mine, (mine,)), None).wait())
+    assert torch.equal(mine, (sum(part.float() for part in parts) / 3).bfloat16())
+    assert calls == [("all_to_all", 2 * 12), ("all_gather", 2 * 12 // 3)], "the bytes of a sum in half precision"
+    assert isinstance(Float32Reduce(), GradientHook)
+
+
+@pytest.mark.equality("precision")
+@pytest.mark.parametrize("make", [make_sgd, partial(torch.optim.AdamW, lr=1e-3)])
+def test_master_weights_equal_float32_updates_and_keep_what_half_precision_loses(make):
+    half = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+    long = nn.Parameter(torch.ones(3))
+    exact = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
+    masters, alone = MasterWeights([half, frozen, half, long], make), make(exact)
+    assert masters.parameters[1] is long
+    assert [p.dtype for p in masters.parameters] == [torch.float32] * 2
+    for _ in range(10):
+        masters.zero_grad()
+        half.grad, long.grad = torch.full_like(half, 2.0**-10), torch.full_like(long, 2.0**-10)
+        exact[0].grad, exact[1].grad = torch.full((4,), 2.0**-10), torch.full((3,), 2.0**-10)
+        masters.step()
+        alone.step()
+        assert half.grad is None, "the half-precision gradient is let go"
+    assert all(torch.equal(a, b) for a, b in zip(masters.parameters, exact, strict=True))
+    assert torch.equal(half, exact[0].to(torch.bfloat16))
+    assert (half < 1).all(), "ten updates of 0.001 add up"
+    lost = torch.ones(4, dtype=torch.bfloat16)
+    for _ in range(10):
+        lost -= 2.0**-10
+    assert (lost == 1).all(), "in bfloat16 each of them is lost"
+
+
+def test_master_weights_keep_four_bytes_a_parameter_and_four_for_its_gradient_and_add_in_float32():
+    half = nn.Parameter(torch.ones(12, dtype=torch.bfloat16))
+    masters = MasterWeights([half], make_sgd)
+    (master,) = masters.parameters
+    for gradient in (256.0, 1.0, 1.0):
+        half.grad = torch.full_like(half, gradient)
+        masters.accumulate()
+    assert master.grad.tolist() == [258.0] * 12
+    assert (master.nbytes, master.grad.nbytes) == (4 * 12, 4 * 12)
+    masters.step()
+    masters.zero_grad()
+    assert master.grad is None

@@ -59,7 +59,7 @@ def wrong_stages(stages: Mapping[int, nn.Module], schedule: Schedule, rank: int)
 
 def negotiate(
     stages: Mapping[int, Stage],
-    home: Sequence[int],
+    stage_to_rank: Sequence[int],
     inputs: ValueLayout | None,
     *,
     device: torch.device,
@@ -70,7 +70,7 @@ def negotiate(
 
     Args:
         stages: this rank's, by number.
-        home: the rank of each stage.
+        stage_to_rank: the rank of each stage.
         inputs: of stage 0; read on its rank.
         device: where this rank computes.
         group: ranks of the pipeline.
@@ -83,7 +83,7 @@ def negotiate(
     """
     rank = group_rank(group)
     layouts: list[ValueLayout] = []
-    for number, owner in enumerate(home):
+    for number, owner in enumerate(stage_to_rank):
         text = ""
         if owner == rank:
             given = layouts[-1] if number else inputs
@@ -98,12 +98,12 @@ def negotiate(
     return layouts
 
 
-def check_sizes(sizes: Mapping[str, int], home: Sequence[int], group: ProcessGroup | None = None) -> None:
+def check_sizes(sizes: Mapping[str, int], stage_to_rank: Sequence[int], group: ProcessGroup | None = None) -> None:
     """Refuse, on every rank, a batch with other numbers of inputs and of targets.
 
     Args:
         sizes: how many of either this rank was given, by "inputs" and "targets".
-        home: the rank of each stage.
+        stage_to_rank: the rank of each stage.
         group: ranks of the pipeline.
 
     Raises:
@@ -114,8 +114,8 @@ def check_sizes(sizes: Mapping[str, int], home: Sequence[int], group: ProcessGro
         known |= json.loads(text)
     if len(set(known.values())) > 1:
         raise ValueError(
-            f"a batch of {known['inputs']} inputs (rank {home[0]}) has {known['targets']} targets (rank {home[-1]}); "
-            "pass as many of both"
+            f"a batch of {known['inputs']} inputs (rank {stage_to_rank[0]}) has {known['targets']} targets "
+            f"(rank {stage_to_rank[-1]}); pass as many of both"
         )
 
 
@@ -154,13 +154,6 @@ def try_out(stage: Stage, given: ValueLayout, device: torch.device) -> ValueLayo
             pass
     try:
         return _run(stage, given, device)
-    except RuntimeError as error:
-        changes_input = "leaf Variable that requires grad" in str(error) and not stage.copies_inputs
-        # It begins with nn.ReLU(inplace=True), or the like. Of several inputs one may be a view of a different one.
-        if not changes_input or stage.recomputes or len(given.kinds) > 1:
-            raise
-        stage.copies_inputs = True
-        return try_out(stage, given, device)
     finally:
         gc.collect()  # the copy's tensors: modules and their methods hold each other
 
@@ -168,5 +161,5 @@ def try_out(stage: Stage, given: ValueLayout, device: torch.device) -> ValueLayo
 def _run(stage: Stage, given: ValueLayout, device: torch.device) -> ValueLayout:
     """Run a copy of a stage's module on zeros."""
     inputs = [kind.zeros(device).requires_grad_(kind.wants_gradient) for kind in given.kinds]
-    value: Any = put_together(given, stage.given(inputs))
+    value: Any = put_together(given, inputs)
     return take_apart(call_a_copy(stage.module, value if type(value) is tuple else (value,), device))[1]

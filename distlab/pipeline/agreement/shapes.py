@@ -8,8 +8,6 @@ once (`distlab.pipeline.agreement.negotiate`), and from then on a receiver knows
 from __future__ import annotations
 
 import json
-import sys
-from collections import namedtuple
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -77,8 +75,8 @@ class ValueLayout(NamedTuple):
 def take_apart(value: Any) -> tuple[list[Tensor], ValueLayout]:
     """Return a value's tensors, in order, and its layout.
 
-    Tuples (also NamedTuples), lists and dicts may be nested. They may also hold None, numbers, text and truth values,
-    which become part of the layout: they are the same in each micro-batch.
+    Tuples, lists and dicts may be nested. They may also hold None, numbers, text and truth values, which become part
+    of the layout: they are the same in each micro-batch.
 
     Raises:
         ValueError: it holds something else.
@@ -92,10 +90,7 @@ def take_apart(value: Any) -> tuple[list[Tensor], ValueLayout]:
 
 
 def put_together(layout: ValueLayout, tensors: Sequence[Tensor]) -> Any:
-    """Undo `take_apart`.
-
-    A NamedTuple gets its own class where this process has imported its module, else one of the same name and fields.
-    """
+    """Undo `take_apart`."""
     return _put_back(_tree(layout.structure), tensors)
 
 
@@ -105,10 +100,7 @@ def _tree(structure: str) -> Any:
 
 
 def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a tree that JSON holds: ["t", place], ["v", plain value], [kind of container, its contents].
-
-    The contents of a NamedTuple come behind its module, its name and its fields.
-    """
+    """Return a tree that JSON holds: ["t", place], ["v", plain value], [kind of container, its contents]."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["t", len(tensors) - 1]
@@ -116,9 +108,6 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
         return ["v", value]
     if type(value) in (tuple, list):
         return [type(value).__name__, [_take_out(inner, tensors) for inner in value]]
-    if (fields := _fields(type(value))) is not None:
-        kind = type(value)
-        return ["named", [kind.__module__, kind.__qualname__, fields, [_take_out(inner, tensors) for inner in value]]]
     if type(value) is dict and all(isinstance(key, str | int) for key in value):
         return ["dict", [[key, _take_out(inner, tensors)] for key, inner in value.items()]]
     raise ValueError(
@@ -135,30 +124,8 @@ def _put_back(tree: Any, tensors: Sequence[Tensor]) -> Any:
         return inner
     if kind == "dict":
         return {key: _put_back(value, tensors) for key, value in inner}
-    if kind == "named":
-        module, name, fields, values = inner
-        return _class_of(module, name, tuple(fields))._make(_put_back(value, tensors) for value in values)
     values = [_put_back(value, tensors) for value in inner]
     return tuple(values) if kind == "tuple" else values
-
-
-def _fields(kind: Any) -> list[str] | None:
-    """Return the names of a NamedTuple's fields; None for any other class."""
-    return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_make") else None
-
-
-def _class_of(module: str, name: str, fields: tuple[str, ...]) -> Any:
-    """Return the NamedTuple of that name, or one like it where this process does not know it."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    known = isinstance(found, type) and _fields(found) == list(fields)
-    return found if known else _class_like(name.rpartition(".")[2], fields)
-
-
-@lru_cache(maxsize=64)
-def _class_like(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)  # noqa: PYI024 - its fields are known at run time only
 
 
 def _as_text(tree: Any, kinds: Sequence[TensorKind]) -> str:
@@ -169,9 +136,5 @@ def _as_text(tree: Any, kinds: Sequence[TensorKind]) -> str:
         return repr(inner)
     if kind == "dict":
         return "{" + ", ".join(f"{key!r}: {_as_text(value, kinds)}" for key, value in inner) + "}"
-    if kind == "named":
-        _, name, fields, values = inner
-        pairs = zip(fields, values, strict=True)
-        return f"{name.rpartition('.')[2]}({', '.join(f'{field}={_as_text(value, kinds)}' for field, value in pairs)})"
     texts = ", ".join(_as_text(value, kinds) for value in inner)
     return f"({texts})" if kind == "tuple" else f"[{texts}]"

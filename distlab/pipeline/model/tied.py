@@ -71,7 +71,7 @@ class TiedGradients:
     Args:
         tied: the same on all ranks.
         modules: this rank's stages by number.
-        home: the rank of each stage of the pipeline.
+        stage_to_rank: the rank of each stage of the pipeline.
         group: ranks of the pipeline.
 
     Cost: for h ranks that hold a parameter of b bytes, each of them sends (h - 1) b bytes per step, in one exchange; at
@@ -87,7 +87,7 @@ class TiedGradients:
         self,
         tied: Sequence[TiedParameter],
         modules: Mapping[int, nn.Module],
-        home: Sequence[int],
+        stage_to_rank: Sequence[int],
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._group = group
@@ -97,9 +97,9 @@ class TiedGradients:
         if not tied:
             agree([], group, what="tied parameters")
             return
-        _check(tied, modules, [int(rank) for rank in home], group)
+        _check(tied, modules, [int(rank) for rank in stage_to_rank], group)
         for one in tied:
-            holders = sorted({int(home[stage]) for stage in one.stages})
+            holders = sorted({int(stage_to_rank[stage]) for stage in one.stages})
             mine = [(stage, name) for stage, name in zip(one.stages, one.names, strict=True) if stage in modules]
             if not mine:
                 continue
@@ -147,15 +147,18 @@ class TiedGradients:
 
 
 def _check(
-    tied: Sequence[TiedParameter], modules: Mapping[int, nn.Module], home: list[int], group: dist.ProcessGroup | None
+    tied: Sequence[TiedParameter],
+    modules: Mapping[int, nn.Module],
+    stage_to_rank: list[int],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Refuse, on every rank, ties that do not hold: each rank tells what it found, and all look at everything."""
     agree([[one.name, one.stages, one.names] for one in tied], group, what="tied parameters")
     for one in tied:
-        if max(one.stages) >= len(home):
+        if max(one.stages) >= len(stage_to_rank):
             raise ValueError(
                 f"tied parameter {one.name!r}: stage {max(one.stages)} is not in the pipeline; name stages of 0.."
-                f"{len(home) - 1}"
+                f"{len(stage_to_rank) - 1}"
             )
     found = {
         (index, stage): _describe(modules[stage], name)
@@ -171,7 +174,7 @@ def _check(
         if missing:
             name = one.names[one.stages.index(missing[0])]
             raise ValueError(
-                f"tied parameter {one.name!r}: stage {missing[0]} on rank {home[missing[0]]} has no parameter "
+                f"tied parameter {one.name!r}: stage {missing[0]} on rank {stage_to_rank[missing[0]]} has no parameter "
                 f"{name!r}; name one that it has"
             )
         if len(set(kinds.values())) > 1:
