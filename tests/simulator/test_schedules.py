@@ -232,13 +232,6 @@ def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
     assert 0 < refused < 60
 
 
-def test_spelled_out_sends_and_receives_are_derived_anew():
-    schedule = one_f_one_b(3, 4)
-    with_messages = arrays_of(add_communication(schedule))
-    for mine, theirs in zip(with_messages, arrays_of(schedule), strict=True):
-        assert np.array_equal(mine, theirs)
-
-
 def test_a_deadlock_names_ranks_and_what_they_wait_for():
     text = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"
     with pytest.raises(ValueError, match=r"deadlock: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1"):
