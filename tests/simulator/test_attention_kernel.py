@@ -180,3 +180,4 @@ def test_products_alone_take_what_the_formula_counts(row, plan, recompute):
     step = simulate(model(heads, hidden, layers, 4), Cluster("ideal", device, 8, 8, FREE, FREE), plan)
     flops = gpt_step_flops(hidden, layers, 2048, 51200, 3 * 4 * plan.data, recompute=recompute)
     assert step.duration_s == pytest.approx(flops / plan.world_size / 312e12, rel=1e-5)  # nanoseconds are whole
+    assert step.samples_per_s == pytest.approx(3 * 4 * plan.data / step.duration_s)

@@ -103,6 +103,25 @@ def test_gathered_units_come_and_go_and_prefetch_takes_one_more():
     assert wide.stages[0].forward[:, B].tolist() == [16000] * 8
 
 
+def test_without_reshard_the_model_is_whole_when_backward_begins():
+    workload = workload_of(*[1000] * 5, bytes_per_parameter=4)
+    memory = held(Plan(data=2, sharding=Sharding(3, reshard_after_forward=False)), workload)
+    assert memory.stages[0].forward[:, B].tolist() == [8000, 12000, 16000, 20000, 20000]
+    assert memory.stages[0].between[B] == 20000
+    assert memory.of("buffers") == 16000 + 4000 + 2000  # one let go, its gradients and the other rank's
+    assert held(Plan(data=2, sharding=Sharding(3)), workload).of("buffers") < 20000
+
+
+def test_stage_two_fills_one_bucket_while_another_travels():
+    workload = workload_of(*[1000] * 50, bytes_per_parameter=4)
+    memory = held(Plan(data=4, sharding=Sharding(2), bucket_bytes=20_000), workload)
+    arriving = 20_000 * 3 // 4
+    assert memory.stages[0].always[B] == 40_000
+    assert memory.of("buffers") == 40_000 + 2 * arriving
+    one = held(Plan(data=4, sharding=Sharding(2)), workload)
+    assert one.of("buffers") == 200_000 + 150_000  # no more than there are
+
+
 def test_offload_moves_bytes_to_the_host():
     plan = Plan(data=4, sharding=Sharding(3))
     stays = held(plan)

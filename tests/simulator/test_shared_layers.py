@@ -145,7 +145,7 @@ def test_experts_are_divided_and_have_fewer_copies():
     ],
 )
 def test_a_line_of_its_own_reaches_the_calls_of_every_axis(kind, plan):
-    """Another line for one kind: what a cluster whose links are all that line has in calls of the kind, and no more."""
+    """A line for one kind: what a cluster whose links are all that line has in calls of the kind, and no more."""
     slow = Link("slow", (Protocol(1e-2, 1e6),))
     found = []
     for link, own in ((LINK, {kind: slow}), (slow, {kind: slow}), (LINK, {})):
