@@ -156,8 +156,7 @@ PICTURES = {
     "strategies": lambda: v.draw_strategy_map(
         sim.strategy_map(("llama-2-7b",), sim.cluster("dgx-h100", 32), (1, 32), batch_size=64)),
     "race": lambda: v.draw_race(WIRE, 8, ("tree", "ring"), measured={"ring": ([1e4, 1e6], [2e-4, 3e-3])}),
-    "race: of four": lambda: v.draw_race(
-        WIRE, 6, ("naive", "ring", "binomial_tree", "halving_doubling"), title="Four"),
+    "race: one winner": lambda: v.draw_race("ethernet-10g", 8, ("ring", "halving_doubling")),
     "race: nodes": lambda: v.draw_race("nvlink4", 64, inter_node="infiniband-ndr"),
     "fit": lambda: v.draw_fit(SIZES, TIMES, 50e-6, 2e9),
     "fit: off": lambda: v.draw_fit(SIZES, [*TIMES[:2], 2 * TIMES[2]], 50e-6, 2e9),
