@@ -55,7 +55,7 @@ class ScheduleRun(NamedTuple):
 
     @property
     def idle_of_span(self) -> float:
-        """The idle share where steps follow one another as closely as the longest rank's span allows.
+        """The idle share where steps follow each other as closely as the longest rank's span allows.
 
         Source: Qi et al. 2023 (arXiv:2401.10241), section 4.3: bubble rate (cost - m (F + B + W)) / cost.
         """

@@ -146,7 +146,7 @@ def race_takeaway(facts: Race) -> str:
 
 TOP_IN, BOTTOM_IN, BAND_IN, LEFT_IN, RIGHT_IN = 1.0, 0.75, 0.5, 1.0, 2.35
 Points = tuple[Sequence[float], Sequence[float]]
-DASHES = ("-", (0, (6, 2)), (0, (3, 2)), "-.", (0, (1, 1)), "-")  # lines that lie on one another stay visible
+DASHES = ("-", (0, (6, 2)), (0, (3, 2)), "-.", (0, (1, 1)), "-")  # lines that lie on each other stay visible
 
 
 def draw_race(

@@ -113,16 +113,14 @@ def clashes(look: Look) -> list[str]:
     """Return which texts lie on each other, and which the edge of the picture or of their axes cuts."""
     found = []
     for number, one in enumerate(look.written):
-        found += [f"{one.text!r} over {other.text!r}" for other in look.written[number + 1 :] if _overlap(one, other)]
+        for other in look.written[number + 1 :]:
+            across, down = min(one.right, other.right) - max(one.left, other.left), min(one.bottom, other.bottom)
+            if across > TOUCH_PX and down - max(one.top, other.top) > TOUCH_PX:
+                found.append(f"{one.text!r} over {other.text!r}")
         height, width = look.pixels.shape[:2]
         if not one.within(0, 0, width, height) or (one.clip and not one.within(*one.clip)):
             found.append(f"{one.text!r} is cut")
     return found
-
-
-def _overlap(one: Written, other: Written) -> bool:
-    across = min(one.right, other.right) - max(one.left, other.left)
-    return across > TOUCH_PX and min(one.bottom, other.bottom) - max(one.top, other.top) > TOUCH_PX
 
 
 def pale_texts(look: Look) -> list[str]:

@@ -17,7 +17,7 @@ from sharding_cases import cluster_of, plan_of, workload_of
 
 import simulator as sim
 from distlab.plan import AXES, ActionTimes, Link, Mesh, Plan, Protocol, Sharding, zb_h2
-from distlab.plan.compression import METHODS, Compression
+from distlab.plan.compression import Compression
 from distlab.trace import Span, Trace
 from simulator import viz as v
 from simulator.sweeps.compression import CompressionLine
@@ -92,37 +92,22 @@ def sweep(*which, at):
     return v.draw_compression(found, at)
 
 
-def every_method():
-    machine = sim.with_bandwidth(sim.cluster("laptop", 4), Plan(data=4), 5e8)
-    each = [Compression(method) for method in METHODS]
-    return v.draw_compression(
-        sim.sweep_compression(TINY, machine, Plan(data=4), compressions=each, bytes_per_s=(1e7, 1e9)), 1e8
-    )
-
-
 THREE = {"group": (0, 1, 2)}
-TAKEN = [t.call(0, "send", 2, (1, 1, 3), channel=5, **THREE), t.call(2, "recv", -1, (2, 2, 4), channel=6, **THREE)]
 CALLS = {
     "ping": t.ping(),
-    "tags that cross": [
-        *(t.call(0, "send", 1, (tag, 10 * tag, 30), channel=tag, num_bytes=8 * tag) for tag in (1, 2)),
-        *(t.call(1, "recv", 0, (10 - tag, 11 - tag, 31 - tag), channel=tag, num_bytes=8 * tag) for tag in (2, 1)),
-    ],
     "deadlock": [t.call(r, "recv", (r - 1) % 3, (r + 1, r + 1, 0), channel=r, **THREE) for r in range(3)],
     "all-reduce": [t.call(r, "all_reduce", -1, (r + 1, r + 1, 9 + r), channel=5, **THREE) for r in range(3)],
     "a rank too few": [t.call(r, "all_reduce", -1, (r + 1, r + 1, 0), channel=5, **THREE) for r in (0, 2)],
-    "from anyone": TAKEN,
-    "from anyone, again": [*TAKEN, t.call(2, "recv", -1, (5, 5, 0), channel=6, **THREE)],
+    "from anyone": [
+        t.call(0, "send", 2, (1, 1, 3), channel=5, **THREE),
+        *(t.call(2, "recv", -1, (at, at, end), channel=6, **THREE) for at, end in ((2, 4), (5, 0))),
+    ],
     "nobody takes it": [t.call(0, "send", 1, (0, 1, 2)), t.call(1, "send", 0, (1, 1, 0), channel=9)],
 }
 
 
 def spans_of(*ends, lane="communication", kind="send"):
     return Trace.from_spans(Span(rank, lane, kind, kind, 0, end * t.MS) for rank, end in enumerate(ends))
-
-
-def covered():
-    return Trace.from_spans(Span(0, "communication", f"send #{n}", "send", n * t.MS, 100 * t.MS) for n in range(9))
 
 
 def overlay(predicted_ms=(37, 38, 39), trouble=""):
@@ -138,15 +123,12 @@ def scaled():
     return v.draw_scaling({"overlapped": step("overlapped"), "per parameter": step("per_parameter")}, claims=claims)
 
 
-RACE_OF_FOUR = ("naive", "ring", "binomial_tree", "halving_doubling")
 UNIT = ActionTimes(1.0, 1.0, 1.0)
 PICTURES = {
     "bars": lambda: v.draw_bars(PLAIN, unit="messages", title="A ring sends more messages"),
     "bars: series": lambda: v.draw_bars(SERIES, unit="ms", title="The ladder", subtitle="four ranks"),
-    "bars: many": lambda: v.draw_bars({f"parameter {i}": 1.7**i / 99 for i in range(28)}, unit="ms", title="Many"),
     "links": lambda: v.draw_link_times(375e6, WIRES, compute_s=0.12),
     "batches": lambda: v.draw_batch_sizes(RUNS, subtitle="digits"),
-    "sections": lambda: v.draw_sections(SECTIONS),
     "sections: predicted": lambda: v.draw_sections(SECTIONS, PREDICTED, title="Two ranks"),
     "memory": lambda: v.draw_memory(held(), capacity_bytes=1000 * held().max_bytes),
     "memory: tight": lambda: v.draw_memory(held(), capacity_bytes=0.9 * held().max_bytes),
@@ -174,19 +156,19 @@ PICTURES = {
     "strategies": lambda: v.draw_strategy_map(
         sim.strategy_map(("llama-2-7b",), sim.cluster("dgx-h100", 32), (1, 32), batch_size=64)),
     "race": lambda: v.draw_race(WIRE, 8, ("tree", "ring"), measured={"ring": ([1e4, 1e6], [2e-4, 3e-3])}),
-    "race: of four": lambda: v.draw_race(WIRE, 6, RACE_OF_FOUR, title="Four"),
+    "race: one winner": lambda: v.draw_race("ethernet-10g", 8, ("ring", "halving_doubling")),
     "race: nodes": lambda: v.draw_race("nvlink4", 64, inter_node="infiniband-ndr"),
     "fit": lambda: v.draw_fit(SIZES, TIMES, 50e-6, 2e9),
     "fit: off": lambda: v.draw_fit(SIZES, [*TIMES[:2], 2 * TIMES[2]], 50e-6, 2e9),
     "scaling: claims": scaled,
     **{f"ring of {n}, step {step}": lambda n=n, step=step: draw_ring_frame(ring_steps(t.ring(n)), step)
-       for n, step in ((3, 0), (2, 1), (4, 2), (4, 6), (7, 3))},
+       for n, step in ((3, 0), (2, 1), (4, 6), (7, 3))},
     "ring of whole tensors": lambda: draw_ring_frame(ring_steps(t.ring(4, whole=True)), 1),
     **{f"messages: {name}": lambda calls=calls: v.draw_message_diagram(calls) for name, calls in CALLS.items()},
     **{f"routing: {places} places, {args}": lambda places=places, args=args: v.draw_routing(
         t.choices(*args), num_experts=6, capacity=places, kept=[t.within(one, places) for one in t.choices(*args)])
        for places, args in ((2, (3, 7, 2)), (1, (6, 8, 3)))},
-    **{f"context: {n}": lambda n=n: v.draw_context(n) for n in (1, 2, 5, 8)},
+    **{f"context: {n}": lambda n=n: v.draw_context(n) for n in (1, 4, 8)},
     "cost": lambda: v.draw_cost_curve(sim.curve(bills())),
     "cost: two clusters": lambda: v.draw_cost_curve(
         sim.curve([*bills(), *bills("dgx-h100", [4, 8], sim.Run(1e12, 4.0, FAILURES))])),
@@ -194,7 +176,6 @@ PICTURES = {
     "goodput": lambda: v.draw_goodput(FAILURES, 16_384, 30.0),
     "compression": lambda: sweep(0, 1, at=1e7),
     "compression: never and always": lambda: sweep(1, 2, at=1e8),
-    "compression: every method": every_method,
     **{f"schedule: {name}": lambda name=name: v.draw_schedules([play(name, 4, 8)]) for name in NAMES},
     "schedules end together": lambda: v.draw_schedules([play("gpipe", 4, 8), play("one_f_one_b", 4, 8)]),
     "schedules: later": lambda: v.draw_schedules([play("zb_h1", 4, 8), play("one_f_one_b", 4, 8)]),
@@ -212,12 +193,10 @@ PICTURES = {
     "timeline: near": lambda: v.draw_schedule(t.grid(64, 100), time_range_s=(0.1, 0.2)),
     "timeline: short": lambda: v.draw_timeline(spans_of(1, 2, lane="compute", kind="F")),
     "timeline: messages": lambda: v.draw_timeline(spans_of(5, 6)),
-    "timeline: covered": lambda: v.draw_timeline(covered()),
     "overlay": lambda: v.draw_timeline(overlay()),
     "overlay: not calm": lambda: v.draw_timeline(overlay(trouble="The machine was busy.")),
     "train step": lambda: v.draw_train_step(t.data_parallel(4, jitter=0.05), 0.09),
     "train step: 12 ranks": lambda: v.draw_train_step(t.data_parallel(12, num_buckets=2), 0.0855),
-    "train step: hidden": lambda: v.draw_train_step(t.by_hand(), 0.02),
     "train step: a late rank": lambda: v.draw_train_step(
         Trace.concatenate([t.by_hand(), t.by_hand(1, late=4)]), 0.048),
 }  # fmt: skip
