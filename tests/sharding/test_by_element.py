@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from refused import message
 from torch import nn
 
 from distlab.large_batch import LAMB, LARS
-from distlab.sharding import FullyShard, ShardedOptimizer
 from distlab.sharding.by_element import KNOWN, what_it_needs
 
 
@@ -106,34 +104,3 @@ def test_a_rate_of_zero_hides_nothing_and_what_cannot_be_tried_is_refused_with_t
 
     with pytest.raises(ValueError, match="Strange could not be tried on a few numbers.*KeyError: 'no such state'"):
         what_it_needs(Strange([nn.Parameter(torch.ones(2))]))
-
-
-def on_ranks(names):
-    found = {}
-    for name in names:
-        kind, model = {"Clips": Clips, **SCALED}[name], FullyShard(nn.Linear(5, 3))
-        optimizer = kind(model.parameters())
-        model(torch.ones(2, 5)).square().mean().backward()
-        model.synchronize()
-        before = [one.detach().clone() for one in model.parameters()]
-        text = message(optimizer.step)
-        is_untouched = all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
-        zero = [
-            message(lambda kind=kind, split=split: ShardedOptimizer(nn.Linear(5, 3), kind, split=split))
-            for split in ("elements", "tensors")
-        ]
-        found[name] = text, is_untouched, zero
-    return found
-
-
-def test_shards_refuse_it_on_every_rank_before_they_change(ranks):
-    for rank, found in enumerate(ranks(2).run(on_ranks, ["ByHand", "Clips"])):
-        for name, (text, is_untouched, (elements, tensors)) in found.items():
-            assert text.startswith(f"ValueError: rank {rank}: {name} updates a part of a tensor in a different way")
-            assert is_untouched
-            if name == "Clips":
-                assert "Clips looks at all parameters at once" in elements
-                assert "Clips looks at all parameters at once" in tensors
-            else:
-                assert f"{name} looks at whole tensors" in elements
-                assert tensors == "no error"

@@ -242,9 +242,8 @@ def test_shards_go_on_on_other_ranks_and_on_the_same_from_their_own(ranks):
                 check(name, full)
 
 
-SCHEDULES = {  # of momentum, of a loss, of other schedules, of an average
+SCHEDULES = {  # of momentum, of other schedules, of an average
     "cyclic": lambda o: schedules.CyclicLR(o, 0.01, 0.03, 2, cycle_momentum=True),
-    "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0, factor=0.5),
     "one after the other": lambda o: schedules.SequentialLR(
         o, [schedules.LinearLR(o, 0.2, 1.0, 2), schedules.CosineAnnealingLR(o, 4)], [2]
     ),
@@ -266,7 +265,7 @@ def scheduled(kind, is_alone):
         optimizer.step()
         average.update_parameters(model)
         moving.update_parameters(model)
-        schedule.step(*([1.0] if kind == "plateau" else []))
+        schedule.step()
     return [one.state_dict() for one in (model, average, moving)]
 
 

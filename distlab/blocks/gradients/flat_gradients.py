@@ -188,7 +188,7 @@ class TimedWork:
             call.note_end()
 
     def mark(self, name: str, num_bytes: int) -> None:
-        """Draw it on the communication lane, up to now where its end was not seen earlier."""
+        """Draw it on the communication lane; a call whose end was not seen earlier ends now."""
         if self._call is not None:
             self._call.draw(name, "all_reduce", lane="communication", num_bytes=num_bytes)
 

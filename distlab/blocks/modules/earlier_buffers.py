@@ -33,7 +33,7 @@ class EarlierBuffers:
         ]
 
     def forget_unwritten(self) -> None:
-        """Keep only what the second run must begin with."""
+        """Drop the large buffers that the first run has not written."""
         self._before = [
             (module, name, buffer, value, version)
             for module, name, buffer, value, version in self._before
