@@ -53,7 +53,7 @@ def test_a_gpu_loads_data_only_where_it_has_nothing_else_to_do():
         ("step", "step 0", "step", 0, 20),
         ("host", "data", "data", 0, 6),
         ("compute", "gemm", "F", 2, 10),
-        ("compute", "gemm", "B", 8, 12),  # on another stream
+        ("compute", "gemm", "B", 8, 12),  # on a different stream
         ("communication", "nccl", "all_reduce", 11, 15),
         ("host", "wait for the host", "wait", 15, 18),
         ("compute", "adam", "optimizer", 18, 20),
