@@ -183,6 +183,7 @@ REFUSED = [
     (lambda: Device("d", 1, 1, 1, kernel_s=-1), "kernel_s is -1"),
     (lambda: Device("d", 1, 1, 1, multiprocessors=0), "multiprocessors is 0"),
     (lambda: Protocol(-1, 1), "latency_s is -1"),
+    (lambda: Protocol(0.0, 0.0), "Protocol: bytes_per_s is 0.0; pass a number greater than zero"),
     (lambda: Protocol(0.0, 1e9, 0.0), "most_bytes is 0.0"),
     (lambda: Link("l", ()), "Link 'l' has no protocol"),
     (lambda: Link("l", (Protocol(0.0, 1e9, 1e6),)), "its last protocol ends at 1000000.0 bytes"),
