@@ -1,4 +1,4 @@
-"""What a mesh sends, counted by the recorder: each axis what its technique says, and no axis sends for another."""
+"""What a mesh sends, counted by the recorder: each axis what its technique says, and none sends for a different one."""
 
 import copy
 import math

@@ -199,6 +199,20 @@ def test_a_layer_that_changes_after_the_split_is_computed_as_it_is():
     assert_equal(gradients_of(module, SQUARE, partial(in_two_parts, split)), expected)
 
 
+def test_a_hook_after_accumulation_runs_once_in_w_with_the_whole_gradient():
+    layers, seen = nn.Sequential(linear(4, 4), nn.Tanh(), linear(4, 4)), []
+    layers[0].weight = layers[2].weight
+    layers[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    alone, split = copy.deepcopy(layers), prepare_split(layers)
+    x = torch.ones(2, 4, dtype=REAL)
+    y = layers(x)
+    alone(x).sum().backward()
+    work = split.input_gradient([y], [torch.ones_like(y)])
+    assert seen == []
+    split.weight_gradient(work)
+    assert_equal(seen, [alone[0].weight.grad])
+
+
 def test_autocast_gives_the_same_types_and_nearly_the_same_numbers():
     module, x = drawn(partial(GPT, CONFIG)).float(), torch.randint(0, 17, (3, 7))
     oracle = copy.deepcopy(module)

@@ -224,7 +224,7 @@ def linear():
 
 
 class TwoNames(nn.Module):
-    """One submodule under two names, one parameter under a third, and a buffer that is cut out of another."""
+    """One submodule under two names, one parameter under a third, and a buffer that is cut out of a first one."""
 
     def __init__(self):
         super().__init__()
