@@ -9,7 +9,6 @@ from distlab.plan import (
     ActionTimes,
     Plan,
     Sharding,
-    add_communication,
     make_schedule,
     one_f_one_b,
     parse_schedule,
