@@ -7,7 +7,8 @@ Read in this order:
 3. `parts`: what a run must remember, and which ranks write it.
 4. `resume`: `save` and `load`.
 5. `asynchronous` and `snapshot`: the same while training goes on; it hardly waits.
-6. `dcp`: torch.distributed.checkpoint's layout, in both directions. It loads on first use: torch's part takes a second.
+6. `dcp`: torch.distributed.checkpoint's layout, in both directions, and `safetensors`: whole models for Hugging Face's
+   programs. They load on first use: torch's part takes a second.
 
 `crashes` makes every state of a folder that a kill would leave, to try whether a save survives it.
 """
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
         UnknownVersionError as UnknownVersionError,
     )
     from distlab.checkpoint.resume import Resumed as Resumed, load as load, save as save
+    from distlab.checkpoint.safetensors import (
+        read_safetensors as read_safetensors,
+        write_safetensors as write_safetensors,
+    )
 
 
 __getattr__ = lazy(__name__)

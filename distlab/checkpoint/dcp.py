@@ -252,9 +252,9 @@ def _publish(prepared: Path, target: Path, sums: Iterable[str]) -> None:
 def read_dcp(directory: str | Path) -> dict[str, Any]:
     """Return a checkpoint of torch.distributed.checkpoint's layout as nested dictionaries of whole tensors.
 
-    `load_full_state_dict` of the technique takes up what is under "model", on any number of ranks, and
-    `load_full_optimizer_state` (of a `ShardedOptimizer` its `load_full_state_dict`) what is under "optimizer". Values
-    that would need code to load are left out, with a warning. There must be host memory for all tensors.
+    `load_full_state_dict` of the technique takes up what is under "model" and "optimizer" (a `ShardedOptimizer`'s own
+    one, the latter alone), on any number of ranks. Values that would need code to load are left out, with a warning.
+    There must be host memory for all tensors.
 
     Error: exact.
 

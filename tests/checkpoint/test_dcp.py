@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.checkpoint import read_dcp, write_dcp
 from distlab.rng import generator
-from distlab.sharding import FullyShard, load_full_optimizer_state, load_full_state_dict
+from distlab.sharding import FullyShard, load_full_state_dict
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)
 
@@ -70,8 +70,7 @@ class Ours:
     def load(self, directory):
         tree = read_dcp(directory)
         if isinstance(self.model, FullyShard):
-            load_full_state_dict(self.model, tree["model"])
-            load_full_optimizer_state(self.model, self.optimizer, tree["optimizer"])
+            load_full_state_dict(self.model, tree["model"], self.optimizer, tree["optimizer"])
         else:
             self.model.load_state_dict(tree["model"])
             self.optimizer.load_full_state_dict(tree["optimizer"])

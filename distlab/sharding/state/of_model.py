@@ -33,6 +33,7 @@ from distlab.sharding.fsdp.resharded import ReshardedParameter, names_of_others
 from distlab.sharding.state.parts import (
     Optimizer,
     SavedInShards,
+    by_names,
     gather_parts,
     prepare,
     save_parts,
@@ -125,12 +126,19 @@ def full_state_dict(model: FullyShard, *, to_rank: int | None = None) -> dict[st
     return {name: found[same] for name, same in aliases.items()}
 
 
-def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(
+    model: FullyShard,
+    state: Mapping[str, Tensor],
+    optimizer: Optimizer | None = None,
+    optimizer_state: Mapping[str, Any] | None = None,
+) -> None:
     """Take up a whole module's state; every rank of the group calls it.
 
     Args:
         model: nothing of it has changed when an error is raised.
         state: with the names of `module.state_dict()`, on every rank; a file may be read with `torch.load(mmap=True)`.
+        optimizer: the model's, which takes up `optimizer_state`.
+        optimizer_state: by names of tensors, as `distlab.checkpoint.read_dcp` returns it under "optimizer".
 
     Cost: only the outcome of the checks is exchanged.
     Error: exact.
@@ -140,8 +148,9 @@ def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None
     """
     agree(["load_full_state_dict"], model.group, what="load_full_state_dict")
     take: list[Callable[[], None]] = []
-    what, part = "load the whole state", ShardedState(model)
-    in_group = partial(together, lambda: take.append(part.prepare_shards([_as_shard(model, state)])), model.group)
+    what, part = "load the whole state", ShardedState(model, optimizer)
+    whole = partial(_as_shard, model, state, optimizer_state)
+    in_group = partial(together, lambda: take.append(part.prepare_shards([whole()])), model.group)
     if model.replicas is None:
         in_group(what=what)
     else:
@@ -149,8 +158,8 @@ def load_full_state_dict(model: FullyShard, state: Mapping[str, Tensor]) -> None
     take[0]()
 
 
-def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
-    """Read a module's state as a save of one shard."""
+def _as_shard(model: FullyShard, state: Mapping[str, Tensor], optimizer_state: Mapping[str, Any] | None) -> SavedShard:
+    """Read a module's state, and its optimizer's, as a save of one shard."""
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is {type(state).__name__}; pass a module's state_dict() on every rank")
     known, buffers = _state_of(model)
@@ -163,9 +172,11 @@ def _as_shard(model: FullyShard, state: Mapping[str, Tensor]) -> SavedShard:
             )
         if name != known[name] and not torch.equal(state[name], state[known[name]]):
             raise ValueError(f"{name} and {known[name]} are one parameter in the model, of two values in the state")
+    moments, groups = ({}, None) if optimizer_state is None else by_names(optimizer_state)
     own = {same: {PARAMETER: state[same]} for same in known.values() if same not in buffers}
-    whole = whole_shard(own, None, {name: tuple(state[name].shape) for name in own})
-    return dataclasses.replace(whole, buffers={name: state[name] for name in buffers})
+    shapes = {name: tuple(state[name].shape) for name in own}
+    own |= {name: own.get(name, {}) | kept for name, kept in moments.items()}
+    return dataclasses.replace(whole_shard(own, groups, shapes), buffers={name: state[name] for name in buffers})
 
 
 def _state_of(model: FullyShard) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -169,6 +169,23 @@ def _options(optimizer: Optimizer, pieces: Sequence[OwnPiece], saved: Sequence[S
     return groups[0]
 
 
+def by_names(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], Groups]:
+    """Return what an optimizer keeps of each tensor, and its groups, of a whole state whose tensors have names.
+
+    Raises:
+        ValueError: it is no such state.
+    """
+    try:
+        groups = [{**group, "names": list(group["params"])} for group in state["param_groups"]]
+        kept = {name: dict(values) for name, values in state["state"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            "the state is not an optimizer's by names ({'state': {name: ...}, 'param_groups': [...]}; "
+            f"{type(error).__name__}: {error})"
+        ) from None
+    return kept, [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
 def _load_state(optimizer: Optimizer, parts: Mapping[int, SavedPart], options: Groups) -> None:
     state = optimizer.state_dict()
     taken: dict[str, Any] = {"state": {}, "param_groups": []}

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.gradients.flat_gradients import refuse_second
 from distlab.blocks.gradients.gradient_status import find_faults
 from distlab.blocks.modules.moved import NotCopied
-from distlab.blocks.modules.named_parts import SavedShard, apart, per_element
+from distlab.blocks.modules.named_parts import SavedShard, apart, per_element, whole_shard
 from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.collectives import DirectGather
 from distlab.comm import agree
@@ -41,7 +41,7 @@ from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import CutLayers, OwnPieces, clip_shards_
 from distlab.sharding.part import SCALER, OwnPiece
-from distlab.sharding.state.parts import SavedInShards, prepare, save_parts
+from distlab.sharding.state.parts import SavedInShards, by_names, prepare, save_parts
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.trace import SpanWriter
 
@@ -323,6 +323,15 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
             ValueError: they do not fit, or shards are missing.
         """
         return self._taking(prepare(self._pieces(), self.optimizer, saved, parameters=False))
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a whole optimizer's state by names, such as `distlab.checkpoint.read_dcp` returns under "optimizer".
+
+        Raises:
+            ValueError: it does not fit; nothing has changed.
+        """
+        shapes = {name: shape for name, (shape, _) in self._pieces().tensors.items()}
+        self.load_shards([whole_shard(*by_names(state), shapes).to_dict()])
 
     def _taking(self, take: Callable[[], None]) -> Callable[[], None]:
         def taking() -> None:
