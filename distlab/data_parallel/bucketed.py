@@ -49,6 +49,14 @@ class Bucket(GradientSlots):
     With an all-reduce, gradients are divided by the number of ranks as they are copied in. The buffer then ends in
     `num_flags` further elements, and is rounded up to a cache line per rank. A hook gets them as they are, and no more.
 
+    Args:
+        index: its place in the order in which buckets are sent, for the names of spans.
+        parameters: of one dtype, in the order of their gradients.
+        group: the replicas.
+        num_flags: further elements at its end.
+        hook: how it travels; None is one all-reduce.
+        check_finite: look for NaN and infinity while a gradient is copied in.
+
     Attributes:
         flags: the further elements, with which a rank tells the others more.
     """

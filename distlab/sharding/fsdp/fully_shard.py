@@ -27,7 +27,7 @@ from distlab.sharding.fsdp.flat_unit import Options, Unit
 from distlab.sharding.fsdp.gradient import GradientMemory
 from distlab.sharding.fsdp.hooks import Running, WatchedModule, runs_in_backward
 from distlab.sharding.fsdp.prefetch import Order
-from distlab.sharding.fsdp.resharded import STATE, names_of_others, refuse_others
+from distlab.sharding.fsdp.resharded import STATE, names_of_others, refuse_others, refuse_whole_state
 from distlab.sharding.fsdp.step import step_on_pieces
 from distlab.sharding.fsdp.wrapping import ROOT, UnitMembers, assign, automatic_units, chosen_units
 from distlab.trace import SpanWriter
@@ -125,6 +125,7 @@ class FullyShard(NotCopied, nn.Module):
         buffers = [buffer for buffer in module.buffers() if buffer.device.type != "meta"]
         for ranks in everyone:
             broadcast_each(buffers, ranks)
+        self.register_load_state_dict_pre_hook(refuse_whole_state)  # type: ignore[no-untyped-call]
         step_on_pieces()
 
     def _wrap(

@@ -7,7 +7,7 @@ unit's own forward, and in `summon()`. Every other use is refused, with what to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -99,4 +99,13 @@ def refuse_others(names: Iterator[str]) -> None:
             "(by functional_call, or load_state_dict(assign=True)?). FullyShard computes with its own shards, and "
             "ranks do not average others' gradients. Add it before; change values in place; give a tensor to forward; "
             "or leave its module to no unit: name others in units=[...]"
+        )
+
+
+def refuse_whole_state(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Refuse a state without shards in FullyShard.load_state_dict, which torch's strict=False would drop."""
+    if not any(name.startswith(f"{prefix}shards.") for name in state):
+        raise ValueError(
+            f"rank {dist.get_rank()}: this state has no shards, and FullyShard's parameters are shards; call "
+            "load_full_state_dict(model, state) on every rank"
         )
