@@ -190,10 +190,7 @@ def looks():
         (lost, lambda: module.load_state_dict({"1.linear.weight": torch.ones(4, 4)}, strict=False)),
         ("is not here now", lambda: module.double()),
         ("move and convert the module before FullyShard is built", lambda: model.double()),
-        (
-            "this state has no shards, .* call load_full_state_dict",
-            lambda: model.load_state_dict(nn.Sequential(Block(), Block()).state_dict()),
-        ),
+        ("call load_full_state_dict(model, state)", lambda: model.load_state_dict({"0.weight": weight}, strict=False)),
     ]
     texts = [(words, message(action)) for words, action in refused]
     if dist.get_rank() == 0:  # one rank alone looks: the others would have to gather with it
