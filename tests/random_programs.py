@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, seed, settings, strategies as st
 
-REDUCED = ("all_reduce", "reduce", "reduce_scatter", "scatter_tensor")
+REDUCED = ("all_reduce", "reduce", "reduce_scatter", "scatter_tensor", "coalesced")
 MOVED = ("broadcast", "all_gather", "into_tensor", "all_to_all", "exchange", "gather", "scatter", "in_place")
 MESSAGES = ("ring", "tags", "tags")
 TYPES = (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16)
@@ -70,6 +70,11 @@ def call(step, number, group, lay):
     row = lay(whole.reshape(-1))
     kind, x, root = kind_of(reduction, dtype), values[0], root % n
     at, named, is_root = dist.get_global_rank(group, root), {"group": group, "async_op": True}, me == root
+    if op == "coalesced":
+        with dist._coalescing_manager(group=group, async_ops=True) as work:
+            for value in (*values, values[0]):
+                dist.all_reduce(value, kind, group=group)
+        return [work], values, []
     if op == "in_place":
         whole = parts.reshape(-1).contiguous()
         return [dist.all_gather_into_tensor(whole, whole.view(n, -1)[me], **named)], [whole], []

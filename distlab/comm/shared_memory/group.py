@@ -45,6 +45,7 @@ class SharedGroup(dist.ProcessGroup):
         self._collectives, self._messages = Collectives(meeting), Messages(meeting)
         self._queue = CallQueue(f"shared-calls-{meeting.members}")
         self._num_calls = 0
+        self._coalesced: list[SharedWork] | None = None
         self._end = weakref.finalize(self, _leave, meeting, self._queue, self._messages)
 
     # What torch asks of a group and of the backends in it: this one is the only one in its group.
@@ -125,7 +126,12 @@ class SharedGroup(dist.ProcessGroup):
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call
         call_it = functools.partial(self._do, call, record, do, reads, writes)
-        return self._queue.run(call_it, writes, is_async=getattr(opts, "asyncOp", True))
+        return self._with(self._queue.run(call_it, writes, is_async=getattr(opts, "asyncOp", True)))
+
+    def _with(self, work: SharedWork) -> SharedWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _do(self, call: GroupCall, record: CallRecord, do: Do, reads: Tensors, writes: Tensors) -> None:
         """Do a call; where it fails the group is of no use any more, and the others learn why."""
@@ -280,8 +286,46 @@ class SharedGroup(dist.ProcessGroup):
         """Wait until all are here."""
         return self._start(GroupCall("barrier"), lambda _, __: self._collectives.barrier(), [], [], opts)
 
-    _allgather_base = allgather_into_tensor_coalesced = all_gather_single_coalesced = all_gather_single
-    _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter_single
+    def _each(self, call: Callable[..., Any], *given: Sequence[Any]) -> Any:
+        """Make a call for each of several tensors; one that stands twice is meant once. The work waits for all."""
+        self._start_coalescing()
+        for one in dict.fromkeys(zip(*given, strict=True)):
+            call(*one)
+        return self._end_coalescing()
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        """As `allreduce`, for several tensors."""
+        return self._each(lambda tensor: self.allreduce(tensor, opts), tensors)
+
+    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """As `allgather`, for several tensors; `output_lists` has one list for each rank."""
+        outputs = [*zip(*output_lists, strict=True)]
+        return self._each(lambda its, tensor: self.allgather([list(its)], tensor, opts), outputs, inputs)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """As `all_gather_single`, for several tensors."""
+        return self._each(lambda output, tensor: self.all_gather_single(output, tensor, opts), outputs, inputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """As `reduce_scatter_single`, for several tensors."""
+        return self._each(lambda output, tensor: self.reduce_scatter_single(output, tensor, opts), outputs, inputs)
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+
+        def wait_for_all() -> None:
+            for work in works:
+                work.wait()
+
+        return self._queue.run(wait_for_all, [], is_async=True)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
@@ -291,7 +335,7 @@ class SharedGroup(dist.ProcessGroup):
         if self.wire is not None:
             message.until_s, message.arrives_s = self.wire.message(destination, message.num_bytes)
         self._messages.send(message)
-        return message
+        return self._with(message)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """Receive a tensor from a rank of the group."""
@@ -305,7 +349,7 @@ class SharedGroup(dist.ProcessGroup):
         dense.check(tensors[0], self._who("recv"), written=True)
         message = self._message(tensors[0], source, tag, "recv")
         self._messages.receive(message)
-        return message
+        return self._with(message)
 
     def _message(self, tensor: torch.Tensor, peer: int, tag: int, op: str) -> Message:
         if not -1 <= peer < self._meeting.size:
