@@ -3,7 +3,8 @@
     forward     before   gather (it was started one unit ago), start the next; the module gets the whole parameters
                 after    free
     backward    before   gather again, start the one before; reached when a gradient of the unit's output exists
-                after    free, reduce-scatter; reached when the gradients of all its parameters exist
+                after    reduce-scatter; reached when the gradients of all its parameters exist; free when the next
+                         unit's backward begins (`FullyShard.free_finished`)
 
 The two lines of forward are `WatchedModule._before` and `_after`; those of backward are `ForwardCall.begin_backward`
 and `_done`. A `ForwardCall` is one run of the unit's forward. A unit may be called several times in a pass, or again
