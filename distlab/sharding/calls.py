@@ -18,18 +18,27 @@ from distlab.collectives import ring_reduce_scatter
 from distlab.comm.p2p import needs_batches
 
 
-def gather_into(full: Tensor, shard: Tensor, group: ProcessGroup | None = None) -> None:
+def gather_into(
+    full: Tensor, shard: Tensor, group: ProcessGroup | None = None, *, async_op: bool = False
+) -> dist.Work | None:
     """Fill `full` with the ranks' shards, in the order of the ranks.
 
     Shapes: shard [L], full [n L], both contiguous, of one dtype. `shard` may be this rank's part of `full` itself.
     Cost: one all-gather, (n-1) L elements sent per rank.
     Error: exact: bytes are copied.
 
+    Args:
+        full: where all shards go.
+        shard: this rank's.
+        group: the ranks.
+        async_op: return at once with something to wait for; keep both tensors until then.
+
     Raises:
         ValueError: the sizes or types do not fit; nothing was sent then.
     """
     _check(full, shard, group, "gather_into")
-    all_gather_single(full.detach(), shard.detach(), group=group)
+    work: dist.Work | None = all_gather_single(full.detach(), shard.detach(), group=group, async_op=async_op)
+    return work
 
 
 def scatter_sum(full: Tensor, shard: Tensor, group: ProcessGroup | None = None) -> None:
