@@ -42,7 +42,7 @@ SHOWN = [
     "%load_ext distlab.course.notebook",
     "from simulator.viz import draw_mesh\nfrom distlab.plan import Mesh",
     "show(draw_mesh(Mesh([('data', 4)]), devices_per_node=4), 'four')",
-    "Mesh([('data', 2), ('tensor', 2)])",
+    "from distlab.plan import one_f_one_b\none_f_one_b(2, 3)",
 ]
 
 
