@@ -35,15 +35,13 @@ def find_messages(schedule: Schedule) -> ScheduleMessages:
 
     The schedule must run every forward pass once, and every backward pass once or none at all.
     """
-    last, width, key = schedule.num_stages - 1, schedule.num_microbatches, _key(schedule)
-    backward = np.isin(schedule.kind, (B, I))
-    row_of = np.full((2, (last + 1) * width), -1, np.int64)  # (forward or backward, stage and micro-batch) -> row
-    for direction, mask in enumerate((schedule.kind == F, backward)):
-        row_of[direction, key[mask]] = np.flatnonzero(mask)
+    last, width, key = schedule.num_stages - 1, schedule.num_microbatches, keys_of(schedule)
+    row_of, backward = rows_of(schedule), np.isin(schedule.kind, (B, I))
     hands_on = ((schedule.kind == F) & (schedule.stage < last)) | (backward & (schedule.stage > 0))
     producer = np.flatnonzero(hands_on)
     is_forward = schedule.kind[producer] == F
-    consumer = row_of[np.where(is_forward, 0, 1), key[producer] + np.where(is_forward, width, -width)]
+    there = key[producer] + np.where(is_forward, width, -width)
+    consumer = np.where(is_forward, row_of[F, there], np.maximum(row_of[B, there], row_of[I, there]))
     rank = schedule.rank
     return ScheduleMessages(producer, consumer, is_forward, rank[producer] != rank[consumer])
 
@@ -73,7 +71,7 @@ def check_copies(schedule: Schedule, copies: int) -> None:
 
     The schedule must run every forward pass once.
     """
-    width, rank, key = schedule.num_microbatches, schedule.rank, _key(schedule)
+    width, rank, key = schedule.num_microbatches, schedule.rank, keys_of(schedule)
     way = np.empty(schedule.num_stages * width, np.int64)  # rank of each stage and micro-batch
     forward = schedule.kind == F
     way[key[forward]] = rank[forward]
@@ -96,7 +94,7 @@ def check_copies(schedule: Schedule, copies: int) -> None:
 def check_forward_once(schedule: Schedule) -> None:
     """Check that every stage runs the forward pass of every micro-batch once."""
     _check_no_repeat(schedule, (F,), "remove one of the two")
-    keys = np.unique(_key(schedule)[schedule.kind == F])
+    keys = np.unique(keys_of(schedule)[schedule.kind == F])
     if keys.size < schedule.num_stages * schedule.num_microbatches:  # the first gap in 0, 1, 2, ...
         gap = np.searchsorted(keys - np.arange(keys.size), 0, side="right")
         expected = f"every forward pass of {schedule.num_stages} stages x {schedule.num_microbatches} micro-batches"
@@ -106,7 +104,7 @@ def check_forward_once(schedule: Schedule) -> None:
 
 def check_backward_once(schedule: Schedule, forward_only: bool) -> None:
     """Check that every forward pass has one backward pass, as a B or as an I and a W; or none at all."""
-    key, kind = _key(schedule), schedule.kind
+    key, kind = keys_of(schedule), schedule.kind
     stray = np.flatnonzero(np.isin(kind, (B, I, W)))
     if forward_only and stray.size:
         expected, advice = "forward passes only", "call without forward_only"
@@ -135,7 +133,7 @@ def check_backward_once(schedule: Schedule, forward_only: bool) -> None:
 
 def check_messages_once(schedule: Schedule, messages: ScheduleMessages) -> None:
     """Check that the sends and the receives are exactly those that the computations imply."""
-    key = _key(schedule)
+    key = keys_of(schedule)
     ups, downs = messages.crosses & messages.is_forward, messages.crosses & ~messages.is_forward
     ends = {SEND_F: messages.producer[ups], RECV_F: messages.consumer[ups]}
     ends |= {SEND_B: messages.producer[downs], RECV_B: messages.consumer[downs]}
@@ -156,9 +154,7 @@ def check_messages_once(schedule: Schedule, messages: ScheduleMessages) -> None:
 
 def check_order(schedule: Schedule, messages: ScheduleMessages) -> None:
     """Check what must come first on one and the same rank, and that no message overtakes an earlier one."""
-    key, kind = _key(schedule), schedule.kind
-    row_of = np.full((len(KINDS), schedule.num_stages * schedule.num_microbatches), -1, np.int64)
-    row_of[kind, key] = np.arange(len(schedule))
+    row_of = rows_of(schedule)
     backward = np.maximum(row_of[B], row_of[I])
     first = [row_of[F], row_of[I], row_of[F], row_of[RECV_F], backward, row_of[RECV_B]]
     then = [backward, row_of[W], row_of[SEND_F], row_of[F], row_of[SEND_B], backward]
@@ -174,9 +170,16 @@ def check_order(schedule: Schedule, messages: ScheduleMessages) -> None:
         raise ScheduleError(schedule, row, expected=f"{needed} before it", got=got, advice=advice)
 
 
-def _key(schedule: Schedule) -> Rows:
+def keys_of(schedule: Schedule) -> Rows:
     """Number (stage, micro-batch) pairs: stage x micro-batches + micro-batch."""
     return schedule.stage.astype(np.int64) * schedule.num_microbatches + schedule.microbatch
+
+
+def rows_of(schedule: Schedule) -> Rows:
+    """Return the row of each kind of each (stage, micro-batch) pair, -1 for none [kinds, pairs]."""
+    row_of = np.full((len(KINDS), schedule.num_stages * schedule.num_microbatches), -1, np.int64)
+    row_of[schedule.kind, keys_of(schedule)] = np.arange(len(schedule))
+    return row_of
 
 
 def _has(schedule: Schedule, keys: Rows) -> NDArray[np.bool_]:
@@ -191,7 +194,7 @@ def _action(schedule: Schedule, key: np.integer, kind: int) -> Action:
 
 def _check_no_repeat(schedule: Schedule, kinds: tuple[int, ...], advice: str) -> None:
     rows = np.flatnonzero(np.isin(schedule.kind, kinds))
-    key = _key(schedule)[rows]
+    key = keys_of(schedule)[rows]
     order = np.argsort(key, kind="stable")
     repeats = np.flatnonzero(key[order][1:] == key[order][:-1])
     if repeats.size:

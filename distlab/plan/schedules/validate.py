@@ -24,6 +24,8 @@ from distlab.plan.schedules.structure import (
     check_order,
     check_ranks_of_stages,
     find_messages,
+    keys_of,
+    rows_of,
 )
 
 
@@ -102,33 +104,19 @@ def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:
     if not schedule.has_communication:
         need[messages.consumer[messages.crosses]] = messages.producer[messages.crosses]
         return need
-    sends, receives = _in_order_of_pairs(schedule, sending=True), _in_order_of_pairs(schedule, sending=False)
-    kind, stage = schedule.kind, schedule.stage
-    receives_stage = stage[receives] + np.where(kind[receives] == RECV_F, -1, 1)  # the sender's stage
-    matches = (stage[sends] == receives_stage) & (schedule.microbatch[sends] == schedule.microbatch[receives])
-    wrong = np.flatnonzero(~matches | ((kind[sends] == SEND_F) != (kind[receives] == RECV_F)))
+    row_of, key, up = rows_of(schedule), keys_of(schedule), messages.is_forward[messages.crosses]
+    sends = row_of[np.where(up, SEND_F, SEND_B), key[messages.producer[messages.crosses]]]
+    receives = row_of[np.where(up, RECV_F, RECV_B), key[messages.consumer[messages.crosses]]]
+    pair = schedule.rank[sends] * schedule.num_ranks + schedule.rank[receives]
+    sent, received = np.lexsort((sends, pair)), np.lexsort((receives, pair))  # pair by pair, in the order of either end
+    wrong = np.flatnonzero(sent != received)
     if wrong.size:
-        row, sent = int(receives[wrong[0]]), int(sends[wrong[0]])
-        expected = f"to receive {schedule.action(sent)}, the next message that rank {schedule.rank[sent]} sends"
+        row, first = int(receives[received[wrong[0]]]), int(sends[sent[wrong[0]]])
+        expected = f"to receive {schedule.action(first)}, the next message that rank {schedule.rank[first]} sends"
         advice = "messages between two ranks arrive in the order of their sends: receive in that order"
         raise ScheduleError(schedule, row, expected=expected, got=str(schedule.action(row)), advice=advice)
     need[receives] = sends
     return need
-
-
-def _in_order_of_pairs(schedule: Schedule, *, sending: bool) -> Rows:
-    """List the sends, or the receives, pair of ranks by pair of ranks, each pair's in the order of its rank."""
-    forward, backward = (SEND_F, SEND_B) if sending else (RECV_F, RECV_B)
-    rows = np.flatnonzero(np.isin(schedule.kind, (forward, backward)))
-    width = schedule.num_microbatches
-    key = schedule.stage.astype(np.int64) * width + schedule.microbatch
-    home = np.zeros(schedule.num_stages * width, np.int64)
-    home[key] = schedule.rank
-    up = (schedule.kind[rows] == forward) == sending  # the other end is the next stage, else the previous one
-    other = home[key[rows] + np.where(up, width, -width)]
-    mine = schedule.rank[rows]
-    sender, receiver = (mine, other) if sending else (other, mine)
-    return rows[np.lexsort((rows, receiver, sender))]
 
 
 def _longest_chain(schedule: Schedule, need: Rows) -> int:
