@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from distlab.trace.chrome import chrome_json, read_chrome
 from distlab.trace.span import Trace
 
 CLOCKS_FILE = "clocks.json"
-_RANK_FILE = re.compile(r"rank(0|[1-9][0-9]*)\.trace\.json\.gz")
 
 
 def rank_file(folder: str | Path, rank: int) -> Path:
@@ -77,34 +75,24 @@ def save_clocks(clock_offsets_ns: Sequence[int], folder: str | Path) -> Path:
 
 
 def load_folder(folder: str | Path) -> Trace:
-    """Merge the traces that the ranks of a run saved in a folder, their clocks aligned.
+    """Merge the traces that the ranks of a run saved in a folder, their clocks aligned; it has as many ranks as clocks.
 
     Raises:
-        FileNotFoundError: the folder, its clocks, or the trace of a rank is missing.
+        FileNotFoundError: the clocks, or the trace of a rank is missing.
         ValueError: a file is damaged, or holds spans of a different rank.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}; pass the folder in which the ranks saved their traces")
-    found = sorted(int(match[1]) for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)))
     offsets = _load_clocks(folder / CLOCKS_FILE)
-    missing = sorted(set(range(len(offsets))) - set(found))
-    if missing:
+    paths = [rank_file(folder, rank) for rank in range(len(offsets))]
+    if missing := [rank for rank, path in enumerate(paths) if not path.is_file()]:
         raise FileNotFoundError(
             f"{folder} has no trace of rank {', '.join(map(str, missing))}, of {len(offsets)} ranks in {CLOCKS_FILE}; "
             "did these ranks end before they saved?"
         )
-    if len(found) != len(offsets):
-        raise ValueError(
-            f"{folder} has traces of ranks {found}, but {CLOCKS_FILE} has {len(offsets)} clocks; "
-            "empty the folder before each run"
-        )
-    traces = []
-    for rank in found:
-        trace = load_trace(rank_file(folder, rank))
+    traces = [load_trace(path) for path in paths]
+    for rank, trace in enumerate(traces):
         if set(trace.ranks) - {rank}:
-            raise ValueError(f"{rank_file(folder, rank)} holds spans of ranks {trace.ranks}; expected rank {rank} only")
-        traces.append(trace)
+            raise ValueError(f"{paths[rank]} holds spans of ranks {trace.ranks}; expected rank {rank} only")
     return merge(traces, offsets)
 
 
