@@ -71,7 +71,7 @@ def tile(draft: Draft, steady: Steady, num_copies: int) -> Kinds:
 
 
 def can_run(kinds: Kinds) -> bool:
-    """Say whether ranks with this order never wait for one another in a circle.
+    """Say whether ranks with this order never wait for each other in a circle.
 
     They do not where, for every j, each rank has run at least as many F before I j as the rank behind it. For then this
     runs: for j = 0, 1, ..., from the first rank to the last all F that come before I j, then I j from the last rank to
