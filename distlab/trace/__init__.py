@@ -1,7 +1,7 @@
 """What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto.
 
-Read `span` (`Trace`), `writer` (a rank notes what it does) and `chrome` (files of the format of ui.perfetto.dev, and one
-trace of all ranks).
+Read `span` (`Trace`), `writer` (a rank notes what it does) and `chrome` (files in the format of ui.perfetto.dev, and
+one trace of all ranks).
 """
 
 from distlab.trace.chrome import (

@@ -17,8 +17,8 @@ from distlab.plan import (
     zb_h1,
 )
 from distlab.plan.schedules.grammar import F, I, W
+from distlab.plan.schedules.search.automatic import can_run, find_steady, schedule_of, tile
 from distlab.plan.schedules.search.rules import PassCosts, Rules, follow_rules
-from distlab.plan.schedules.search.tiling import can_run, find_steady, schedule_of, tile
 from simulator import simulate_schedule
 
 
