@@ -27,6 +27,7 @@ from distlab.plan.regions import (
     Region as Region,
     Work as Work,
 )
+from distlab.plan.schedules.automatic import automatic as automatic, zb_1p as zb_1p, zb_2p as zb_2p
 from distlab.plan.schedules.basic import gpipe as gpipe, naive as naive, one_f_one_b as one_f_one_b
 from distlab.plan.schedules.families import SCHEDULES as SCHEDULES, Family as Family, make_schedule as make_schedule
 from distlab.plan.schedules.fault import ScheduleError as ScheduleError, text_grid as text_grid
@@ -38,7 +39,6 @@ from distlab.plan.schedules.grammar import (
     parse_action as parse_action,
     parse_schedule as parse_schedule,
 )
-from distlab.plan.schedules.search.automatic import automatic as automatic, zb_1p as zb_1p, zb_2p as zb_2p
 from distlab.plan.schedules.turns import (
     interleaved as interleaved,
     interleaved_zero_bubble as interleaved_zero_bubble,

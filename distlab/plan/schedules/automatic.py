@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from distlab.plan.require import require_count
 from distlab.plan.schedules.grammar import ActionTimes, F, I, Schedule, W
-from distlab.plan.schedules.search.rules import Draft, PassCosts, Rules, follow_rules
+from distlab.plan.schedules.rules import Draft, PassCosts, Rules, follow_rules
 
 RESOLUTION = 1_000_000  # the longest time, in the whole numbers that the search counts with
 WORK = 150_000  # actions that a search may plan once it has a first schedule
