@@ -39,7 +39,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from distlab.plan import AXES, Cluster, Plan, Workload
-from distlab.plan.axes import check_order
+from distlab.plan.mesh import check_order
 from simulator.hardware.presets import ClusterDescription, given
 from simulator.models.description import ModelDescription
 from simulator.models.parts import shown

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from distlab.large_batch import LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr
+from distlab.plan.require import require_count
 
 _SCALED: dict[str, Callable[[float, int, int], float]] = {
     "same": lambda lr, batch, base: lr,
@@ -50,7 +51,7 @@ class BatchRule:
     lr: str = "same"
 
     def __post_init__(self) -> None:
-        _require_counts(self, "batch", *(["world_size"] if self.world_size is not None else []))
+        require_count("BatchRule", batch=self.batch, world_size=1 if self.world_size is None else self.world_size)
         if self.lr not in _SCALED or (self.lr == "same") != (self.world_size is None):
             raise ValueError(
                 f"BatchRule: world_size is {self.world_size} and lr {self.lr!r}; pass both, with lr='linear' or "
@@ -101,7 +102,7 @@ class Work:
     lr: float | LearningRateSchedule | None = None
 
     def __post_init__(self) -> None:
-        _require_counts(self, "num_samples", "num_epochs")
+        require_count("Work", num_samples=self.num_samples, num_epochs=self.num_epochs)
         if isinstance(self.lr, float | int) and not (math.isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"Work: lr is {self.lr!r}; pass a number, at least 0, a LearningRateSchedule, or None")
         if self.lr is None and self.rule.lr != "same":
@@ -162,10 +163,3 @@ class Step:
     samples: Tensor
     weight: float
     lr: float | None
-
-
-def _require_counts(record: object, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{type(record).__name__}: {name} is {value!r}; pass a whole number, at least 1")

@@ -3,12 +3,11 @@
 Plans are values made by pure functions: they print, compare and are checked with no process running. distlab runs them,
 the simulator gives them times, and pictures are drawn from them.
 
-Read `records` (`Plan`) and `hardware` (`Cluster`), then `mesh` and `axes`, `buckets`, `partition`, `sharding` and
+Read `records` (`Plan`) and `hardware` (`Cluster`), then `mesh`, `buckets`, `partition`, `sharding` and
 `compression`. `work` and `regions` describe a model's layers in sizes alone; `require` checks fields.
 `schedules` has the order in which each rank of a pipeline runs its micro-batches.
 """
 
-from distlab.plan.axes import AXES as AXES, mesh_of as mesh_of
 from distlab.plan.buckets import Bucket as Bucket, assign_buckets as assign_buckets
 from distlab.plan.hardware import (
     Cluster as Cluster,
@@ -18,7 +17,7 @@ from distlab.plan.hardware import (
     Protocol as Protocol,
     Software as Software,
 )
-from distlab.plan.mesh import Mesh as Mesh
+from distlab.plan.mesh import AXES as AXES, Mesh as Mesh, mesh_of as mesh_of
 from distlab.plan.partition import balance as balance, split_evenly as split_evenly
 from distlab.plan.records import Plan as Plan
 from distlab.plan.regions import (
@@ -28,8 +27,8 @@ from distlab.plan.regions import (
     Region as Region,
     Work as Work,
 )
+from distlab.plan.schedules.automatic import automatic as automatic, zb_1p as zb_1p, zb_2p as zb_2p
 from distlab.plan.schedules.basic import gpipe as gpipe, naive as naive, one_f_one_b as one_f_one_b
-from distlab.plan.schedules.communication import add_communication as add_communication
 from distlab.plan.schedules.families import SCHEDULES as SCHEDULES, Family as Family, make_schedule as make_schedule
 from distlab.plan.schedules.fault import ScheduleError as ScheduleError, text_grid as text_grid
 from distlab.plan.schedules.grammar import (
@@ -40,7 +39,6 @@ from distlab.plan.schedules.grammar import (
     parse_action as parse_action,
     parse_schedule as parse_schedule,
 )
-from distlab.plan.schedules.search.automatic import automatic as automatic, zb_1p as zb_1p, zb_2p as zb_2p
 from distlab.plan.schedules.turns import (
     interleaved as interleaved,
     interleaved_zero_bubble as interleaved_zero_bubble,
@@ -55,7 +53,11 @@ from distlab.plan.schedules.v_shaped import (
     v_min as v_min,
     zb_v as zb_v,
 )
-from distlab.plan.schedules.validate import ScheduleReport as ScheduleReport, validate as validate
+from distlab.plan.schedules.validate import (
+    ScheduleReport as ScheduleReport,
+    add_communication as add_communication,
+    validate as validate,
+)
 from distlab.plan.sharding import (
     FlatLayout as FlatLayout,
     Precision as Precision,

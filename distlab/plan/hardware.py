@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from distlab.plan.require import require, require_count, require_positive
+from distlab.plan.require import require, require_count, require_least, require_positive
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,16 @@ class Device:
     float8_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
+        owner = f"Device {self.name!r}"
         rates = ("matmul_flops_per_s", "memory_bytes_per_s", "host_link_bytes_per_s", "host_memory_bytes_per_s")
-        for name in ("memory_bytes", *rates):
-            require_positive(f"Device {self.name!r}", **{name: getattr(self, name)})
-        for name in ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s"):
-            if (value := getattr(self, name)) is not None:
-                require_positive(f"Device {self.name!r}", **{name: value})
-        for name in ("kernel_s", "launch_s"):
-            value = getattr(self, name)
-            require(value >= 0, f"Device {self.name!r}: {name} is {value!r}; pass a time >= 0")
+        optional = ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s")
+        known = {name: value for name in optional if (value := getattr(self, name)) is not None}
+        require_positive(owner, **known, **{name: getattr(self, name) for name in ("memory_bytes", *rates)})
+        require_least(owner, kernel_s=self.kernel_s, launch_s=self.launch_s)
         if self.multiprocessors is not None:
-            require_count(f"Device {self.name!r}", multiprocessors=self.multiprocessors)
-        require(
-            self.host_memory_bytes is None or self.host_memory_bytes >= 0,
-            f"Device {self.name!r}: host_memory_bytes is {self.host_memory_bytes!r}; pass bytes >= 0, or None",
-        )
+            require_count(owner, multiprocessors=self.multiprocessors)
+        if self.host_memory_bytes is not None:
+            require_least(owner, host_memory_bytes=self.host_memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -71,9 +66,8 @@ class Protocol:
     most_bytes: float = math.inf
 
     def __post_init__(self) -> None:
-        require(self.latency_s >= 0, f"Protocol: latency_s is {self.latency_s!r}; pass a time >= 0")
-        require_positive("Protocol", bytes_per_s=self.bytes_per_s)
-        require(self.most_bytes > 0, f"Protocol: most_bytes is {self.most_bytes!r}; pass bytes above 0, or infinity")
+        require_least("Protocol", latency_s=self.latency_s)
+        require_positive("Protocol", bytes_per_s=self.bytes_per_s, most_bytes=self.most_bytes)
 
 
 @dataclass(frozen=True)
@@ -100,8 +94,7 @@ class Link:
 
     def __post_init__(self) -> None:
         require(len(self.protocols) > 0, f"Link {self.name!r} has no protocol; give it one or two")
-        require(self.start_s >= 0, f"Link {self.name!r}: start_s is {self.start_s!r}; pass a time >= 0")
-        require(self.idle_steps >= 0, f"Link {self.name!r}: idle_steps is {self.idle_steps!r}; pass a number >= 0")
+        require_least(f"Link {self.name!r}", start_s=self.start_s, idle_steps=self.idle_steps)
         last = self.protocols[-1].most_bytes
         require(last == math.inf, f"Link {self.name!r}: its last protocol ends at {last} bytes; give it no most_bytes")
 
@@ -114,9 +107,7 @@ class Contention:
     communication_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("compute_slowdown", "communication_slowdown"):
-            value = getattr(self, name)
-            require(value >= 1.0, f"Contention: {name} is {value!r}; pass 1.0 (no contention) or more")
+        require_least("Contention", 1.0, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -164,9 +155,7 @@ class Software:
 
     def __post_init__(self) -> None:
         owner = f"Software {self.name!r}"
-        require(self.bucket_elements >= 0, f"{owner}: bucket_elements is {self.bucket_elements!r}; pass 0 or more")
-        for name, value in (("send_s", self.send_s), ("slice_s", self.slice_s)):
-            require(value >= 0, f"{owner}: {name} is {value!r}; pass a time >= 0")
+        require_least(owner, bucket_elements=self.bucket_elements, send_s=self.send_s, slice_s=self.slice_s)
         part, hidden = self.send_fraction, self.tensor_overlap
         require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
         require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")

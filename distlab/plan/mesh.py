@@ -1,13 +1,25 @@
-"""Mesh: ranks laid out on named axes, one axis a kind of parallelism."""
+"""Mesh: ranks laid out on named axes, one axis a kind of parallelism; `mesh_of` lays out a plan on all five.
+
+    mesh_of(Plan(data=2, pipeline=2, tensor=2))  -> pipeline (2) x data (2) x expert (1) x context (1) x tensor (2) = 8
+
+Each rank has a place on all five. Along an axis the ranks that differ in that place alone form a group: those of one
+layer's parts (tensor), one sequence's (context), one set of experts' (expert), one model's stages (pipeline), or equal
+replicas (data). The last axis varies fastest, so its groups are neighbours and share a node where they fit: by default
+tensor, which communicates most often and cannot wait.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from distlab.plan.records import Plan
+
+AXES = ("pipeline", "data", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True, init=False)
@@ -137,3 +149,30 @@ class Mesh:
 
 def _equation(axes: Iterable[tuple[str, object]]) -> str:
     return " x ".join(f"{name} ({size})" for name, size in axes)
+
+
+def mesh_of(plan: Plan, *, order: Sequence[str] = AXES, world_size: int | None = None) -> Mesh:
+    """Lay the ranks of a plan out on all five axes, those of size 1 too.
+
+    Args:
+        plan: its degrees are the sizes of the axes.
+        order: the axes from the slowest to the fastest.
+        world_size: ranks that the mesh must fill, where that is given.
+
+    Raises:
+        ValueError: the order does not name each axis once, or the product of the degrees is not world_size.
+    """
+    check_order(order)
+    return Mesh([(axis, getattr(plan, axis)) for axis in order], world_size=world_size)
+
+
+def check_order(order: Sequence[str]) -> tuple[str, ...]:
+    """Check that the order names each axis exactly once; return it as a tuple.
+
+    Raises:
+        ValueError: an axis is missing, unknown or named twice.
+    """
+    if isinstance(order, str) or sorted(order) != sorted(AXES):
+        given = order if isinstance(order, str) else ", ".join(map(str, order))
+        raise ValueError(f"the order of axes is {given!r}; name each of {', '.join(AXES)} once, slowest first")
+    return tuple(order)

@@ -31,16 +31,9 @@ class Work:
     attention_flops: float = 0.0
 
     def __post_init__(self) -> None:
-        if (
-            0 <= self.matmul_flops < math.inf
-            and 0 <= self.memory_bytes < math.inf
-            and self.num_kernels >= 0
-            and 0 <= self.attention_flops < math.inf
-        ):
-            return  # the usual case, which a sweep meets thousands of times
-        for name in ("matmul_flops", "memory_bytes", "num_kernels", "attention_flops"):
-            value = getattr(self, name)
-            require(value >= 0 and math.isfinite(value), f"Work: {name} is {value!r}; pass a finite number >= 0")
+        products = 0 <= self.matmul_flops < math.inf and 0 <= self.attention_flops < math.inf
+        if not (products and 0 <= self.memory_bytes < math.inf and self.num_kernels >= 0):
+            raise ValueError(f"{self} has a negative number, or one that is not finite; pass numbers of at least 0")
 
     @property
     def flops(self) -> float:

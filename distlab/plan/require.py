@@ -41,6 +41,12 @@ def require_positive(owner: str, **values: float) -> None:
         require(value > 0 and not math.isnan(value), f"{owner}: {name} is {value!r}; pass a number greater than zero")
 
 
+def require_least(owner: str, least: float = 0, /, **values: float) -> None:
+    """Refuse a field that is below the least."""
+    for name, value in values.items():
+        require(value >= least, f"{owner}: {name} is {value!r}; pass a number of at least {least}")
+
+
 def require_count(owner: str = "", /, **values: int) -> None:
     """Refuse a field, or an argument where there is no owner, that is not a whole number of at least 1."""
     for name, value in values.items():

@@ -1,17 +1,18 @@
 """What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto.
 
-Read `span` (`Trace`), `writer` (a rank notes what it does), `chrome` (the format of ui.perfetto.dev)
-and `merge` (one trace of all ranks).
+Read `span` (`Trace`), `writer` (a rank notes what it does) and `chrome` (files in the format of ui.perfetto.dev, and
+one trace of all ranks).
 """
 
-from distlab.trace.chrome import read_chrome as read_chrome, write_chrome as write_chrome
-from distlab.trace.merge import (
+from distlab.trace.chrome import (
     load_folder as load_folder,
     load_trace as load_trace,
     merge as merge,
     rank_file as rank_file,
+    read_chrome as read_chrome,
     save_clocks as save_clocks,
     save_trace as save_trace,
+    write_chrome as write_chrome,
 )
 from distlab.trace.span import Span as Span, Trace as Trace
 from distlab.trace.writer import OpenCall as OpenCall, SpanWriter as SpanWriter

@@ -1201,5 +1201,5 @@ ranks.close()
 #   sharding needs from the other axes.
 # - Documentation of torch (`DeviceMesh`, `parallelize_module`, `fully_shard`), torchtitan, Megatron-LM, DeepSpeed. Read
 #   2026-11.
-# - In this repository: `distlab/plan/mesh.py`, `distlab/plan/axes.py`, then `distlab/hybrid/`; its `__init__` says in
+# - In this repository: `distlab/plan/mesh.py`, then `distlab/hybrid/`; its `__init__` says in
 #   which order.

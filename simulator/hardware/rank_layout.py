@@ -1,6 +1,6 @@
 """Where the ranks of a plan sit in a cluster, who exchanges with whom along each axis, and what their calls cost.
 
-Ranks are numbered by the mesh of `distlab.plan.axes`: the last axis of its order varies fastest. A node holds
+Ranks are numbered by the mesh of `distlab.plan.mesh`: the last axis of its order varies fastest. A node holds
 neighbouring numbers, so the order decides which exchanges stay inside nodes.
 
 Every device has a wire of its own inside its node and a wire of its own to other nodes, as the presets' figures are a
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import AXES, Cluster, Link, Plan
-from distlab.plan.axes import check_order
+from distlab.plan.mesh import check_order
 from simulator.hardware.cost import (
     all_gather_s,
     all_reduce_steps,

@@ -69,7 +69,7 @@ def test_the_last_step_takes_the_rest():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: BatchRule(0), "BatchRule: batch is 0; pass a whole number, at least 1"),
+        (lambda: BatchRule(0), "BatchRule: batch is 0; pass a whole number of at least 1"),
         (lambda: BatchRule(True), "batch is True"),
         (lambda: BatchRule(8, 2.5, "linear"), "world_size is 2.5"),
         (lambda: BatchRule(8, 4), "world_size is 4 and lr 'same'; pass both"),

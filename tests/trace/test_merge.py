@@ -60,17 +60,15 @@ def test_load_folder(folder):
 
 
 def test_what_is_missing_is_named(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"there is no \S*nowhere"):
         load_folder(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"there is no trace at .*rank7"):
         load_trace(rank_file(folder, 7))
-    for clocks, kind, words in (
-        ([0, 0, 0, 0], FileNotFoundError, "has no trace of rank 2, 3, of 4 ranks"),
-        ([0], ValueError, r"traces of ranks \[0, 1\], but clocks.json has 1 clocks; empty the folder"),
-    ):
-        save_clocks(clocks, folder)
-        with pytest.raises(kind, match=words):
-            load_folder(folder)
+    save_clocks([0, 0, 0, 0], folder)
+    with pytest.raises(FileNotFoundError, match="has no trace of rank 2, 3, of 4 ranks"):
+        load_folder(folder)
+    save_clocks([5], folder)  # a former run had more ranks
+    assert load_folder(folder) == trace_of(0, 15)
     (folder / "clocks.json").unlink()
     with pytest.raises(FileNotFoundError, match="clocks.json; save the ranks' clock offsets with save_clocks"):
         load_folder(folder)

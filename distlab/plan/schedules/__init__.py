@@ -4,8 +4,7 @@ Read in this order:
 
 1. `grammar`: what an action and a schedule are.
 2. `basic` (naive, GPipe, 1F1B), `turns` (interleaved, zero bubble) and `v_shaped`: schedules by hand.
-3. `search`: zero-bubble schedules that are searched for.
+3. `automatic`: zero-bubble schedules that are searched for, by `rules`.
 4. `families`: all schedules by name.
-5. `validate` says whether a schedule can run: `structure` is its part without a clock, `fault` the error with a grid.
-6. `communication`: derives the sends and receives.
+5. `validate` says whether a schedule can run, and derives its sends and receives; `fault`: the error with a grid.
 """

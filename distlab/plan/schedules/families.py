@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from distlab.plan.schedules.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.grammar import ActionTimes, Schedule
-from distlab.plan.schedules.search.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
 from distlab.plan.schedules.turns import interleaved, interleaved_zero_bubble, looped_bfs, zb_h1, zb_h2
 from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, v_half, v_min, zb_v
 

@@ -26,7 +26,7 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
     """Find ranks that compute longer than the others.
 
     A straggler is slow in all that it does. Where the update, whose work no batch changes, is as fast as elsewhere, the
-    work is uneven. It is uneven too where ranks hold different stages, or where another rank is last in each step and
+    work is uneven. It is uneven too where ranks hold different stages, or where each step has its own last rank and
     forward and backward are long together.
     """
     seconds = profile.seconds
@@ -68,7 +68,7 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
     more_s = np.minimum(passes.max(axis=0) - mean, rooms[last, np.arange(profile.num_steps)])
     cost_s = float(np.median(more_s))
     if cost_s >= FLOOR * step_s and passes.shape[1] >= 4 and _long_together(seconds) >= TOGETHER:
-        text = "another rank is last in each step: forward and backward of the same rank are long together"
+        text = "a different rank is last in each step: forward and backward of the same rank are long together"
         advice = "Batches hold uneven work: sort or pack samples by length."
         yield Finding("imbalance", text, (), cost_s, cost_s / step_s, advice)
 

@@ -16,9 +16,9 @@ from distlab.plan import (
     zb_2p,
     zb_h1,
 )
+from distlab.plan.schedules.automatic import can_run, find_steady, schedule_of, tile
 from distlab.plan.schedules.grammar import F, I, W
-from distlab.plan.schedules.search.rules import PassCosts, Rules, follow_rules
-from distlab.plan.schedules.search.tiling import can_run, find_steady, schedule_of, tile
+from distlab.plan.schedules.rules import PassCosts, Rules, follow_rules
 from simulator import simulate_schedule
 
 

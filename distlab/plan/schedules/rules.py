@@ -73,7 +73,7 @@ def follow_rules(num_microbatches: int, costs: PassCosts, rules: Rules) -> Draft
     """Plan the micro-batches by the rules, in one to two microseconds per action."""
     walk = _Walk(num_microbatches, costs, rules)
     walk.run()
-    assert all(count == num_microbatches for count in walk.num_w), "the rules left ranks waiting for one another"
+    assert all(count == num_microbatches for count in walk.num_w), "the rules left ranks waiting for each other"
     spans = [end - start for start, end in zip(walk.start, walk.end, strict=True)]
     return Draft(walk.kinds, walk.input_ends, max(spans), max(walk.end))
 

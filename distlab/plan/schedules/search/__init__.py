@@ -1,4 +1,0 @@
-"""Automatic zero bubble: search for the schedule that fits given times and a limit of memory.
-
-Read `automatic`, then `rules` (one pass of rules) and `tiling` (repeat the steady part, and time it).
-"""
