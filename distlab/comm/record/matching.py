@@ -147,7 +147,7 @@ def _depth(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-_SPLITS = re.compile(r", gives \[([\d, ]*)\], takes \[([\d, ]*)\]")  # as `operations.splits_text` writes them
+_SPLITS = re.compile(r", gives \[([\d, ]*)\], takes \[([\d, ]*)\]")  # as a recorder writes them
 _ALL_TO_ALL = OPS.index("all_to_all")
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
 

@@ -105,10 +105,12 @@ def only_list(lists: Any) -> list[torch.Tensor]:
     return list(lists if lists and isinstance(lists[0], torch.Tensor) else lists[0])
 
 
-def parts(address: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return address and length of each part of one block."""
-    starts = itertools.accumulate(lengths, initial=address)
-    return list(zip(starts, lengths))  # noqa: B905 (the last start is the block's end)
+def parts(flats: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return address and length of each part: each is a block, or all are one block, one after the other."""
+    starts = [flat.data_ptr() for flat in flats]
+    if len(flats) == 1:
+        starts = list(itertools.accumulate(lengths[:-1], initial=starts[0]))
+    return list(zip(starts, lengths, strict=True))
 
 
 def fits(whole: torch.Tensor, part: torch.Tensor, size: int, who: str, what: str) -> None:
