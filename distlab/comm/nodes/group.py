@@ -17,17 +17,14 @@ class NodeWire:
 
     Attributes:
         each: ranks in a node.
+        num_nodes: nodes in which the group has ranks.
         pace: this rank's end of the wire, which all of its groups share.
     """
 
     def __init__(self, members: Sequence[int], rank: int, each: int, pace: Pace) -> None:
         self.each, self.pace = each, pace
         self._place = NodePlacement.of(members, rank, each)
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes in which the group has ranks."""
-        return len(self._place.nodes)
+        self.num_nodes = len(self._place.nodes)
 
     def collective(self, op: str, sent: int | Sequence[int], since_s: float) -> None:
         """Sleep until a collective that began at a moment is through: a ring over the nodes takes its time.
