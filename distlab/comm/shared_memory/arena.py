@@ -22,7 +22,6 @@ import platform
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,20 +41,13 @@ MAX_RING_BYTES, MIN_PIECE_BYTES = 2 << 20, 64 << 10  # a ring has at least two p
 MAX_RINGS_BYTES = 64 << 20  # of all rings together, as far as the least of a ring allows
 
 
-@dataclass(frozen=True)
 class ArenaLayout:
-    """Where things stand in the arena of a group."""
+    """Where things stand in the arena of a group of so many ranks."""
 
-    size: int
-    slot_bytes: int = field(init=False)
-    ring_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, MAX_SLOTS_BYTES // (2 * self.size) // PAGE * PAGE))
-        ring_bytes = min(MAX_RING_BYTES, MAX_RINGS_BYTES // self.size**2)
-        ring_bytes = max(2, ring_bytes // MIN_PIECE_BYTES) * MIN_PIECE_BYTES
-        object.__setattr__(self, "slot_bytes", slot_bytes)
-        object.__setattr__(self, "ring_bytes", ring_bytes)
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, MAX_SLOTS_BYTES // (2 * size) // PAGE * PAGE))
+        self.ring_bytes = max(2, min(MAX_RING_BYTES, MAX_RINGS_BYTES // size**2) // MIN_PIECE_BYTES) * MIN_PIECE_BYTES
 
     def header(self, rank: int) -> int:
         """Where a rank's header begins."""

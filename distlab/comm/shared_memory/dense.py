@@ -113,32 +113,20 @@ def parts(flats: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[tuple[i
     return list(zip(starts, lengths, strict=True))
 
 
-def fits(whole: torch.Tensor, part: torch.Tensor, size: int, who: str, what: str) -> None:
-    """Refuse a tensor that has not room for exactly one part of each rank.
+def fits(given: torch.Tensor | Sequence[torch.Tensor], part: torch.Tensor, size: int, who: str, what: str) -> None:
+    """Refuse a tensor that has not room for exactly one part of each rank, or a list that has not one part for each.
 
     Raises:
-        ValueError: naming both shapes.
+        ValueError: naming what is wrong; `what`: "input" or "output".
     """
-    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-        raise ValueError(
-            f"{who}: the {what} is {whole.dtype}{list(whole.shape)}; for {size} ranks and {part.dtype}"
-            f"{list(part.shape)} of each it must have {size * part.numel()} elements of that dtype"
-        )
-
-
-def fit_each(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int, who: str, what: str) -> None:
-    """Refuse a list that has not one tensor of the right size for each rank; `what`: "input" or "output".
-
-    Raises:
-        ValueError: naming what is wrong.
-    """
-    if len(tensors) != size:
+    tensors, numel = ([given], size * part.numel()) if isinstance(given, torch.Tensor) else (given, part.numel())
+    if tensors is given and len(tensors) != size:
         raise ValueError(f"{who}: pass {size} {what} tensors, one for each rank; got {len(tensors)}")
     for number, tensor in enumerate(tensors):
-        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+        if tensor.numel() != numel or tensor.dtype != part.dtype:
             raise ValueError(
-                f"{who}: {what} {number} is {tensor.dtype}{list(tensor.shape)} and must be of the size and dtype of "
-                f"{like.dtype}{list(like.shape)}"
+                f"{who}: {what} {number} is {tensor.dtype}{list(tensor.shape)}; for {size} ranks and {part.dtype}"
+                f"{list(part.shape)} of each it must have {numel} elements of that dtype"
             )
 
 

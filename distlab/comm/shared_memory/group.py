@@ -174,7 +174,7 @@ class SharedGroup(dist.ProcessGroup):
         """Copy every rank's tensor to all."""
         who = self._who("all_gather")
         outputs, source = dense.only_list(output_lists), dense.only(inputs, who)
-        dense.fit_each(outputs, source, self._meeting.size, who, "output")
+        dense.fits(outputs, source, self._meeting.size, who, "output")
         return self._gather(GroupCall("all_gather", [source]), outputs, opts)
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -193,7 +193,7 @@ class SharedGroup(dist.ProcessGroup):
         """Combine each rank's list; rank r gets the r-th of the results."""
         who = self._who("reduce_scatter")
         output, inputs = dense.only(outputs, who), dense.only_list(input_lists)
-        dense.fit_each(inputs, output, self._meeting.size, who, "input")
+        dense.fits(inputs, output, self._meeting.size, who, "input")
         return self._scatter_sum(output, inputs, lambda flats: flats, opts)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -218,7 +218,7 @@ class SharedGroup(dist.ProcessGroup):
         who, root = self._who("gather"), self._root(opts)
         source, outputs = dense.only(inputs, who), dense.only_list(output_lists) if root == self._meeting.rank else []
         if root == self._meeting.rank:
-            dense.fit_each(outputs, source, self._meeting.size, who, "output")
+            dense.fits(outputs, source, self._meeting.size, who, "output")
         return self._gather(GroupCall("gather", [source], root), outputs, opts)
 
     def _gather(self, call: GroupCall, outputs: Tensors, opts: Any) -> Any:
@@ -232,7 +232,7 @@ class SharedGroup(dist.ProcessGroup):
         who, root = self._who("scatter"), self._root(opts)
         output, inputs = dense.only(outputs, who), dense.only_list(input_lists) if root == self._meeting.rank else []
         if root == self._meeting.rank:
-            dense.fit_each(inputs, output, self._meeting.size, who, "input")
+            dense.fits(inputs, output, self._meeting.size, who, "input")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.scatter(targets[0], sources, root)

@@ -134,7 +134,7 @@ ALONE = {
     "sparse": "broadcast: got a Tensor of layout sparse_coo on cpu",
     "bits": "torch has no ReduceOp.BAND of torch.float32 on the CPU",
     "room": "must have 8 elements",
-    "list": "must be of the size",
+    "list": "must have 4 elements",
     "rows": "cannot share evenly",
     "itself": "recv from this rank itself: a message needs two ranks",
     "again": "twice",
