@@ -42,9 +42,9 @@ class Recorder:
     recorders may be on at once. Cost: about 30 us per call on gloo (benchmarks/recorder.py measures it).
     """
 
-    def __init__(self, folder: str | Path, rank: int, *, slots: int = 16384) -> None:
+    def __init__(self, folder: str | Path, rank: int) -> None:
         self.folder, self.rank = Path(folder), rank
-        self._writer = RecordWriter(folder, rank, slots)
+        self._writer = RecordWriter(folder, rank)
         self._known: dict[tuple[Any, ...], Known] = {}
         self._on = False
 

@@ -72,7 +72,7 @@ class ArenaLayout:
 
 
 class Arena:
-    """The mapped memory of one group, as one of its ranks sees it."""
+    """The mapped memory of one group, as one of its ranks sees it; the word `gone` is 1 once a rank left or failed."""
 
     def __init__(self, file: int, rank: int, size: int, pids: list[tuple[int, str]]) -> None:
         self.rank, self.size, self.pids = rank, size, pids
@@ -82,7 +82,7 @@ class Arena:
         self.owner = os.getpid()
         self._views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
         self._states = [futex.word_at(self.header(r) + STATE) for r in range(size)]
-        self._is_anyone_gone = futex.word_at(self.header(0) + GONE)
+        self.gone = futex.word_at(self.header(0) + GONE)
 
     def header(self, rank: int) -> int:
         """Address of a rank's header."""
@@ -100,11 +100,6 @@ class Arena:
         """How a rank stands to the group: PRESENT, LEFT or FAILED; 0 while it has not come."""
         return self._states[rank].value
 
-    @property
-    def is_anyone_gone(self) -> bool:
-        """Whether a rank has left or failed."""
-        return bool(self._is_anyone_gone.value)
-
     def change_state(self, state: int, reason: str = "") -> None:
         """Say how this rank stands to the group, and let everyone look who waits for it."""
         mine = self.header(self.rank)
@@ -112,7 +107,7 @@ class Arena:
         ctypes.memmove(mine + REASON, len(text).to_bytes(4, "little") + text, 4 + len(text))
         self._states[self.rank].value = state
         if state > PRESENT:
-            self._is_anyone_gone.value = 1
+            self.gone.value = 1
         futex.wake(mine + STEP)
         for rank in range(self.size):
             futex.add(self.header(rank) + BELL)

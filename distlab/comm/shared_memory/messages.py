@@ -327,7 +327,7 @@ class Messages:
     def _sleep(self, seen: int) -> None:
         """Sleep until a different rank rings; after a long silence, look whether the others still live."""
         futex.wait(self._bell, seen)
-        if self._word.value == seen or self.arena.is_anyone_gone:
+        if self._word.value == seen or self.arena.gone.value:
             self._give_up()
 
     def _open(self) -> Iterator[Message]:

@@ -168,25 +168,19 @@ class CallQueue:
         self._calls.put(None)
 
     def _serve(self) -> None:
-        while self._serve_one():
-            pass
-
-    def _serve_one(self) -> bool:
-        """Make the next call; return False once the queue is closed. Nothing here holds a tensor after a call's end."""
-        item = self._calls.get()
-        if item is None:
-            return False
-        (call, end), error = item, cast("BaseException | None", None)
-        with self._turn:
-            try:
-                call()
-            except BaseException as raised:
-                error = raised
-        with self._count:
-            self._pending -= 1
-        del call, item
-        end.come(error)
-        return True
+        """Make the calls until the queue is closed. Nothing here holds a tensor after a call's end."""
+        while (item := self._calls.get()) is not None:
+            (call, end), error = item, cast("BaseException | None", None)
+            with self._turn:
+                try:
+                    call()
+                except BaseException as raised:
+                    error = raised
+            with self._count:
+                self._pending -= 1
+            del call, item
+            end.come(error)
+            del end, error
 
 
 _OVER = End()
