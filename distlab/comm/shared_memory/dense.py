@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-@contextlib.contextmanager
-def _unseen() -> Iterator[None]:
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
 _SEEN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def unseen() -> contextlib.AbstractContextManager[None]:
+def unseen() -> contextlib.AbstractContextManager[Any]:
     """Hide what is computed in this block from the caller's modes: counters of work or memory, a default device."""
-    seen = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return _unseen() if seen else _SEEN
+    if not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()):
+        return _SEEN
+    block = contextlib.ExitStack()
+    block.enter_context(_disable_current_modes())
+    block.enter_context(torch._C.DisableTorchFunction())
+    return block
 
 
 def check(tensor: torch.Tensor, who: str, *, written: bool = False) -> None:
