@@ -15,7 +15,7 @@ from typing import TextIO
 
 from _rows import Row
 
-from distlab.comm.launch.processes import PR_SET_PDEATHSIG, prctl
+from distlab.comm.launch.forkserver import PR_SET_PDEATHSIG, prctl
 from gpu.job import Finding, Job, Note, Part, Picture
 
 OUT_OF_MEMORY = 75  # exit status

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from distlab.comm.launch.processes import kill_group
+from distlab.comm.launch.forkserver import kill_group
 from gpu.child import OUT_OF_MEMORY
 from gpu.job import Job, Part
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from distlab.comm import device as gpus, nodes as crossing_nodes, shared_memory
 from distlab.comm.checks import CPU, check_backend, check_timeout
 from distlab.comm.clocks import clock_offsets_ns as clock_offsets_ns
-from distlab.comm.launch.processes import PR_SET_PDEATHSIG, prctl
+from distlab.comm.launch.forkserver import PR_SET_PDEATHSIG, prctl
 from distlab.comm.nodes import Nodes as Nodes
 from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, loopback_interface, make_store, read_environment, variables

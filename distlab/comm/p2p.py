@@ -171,12 +171,16 @@ def require_sendable(tensor: torch.Tensor, who: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{who}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{who}: got a sparse tensor ({tensor.layout}); pass .to_dense() or send indices and values")
+        raise ValueError(
+            f"{who}: got a sparse tensor of shape {list(tensor.shape)} ({tensor.layout}); expected a dense one: pass "
+            ".to_dense(), or send indices and values"
+        )
     if not tensor.is_contiguous():
-        shape, stride = tuple(tensor.shape), tensor.stride()
+        shape, stride = list(tensor.shape), list(tensor.stride())
+        expected = list(torch.empty(shape, device="meta").stride())
         raise ValueError(
             f"{who}: got a non-contiguous tensor of shape {shape}, stride {stride}, whose bytes are not one block; "
-            "call .contiguous(), communicate, and copy back"
+            f"expected stride {expected}: call .contiguous(), communicate, and copy back what the call has written"
         )
     if tensor.is_meta:
         raise ValueError(f"{who}: got a meta tensor, which has no data; materialise it first")

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from distlab.comm.checks import check_timeout
-from distlab.comm.launch.processes import PR_SET_CHILD_SUBREAPER, children, kill_group, prctl
+from distlab.comm.launch.forkserver import PR_SET_CHILD_SUBREAPER, children, kill_group, prctl
 from distlab.comm.rendezvous import own_environment
 
 LOOPBACK = "127.0.0.1"

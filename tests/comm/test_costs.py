@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import recorded
+from distlab.comm import clock_offsets_ns, recorded
 from distlab.comm.clocks import measure_offset_ns
 from distlab.comm.p2p import Receive, Send, exchange, require_same, send_receive, start
 from distlab.measure import on_first_rank
@@ -36,11 +36,11 @@ def test_messages_comparisons_and_results_of_one_rank(ranks):
         assert once[0] == ("broadcast", 8)  # the length of what follows
 
 
-def offset_and_trips():
-    """What a clock is off by on one machine, which is nothing, and the best round trip of those that measured it."""
+def offset_and_trips(late_ns):
+    """What rank 1's clock, made late on purpose, is off by, and the round trips that measured it."""
     from distlab.comm import clocks
 
-    trips, real = [], clocks.exchange
+    trips, real, clock = [], clocks.exchange, time.monotonic_ns
 
     def noting(*messages, **options):
         begin = time.monotonic_ns()
@@ -48,18 +48,21 @@ def offset_and_trips():
         trips.append(time.monotonic_ns() - begin)
 
     clocks.exchange = noting
+    clocks.monotonic_ns = (lambda: clock() - late_ns) if dist.get_rank() == 1 else clock
     try:
         return measure_offset_ns(1), trips, clocks.ROUNDS
     finally:
-        clocks.exchange = real
+        clocks.exchange, clocks.monotonic_ns = real, clock
 
 
-def test_a_clock_is_off_by_no_more_than_a_round_trip(ranks):
-    (offset, trips, rounds), (other, *_) = ranks(2).run(offset_and_trips)
+def test_a_late_clock_is_measured_to_a_round_trip(ranks):
+    assert ranks(3).run(clock_offsets_ns) == [(0, 0, 0)] * 3, "those of one machine are one"
+    late_ns = 3600_000_000_000
+    (offset, trips, rounds), (other, *_) = ranks(2).run(offset_and_trips, late_ns)
     assert rounds == 20
     assert offset == other
     there, back = trips[: 2 * rounds : 2], trips[1 : 2 * rounds : 2]
-    assert abs(offset) <= max(map(sum, zip(there, back, strict=True)))  # both share one clock: nothing is the truth
+    assert abs(offset - late_ns) <= max(map(sum, zip(there, back, strict=True)))
 
 
 def around_the_ring():

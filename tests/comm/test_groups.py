@@ -1,18 +1,16 @@
-"""Groups under torchrun and alone, the environment's errors, mesh groups and clocks."""
+"""Groups under torchrun and alone, the environment's errors, and mesh groups."""
 
 import json
 import os
 import socket
-import time
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import choose_backend, clock_offsets_ns, device, entry, mesh_groups, process_group, run
-from distlab.comm.clocks import measure_offset_ns
-from distlab.comm.rendezvous import STORE_FILE, Address, make_store, read_environment
+from distlab.comm import choose_backend, device, entry, mesh_groups, process_group
+from distlab.comm.rendezvous import Address, make_store, read_environment
 from distlab.plan import Mesh
 
 WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
@@ -113,23 +111,6 @@ def test_rank_0_s_store_listens_on_loopback_only(port):
     del store
 
 
-def _meets_twice(store_file: str, taken: int) -> list[str]:
-    values = {"RANK": str(dist.get_rank()), "MASTER_PORT": str(taken), STORE_FILE: store_file}
-    address, said = read_environment(WORLD | values), []
-    for store in (make_store(address, 30), make_store(address, 30)):
-        store.set(f"from {address.rank}", f"{len(said)}")
-        said.append(store.get(f"from {1 - address.rank}").decode())
-        dist.barrier()  # the other has read
-    listening = [c for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == taken]
-    return [*said, f"{len(listening)} ports"]
-
-
-def test_ranks_of_a_launcher_of_one_machine_meet_in_a_file_whoever_has_the_port(tmp_path, port):
-    port.listen()
-    found = run(_meets_twice, 2, args=(str(tmp_path / "store"), port.getsockname()[1]), timeout_s=60)
-    assert found == [["0", "1", "0 ports"], ["0", "1", "0 ports"]]
-
-
 def test_one_machine_is_told_from_several():
     def place(**changes: str) -> Address:
         return read_environment(WORLD | changes)
@@ -175,26 +156,6 @@ def reach_all() -> list[dict[str, list[int]]]:
 def test_a_group_for_each_axis(ranks):
     for rank, found in enumerate(ranks(4).run(reach_all)):
         assert found == [{axis: list(Mesh(axes).group_of(rank, axis)) for axis in axes} for axes in AXES]
-
-
-def measure(late_ns: int) -> int:
-    """Measure rank 1's clock, made late on purpose."""
-    from distlab.comm import clocks
-
-    real = time.monotonic_ns
-    clocks.monotonic_ns = (lambda: real() - late_ns) if dist.get_rank() == 1 else real
-    try:
-        return measure_offset_ns(1)
-    finally:
-        clocks.monotonic_ns = real
-
-
-def test_a_late_clock_is_measured(ranks):
-    assert ranks(3).run(clock_offsets_ns) == [(0, 0, 0)] * 3, "those of one machine are one"
-    late_ns = 3600_000_000_000
-    first, second = ranks(2).run(measure, late_ns)
-    assert first == second
-    assert abs(first - late_ns) < late_ns / 100  # how well it is measured: test_costs
 
 
 def test_the_reason_of_a_failure_is_written_for_torchrun(tmp_path, monkeypatch):

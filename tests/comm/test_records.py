@@ -101,5 +101,3 @@ def test_wrong_questions_say_what_there_is(tmp_path):
         records.sent_bytes(0)
     with pytest.raises(ValueError, match="no operation is called 'allreduce'; choose one of all_reduce"):
         records.payload_bytes(1, "allreduce")
-    with pytest.raises(ValueError, match="0 slots"):
-        RecordWriter(tmp_path, 2, 0)

@@ -76,17 +76,6 @@ def well_formed(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def who_left(destroyed: Mapping[int, str], time_ns: int) -> list[Failure]:
-    """Blame ranks that destroyed a group which others used.
-
-    Args:
-        destroyed: members and line of the group, by rank.
-        time_ns: of the failures that followed.
-    """
-    what = "destroyed a group that the other ranks still used (group {}): destroy it on every rank after the last call"
-    return [Failure(rank, what.format(group), "", False, time_ns) for rank, group in sorted(destroyed.items())]
-
-
 def describe_exit(exit_code: int) -> str:
     """Say in words how a process ended; a negative code is minus the signal's number, as in subprocess."""
     if exit_code >= 0:

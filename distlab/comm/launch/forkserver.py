@@ -15,6 +15,7 @@ This file loads nothing but the standard library. What a rank does stands in the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import glob
 import importlib
@@ -29,19 +30,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from distlab.comm.launch.processes import (
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_PDEATHSIG,
-    children,
-    close_all,
-    job_of,
-    kill_group,
-    prctl,
-)
 from distlab.comm.where.stacks import SIGNAL
 
+JOB_VARIABLE = "DISTLAB_JOB"  # in each rank's environment: the name of its set's folder
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LENGTH = struct.Struct("I")
 STATUS = struct.Struct("qqq")  # process number, wait status (-1 while it runs), time in nanoseconds
 NOT_STARTED = 0  # in place of a process number; then the status is the error's number
@@ -63,6 +58,46 @@ def receive_request(control: socket.socket) -> tuple[dict[str, Any], list[int]] 
             return None
         body += more
     return json.loads(body), fds
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close file descriptors."""
+    for fd in fds:
+        os.close(fd)
+
+
+def prctl(option: int, value: int) -> None:
+    """Call Linux's prctl; elsewhere do nothing."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def kill_group(pid: int) -> None:
+    """Send SIGKILL to a process and to everything in its process group."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def children(pid: int | None = None) -> list[int]:
+    """Process numbers of a process's children, this one's by default, adopted ones included (Linux; elsewhere none)."""
+    found: list[int] = []
+    tasks = Path(f"/proc/{pid or 'self'}/task")
+    for path in tasks.glob("*/children") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in path.read_text().split()]
+    return found
+
+
+def job_of(pid: int) -> str | None:
+    """Return the set of ranks that a process comes from, read from its environment; None where it is not named."""
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name.decode(errors="replace") == JOB_VARIABLE:
+                return value.decode(errors="replace")
+    return None
 
 
 @dataclass

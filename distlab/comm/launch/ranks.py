@@ -26,7 +26,7 @@ from typing import Any, TypedDict, Unpack
 
 from distlab.comm.checks import check_backend, check_timeout, check_world_size
 from distlab.comm.launch import worker
-from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of, who_left
+from distlab.comm.launch.failures import Failure, RankError, error_of, standing, timeout_of
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.messages import Settings, pack_call, rank_file
 from distlab.comm.launch.pool import Echo, Pool, show
@@ -272,7 +272,8 @@ class _Round:
         stacks = self._stacks()
         if self.failures:
             if self.watchdog is not None and all(failure.is_noise for failure in self.failures):
-                self.failures += who_left(self.watchdog.left(), min(failure.time_ns for failure in self.failures))
+                before_ns = min(failure.time_ns for failure in self.failures)
+                self.failures += [Failure(r, what, "", False, before_ns) for r, what in self.watchdog.left().items()]
             explanation = self._explanation()
             raise error_of(self.failures, stacks, sorted(self.replies), self.owner.world_size, explanation)
         if self.waiting:
@@ -319,10 +320,9 @@ class _Round:
             return
         idle = set(range(self.owner.world_size)) - set(self.ranks)  # no job, so no other rank may wait for them
         if (message := self.watchdog.check(idle | set(self.replies))) is not None:
-            left = who_left(self.watchdog.left(), 0)
-            heads = [f"rank {one.rank} of {self.owner.world_size} {one.summary}\n" for one in left]
-            blamed = left[0].rank if left else None
-            raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), blamed)
+            left = self.watchdog.left()
+            heads = [f"rank {rank} of {self.owner.world_size} {what}\n" for rank, what in left.items()]
+            raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), next(iter(left), None))
 
     def _explanation(self) -> str:
         """What the recorded calls add to a failure: a mismatch often shows first as an error in C++."""

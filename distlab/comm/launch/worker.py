@@ -25,9 +25,8 @@ from distlab.comm import device
 from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, well_formed
-from distlab.comm.launch.forkserver import take_files
+from distlab.comm.launch.forkserver import JOB_VARIABLE, take_files
 from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, rank_file, write_new
-from distlab.comm.launch.processes import JOB_VARIABLE
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from distlab.comm.nodes.wire import NodePlacement, Nodes, Pace
+from distlab.comm.nodes.wire import NodePlacement, Nodes, Pace, link_s, sleep_until
 from distlab.comm.shared_memory.group import SharedGroup
 from distlab.comm.shared_memory.meeting import meet
 
@@ -17,17 +18,14 @@ class NodeWire:
 
     Attributes:
         each: ranks in a node.
+        num_nodes: nodes in which the group has ranks.
         pace: this rank's end of the wire, which all of its groups share.
     """
 
     def __init__(self, members: Sequence[int], rank: int, each: int, pace: Pace) -> None:
         self.each, self.pace = each, pace
         self._place = NodePlacement.of(members, rank, each)
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes in which the group has ranks."""
-        return len(self._place.nodes)
+        self.num_nodes = len(self._place.nodes)
 
     def collective(self, op: str, sent: int | Sequence[int], since_s: float) -> None:
         """Sleep until a collective that began at a moment is through: a ring over the nodes takes its time.
@@ -41,11 +39,16 @@ class NodeWire:
         else:
             away = [number for number in range(len(sent)) if number not in self._place.mates]
             num_bytes, num_ranks, op = sum(sent[number] for number in away), len(away) + 1, "gather"  # of these bytes
-        self.pace.collective(op, num_bytes, num_ranks, since_s)
+        wire = self.pace.wire
+        seconds = link_s(op, num_bytes, num_ranks, bytes_per_s=wire.bytes_per_s, latency_s=wire.latency_s)
+        sleep_until(self.pace.occupy(seconds, since_s))
 
     def message(self, peer: int, num_bytes: int) -> tuple[float, float]:
         """Send a message now; return the moments when its sender is rid of it, and when it arrives; 0: at once."""
-        return (0.0, 0.0) if peer in self._place.mates else self.pace.message(num_bytes)
+        if peer in self._place.mates:
+            return 0.0, 0.0
+        sent_s = self.pace.occupy(num_bytes / self.pace.wire.bytes_per_s, time.monotonic())
+        return sent_s, sent_s + self.pace.wire.latency_s
 
 
 def make(options: Any, nodes: Nodes | None) -> SharedGroup:

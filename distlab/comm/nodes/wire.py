@@ -110,16 +110,6 @@ class Pace:
             self._free_s = max(self._free_s, since_s) + seconds
             return self._free_s
 
-    def collective(self, op: str, num_bytes: int, num_ranks: int, since_s: float) -> None:
-        """Sleep until a collective that began at a moment is through."""
-        seconds = link_s(op, num_bytes, num_ranks, bytes_per_s=self.wire.bytes_per_s, latency_s=self.wire.latency_s)
-        sleep_until(self.occupy(seconds, since_s))
-
-    def message(self, num_bytes: int) -> tuple[float, float]:
-        """Send a message now; return when its sender is rid of it, and when it arrives."""
-        sent_s = self.occupy(num_bytes / self.wire.bytes_per_s, time.monotonic())
-        return sent_s, sent_s + self.wire.latency_s
-
 
 def sleep_until(moment_s: float) -> None:
     """Sleep until a moment of the monotonic clock."""

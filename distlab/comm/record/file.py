@@ -127,13 +127,10 @@ class RecordWriter:
     """Write a rank's rows; called only by that rank, on any of its threads.
 
     Raises:
-        ValueError: there is no slot.
         OSError: the disk has no room for the file.
     """
 
-    def __init__(self, folder: str | Path, rank: int, slots: int) -> None:
-        if slots < 1:
-            raise ValueError(f"rank {rank}: a recorder with {slots} slots can hold no call; pass slots >= 1")
+    def __init__(self, folder: str | Path, rank: int, slots: int = 16384) -> None:
         path = Path(folder) / f"rank{rank}.rec"
         size = ROWS_AT + slots * ROW.itemsize
         self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 (open until the rank ends)

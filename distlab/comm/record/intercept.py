@@ -33,7 +33,7 @@ from distlab.comm.record.operations import (
     refuse_itself,
     refuse_layouts,
     refused_peer,
-    splits_given,
+    splits_of,
     tensors_in,
     terms_of,
 )
@@ -175,7 +175,7 @@ class FrontEnd:
         if operation.op in ("send", "recv") and terms.peer == group.rank():
             refuse_itself(operation.op, group, frame)
         if operation.op == "all_to_all":
-            terms = Terms(splits=splits_given(args))
+            terms = Terms(splits=splits_of(args, group.size()))
         if self._unwaited:
             self._look()
         site = find_site(frame)

@@ -147,7 +147,7 @@ def _depth(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-_SPLITS = re.compile(r", gives \[([\d, ]*)\], takes \[([\d, ]*)\]")  # as `operations.splits_text` writes them
+_SPLITS = re.compile(r", gives \[([\d, ]*)\], takes \[([\d, ]*)\]")  # as a recorder writes them
 _ALL_TO_ALL = OPS.index("all_to_all")
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd: channels stay apart when a call's number is added
 
@@ -386,11 +386,12 @@ def groups_differ(groups: Mapping[int, Sequence[str]], *, is_over: bool = False)
 
 
 def left_by_some(left: Mapping[int, str]) -> dict[int, str]:
-    """Keep the ranks that destroyed a group which not all of its members destroyed; members and line by rank."""
+    """Blame ranks that destroyed a group which not all of its members destroyed; `left`: members and line, by rank."""
     members = {rank: text.partition(" at ")[0] for rank, text in left.items() if text}
     found = {}
-    for rank, group in members.items():
+    for rank, group in sorted(members.items()):
         others = group_ranks(group) if group.startswith("[") else tuple(left)
         if any(members.get(other) != group for other in others):
-            found[rank] = left[rank]
+            what = f"destroyed a group that the other ranks still used (group {left[rank]})"
+            found[rank] = f"{what}: destroy it on every rank after the last call"
     return found

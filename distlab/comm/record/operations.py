@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.nodes.wire import ring_bytes as ring_bytes
+from distlab.comm.p2p import require_sendable
 from distlab.comm.where.frames import find_site, is_internal
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -50,13 +51,13 @@ class Terms(NamedTuple):
         peer: the root or the other end, as a rank of the group; -1 where there is none.
         tag: of a send or a receive.
         reduction: how values are combined, such as "max"; "" where they are not.
-        splits: of an all_to_all: what decides how much goes to each rank and comes from each (`splits_given`).
+        splits: of an all_to_all: how many elements go to each rank, and come from each (`splits_of`).
     """
 
     peer: int = -1
     tag: int = 0
     reduction: str = ""
-    splits: tuple[Any, ...] = ()
+    splits: tuple[tuple[int, ...], ...] = ()
 
 
 OPERATIONS = (
@@ -104,28 +105,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def splits_given(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what, with the input, decides how much an all_to_all sends and receives: output's shape and sizes."""
-    output = args[0] if args else ()
-    if not isinstance(output, torch.Tensor):
-        return (tuple([tensor.numel() for tensor in output]),)
-    if len(args) < 4:  # someone calls the group by hand, and names them
+def splits_of(args: Sequence[Any], size: int) -> tuple[tuple[int, ...], ...]:
+    """Return how many elements an all_to_all gives to each rank and takes from each; () where they are named."""
+    if len(args) < 2 or (isinstance(args[0], torch.Tensor) and len(args) < 4):
         return ()
-    at = 2 if type(args[2]) is list else 3  # an operator has the group before them
-    return output.shape, tuple(args[at]), tuple(args[at + 1])
-
-
-def splits_of(inputs: Sequence[torch.Tensor], given: Sequence[Any], size: int) -> tuple[tuple[int, ...], ...]:
-    """Return how many elements an all_to_all gives to each rank and takes from each."""
-    if len(given) == 1:
-        return tuple([tensor.numel() for tensor in inputs]), given[0]
-    shape, takes, gives = given
-    return _parts(inputs[0].shape, gives, size), _parts(shape, takes, size)
-
-
-def splits_text(gives: Sequence[int], takes: Sequence[int]) -> str:
-    """Return what the text of an all_to_all says: elements for each rank of the group, and from each."""
-    return f", gives {list(gives)}, takes {list(takes)}"
+    output, source = args[:2]
+    if not isinstance(output, torch.Tensor):
+        return tuple([tensor.numel() for tensor in source]), tuple([tensor.numel() for tensor in output])
+    at = 2 if type(args[2]) is list else 3  # an operator has the group before its sizes
+    return _parts(source.shape, args[at + 1], size), _parts(output.shape, args[at], size)
 
 
 def _parts(shape: Sequence[int], sizes: Sequence[int], size: int) -> tuple[int, ...]:
@@ -169,15 +157,16 @@ def name_of_reduction(given: Any) -> str:
     return _REDUCTIONS.get(id(named)) or str(getattr(named, "name", named)).rpartition(".")[2].lower()
 
 
-def refused(op: str, frame: FrameType | None, words: str) -> ValueError:
-    """Return the error of a call that is refused: naming rank, op and line, and what the words say."""
+def _who(op: str, frame: FrameType | None) -> str:
+    """Name rank, op and line of a call, for the error that refuses it."""
     site = find_site(frame)
-    return ValueError(f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]} {words}")
+    return f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]}"
 
 
 def refused_peer(op: str, peer: int, size: int, frame: FrameType | None) -> ValueError:
     """Return the error of a call that names a rank which its group lacks: gloo would crash, or wait without end."""
-    return refused(op, frame, f"names rank {peer}: there is no such rank, the group has ranks 0 to {size - 1}")
+    words = f"names rank {peer}: there is no such rank, the group has ranks 0 to {size - 1}"
+    return ValueError(f"{_who(op, frame)} {words}")
 
 
 def refuse_itself(op: str, group: Any, frame: FrameType | None) -> None:
@@ -188,7 +177,8 @@ def refuse_itself(op: str, group: Any, frame: FrameType | None) -> None:
     """
     if "nccl" not in dist.get_backend(group):
         words = f"is {'to' if op == 'send' else 'from'} this rank itself: a message needs two ranks; "
-        raise refused(op, frame, words + "keep the tensor, or a copy of it, and leave the message out here")
+        words += "keep the tensor, or a copy of it, and leave the message out here"
+        raise ValueError(f"{_who(op, frame)} {words}")
 
 
 def is_dense_block(tensor: torch.Tensor) -> bool:
@@ -205,16 +195,5 @@ def refuse_layouts(op: str, tensors: Any, frame: FrameType | None) -> None:
         ValueError: naming rank, op, shape, stride and what to do.
     """
     for tensor in tensors_in(tensors):
-        if is_dense_block(tensor):
-            continue
-        if is_internal(frame):
-            return
-        shape = f"shape {list(tensor.shape)}"
-        if tensor.layout is not torch.strided:
-            words = f"was given a sparse tensor of {shape} (layout {str(tensor.layout).removeprefix('torch.')}, no "
-            words += "stride); expected a dense one: call .to_dense(), or send its indices and values"
-        else:
-            words = f"was given a non-contiguous tensor of {shape}, stride {list(tensor.stride())}; expected stride "
-            words += f"{list(torch.empty(tensor.shape, device='meta').stride())}: call .contiguous() first, and copy "
-            words += "the result back where the call writes to it"
-        raise refused(op, frame, words)
+        if not is_dense_block(tensor) and not is_internal(frame):
+            require_sendable(tensor, _who(op, frame))

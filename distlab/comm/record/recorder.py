@@ -27,8 +27,6 @@ from distlab.comm.record.operations import (
     describe_shapes,
     num_bytes_of,
     ring_bytes,
-    splits_of,
-    splits_text,
     tensors_in,
 )
 from distlab.comm.record.read import Records, read_records
@@ -44,9 +42,9 @@ class Recorder:
     recorders may be on at once. Cost: about 30 us per call on gloo (benchmarks/recorder.py measures it).
     """
 
-    def __init__(self, folder: str | Path, rank: int, *, slots: int = 16384) -> None:
+    def __init__(self, folder: str | Path, rank: int) -> None:
         self.folder, self.rank = Path(folder), rank
-        self._writer = RecordWriter(folder, rank, slots)
+        self._writer = RecordWriter(folder, rank)
         self._known: dict[tuple[Any, ...], Known] = {}
         self._on = False
 
@@ -123,7 +121,7 @@ class Recorder:
         sent = ring_bytes(op, num_bytes, size, is_root=me == other, before_root=group.rank() == (peer - 1) % size)
         what = describe_shapes(tensors) + (f", tag {terms.tag}" if is_pair and terms.tag else "")
         what += f", {terms.reduction}" if terms.reduction not in ("", "sum") else ""
-        what += splits_text(*splits_of(tensors, terms.splits, size)) if terms.splits else ""
+        what += ", gives {}, takes {}".format(*map(list, terms.splits)) if terms.splits else ""
         text = self._writer.text
         via = text(f"{site[2]}:{site[3]}") if site[2] else 0
         return known_call(

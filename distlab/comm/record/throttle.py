@@ -68,10 +68,6 @@ class ThrottledLink:
     def group(self, event: str, what: str = "") -> None:
         """Do nothing: the link carries calls only."""
 
-    def is_over(self, number: int) -> bool:
-        """Tell whether a call's bytes are through the link."""
-        return time.monotonic() >= self._ends.get(number, 0.0)
-
     def wait(self, number: int, state: int) -> None:
         """Sleep until a call's bytes are through the link (called before the real wait)."""
         sleep_until(self._ends.get(number, 0.0))
@@ -107,7 +103,8 @@ def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[ThrottledL
     def is_completed(work: dist.Work) -> bool:
         front = FrontEnd._active
         tokens: list[Token] = [] if front is None else front._live.get(work, [])
-        is_through = all(link.is_over(number) for writer, number in tokens if cast(Any, writer) is link)
+        ends = [link._ends.get(number, 0.0) for writer, number in tokens if cast(Any, writer) is link]
+        is_through = time.monotonic() >= max(ends, default=0.0)
         own: Any = real[SharedWork if isinstance(work, SharedWork) else dist.Work]
         return is_through and bool(own(work))
 

@@ -18,8 +18,8 @@ Limits: ranks of one host, one container and one user; CPU tensors; x86-64; not 
 cores. A process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named,
 all take gloo (`meeting.meet_if_possible`).
 
-Read `arena` (the memory, and how ranks come to map it) and `meeting` (steps). Then `collectives`, `reductions`
-(how values are combined), `messages` (sends and receives), `work` (what a call returns, and what runs where) and
+Read `arena` (the memory, and how ranks come to map it) and `meeting` (steps). Then `collectives`
+(and how values are combined), `messages` (sends and receives), `work` (what a call returns, and what runs where) and
 `group` (what torch sees). `dense` takes tensors as blocks of bytes, `futex` talks to the kernel.
 """
 

@@ -22,7 +22,6 @@ import platform
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,20 +41,13 @@ MAX_RING_BYTES, MIN_PIECE_BYTES = 2 << 20, 64 << 10  # a ring has at least two p
 MAX_RINGS_BYTES = 64 << 20  # of all rings together, as far as the least of a ring allows
 
 
-@dataclass(frozen=True)
 class ArenaLayout:
-    """Where things stand in the arena of a group."""
+    """Where things stand in the arena of a group of so many ranks."""
 
-    size: int
-    slot_bytes: int = field(init=False)
-    ring_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, MAX_SLOTS_BYTES // (2 * self.size) // PAGE * PAGE))
-        ring_bytes = min(MAX_RING_BYTES, MAX_RINGS_BYTES // self.size**2)
-        ring_bytes = max(2, ring_bytes // MIN_PIECE_BYTES) * MIN_PIECE_BYTES
-        object.__setattr__(self, "slot_bytes", slot_bytes)
-        object.__setattr__(self, "ring_bytes", ring_bytes)
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slot_bytes = max(MIN_SLOT_BYTES, min(MAX_SLOT_BYTES, MAX_SLOTS_BYTES // (2 * size) // PAGE * PAGE))
+        self.ring_bytes = max(2, min(MAX_RING_BYTES, MAX_RINGS_BYTES // size**2) // MIN_PIECE_BYTES) * MIN_PIECE_BYTES
 
     def header(self, rank: int) -> int:
         """Where a rank's header begins."""
@@ -80,7 +72,7 @@ class ArenaLayout:
 
 
 class Arena:
-    """The mapped memory of one group, as one of its ranks sees it."""
+    """The mapped memory of one group, as one of its ranks sees it; the word `gone` is 1 once a rank left or failed."""
 
     def __init__(self, file: int, rank: int, size: int, pids: list[tuple[int, str]]) -> None:
         self.rank, self.size, self.pids = rank, size, pids
@@ -90,7 +82,7 @@ class Arena:
         self.owner = os.getpid()
         self._views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
         self._states = [futex.word_at(self.header(r) + STATE) for r in range(size)]
-        self._is_anyone_gone = futex.word_at(self.header(0) + GONE)
+        self.gone = futex.word_at(self.header(0) + GONE)
 
     def header(self, rank: int) -> int:
         """Address of a rank's header."""
@@ -108,11 +100,6 @@ class Arena:
         """How a rank stands to the group: PRESENT, LEFT or FAILED; 0 while it has not come."""
         return self._states[rank].value
 
-    @property
-    def is_anyone_gone(self) -> bool:
-        """Whether a rank has left or failed."""
-        return bool(self._is_anyone_gone.value)
-
     def change_state(self, state: int, reason: str = "") -> None:
         """Say how this rank stands to the group, and let everyone look who waits for it."""
         mine = self.header(self.rank)
@@ -120,7 +107,7 @@ class Arena:
         ctypes.memmove(mine + REASON, len(text).to_bytes(4, "little") + text, 4 + len(text))
         self._states[self.rank].value = state
         if state > PRESENT:
-            self._is_anyone_gone.value = 1
+            self.gone.value = 1
         futex.wake(mine + STEP)
         for rank in range(self.size):
             futex.add(self.header(rank) + BELL)

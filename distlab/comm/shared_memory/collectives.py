@@ -1,5 +1,6 @@
 """The collectives, each as steps of a meeting; what is larger than a slot goes in pieces.
 
+Values are combined by torch's own arithmetic, always in the order of ranks, so that all ranks get equal bits.
 All take flat, dense tensors. Copies go by address, so that no version counter and no autograd sees them; arithmetic
 reads the caller's memory and writes into the arena alone.
 
@@ -11,23 +12,93 @@ about half of the copies, an all-gather one in place of two.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from distlab.comm.shared_memory.arena import PAGE, map_file
-from distlab.comm.shared_memory.dense import bytes_of
+from distlab.comm.shared_memory.dense import bytes_of, unseen
 from distlab.comm.shared_memory.meeting import Meeting
-from distlab.comm.shared_memory.reductions import ReduceOperation
 
 SMALL_BYTES = 16 << 10  # of all ranks together: each reads all, which saves a meeting
 ALIGN = 64
 _OTHER = -1  # the number of what is not a buffer
 _IN_CACHE_BYTES = 256 << 10  # of a result, before it is written to where it belongs
 copy = ctypes.memmove
+
+
+class ReduceOperation(NamedTuple):
+    """A ReduceOp.
+
+    Attributes:
+        name: its plain name, such as "sum".
+        combine: the function of two values.
+        divides: whether the result is divided by the number of ranks.
+    """
+
+    name: str
+    combine: Callable[..., torch.Tensor]
+    divides: bool = False
+
+    def of(self, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Combine one value of each rank into `out`, which may be none of them."""
+        combine = self.combine
+        if len(values) == 1:
+            out.copy_(values[0])
+        else:
+            combine(values[0], values[1], out=out)
+        for value in values[2:]:
+            combine(out, value, out=out)
+        if self.divides:  # whole numbers lose what is behind the point, as in C++
+            has_point = out.is_floating_point() or out.is_complex()
+            out.div_(len(values), rounding_mode=None if has_point else "trunc")
+
+
+_TABLE = {
+    "SUM": ReduceOperation("sum", torch.add),
+    "AVG": ReduceOperation("avg", torch.add, divides=True),
+    "PRODUCT": ReduceOperation("product", torch.mul),
+    "MIN": ReduceOperation("min", torch.minimum),
+    "MAX": ReduceOperation("max", torch.maximum),
+    "BAND": ReduceOperation("band", torch.bitwise_and),
+    "BOR": ReduceOperation("bor", torch.bitwise_or),
+    "BXOR": ReduceOperation("bxor", torch.bitwise_xor),
+}
+_BY_OP = {int(getattr(dist.ReduceOp, name)): reduction for name, reduction in _TABLE.items()}
+
+
+def reduction_of(op: Any, dtype: torch.dtype, who: str) -> ReduceOperation:
+    """Return how to combine values of a dtype.
+
+    Raises:
+        ValueError: the operation is unknown, or torch has none for the dtype, such as bits of real numbers.
+    """
+    found = _BY_OP.get(int(op))
+    if found is None:
+        raise ValueError(f"{who}: got {op}; pass ReduceOp.{', '.join(_TABLE)}")
+    if reason := _why_not(found, dtype):
+        raise ValueError(
+            f"{who}: torch has no ReduceOp.{found.name.upper()} of {dtype} on the CPU ({reason}); convert the tensor "
+            "first"
+        )
+    return found
+
+
+@functools.cache
+def _why_not(reduction: ReduceOperation, dtype: torch.dtype) -> str:
+    """Return why torch's arithmetic refuses values of a dtype, or ""."""
+    with unseen():
+        try:
+            one, other, out = (torch.zeros(1, device="cpu").to(dtype) for _ in range(3))
+            reduction.of([one, other], out)
+        except RuntimeError as error:  # torch's NotImplementedError is one
+            return str(error).splitlines()[0]
+    return ""
 
 
 def pieces(total: int, step: int) -> list[tuple[int, int]]:
@@ -150,11 +221,11 @@ class Collectives:
             copy(output.data_ptr() + start * itemsize, self._own(share, itemsize), length * itemsize)
 
     def all_gather(self, places: Sequence[int], source: torch.Tensor) -> None:
-        """Copy every rank's tensor to this rank's address of its number."""
+        """Copy every rank's tensor to this rank's address of its number; a rank that passes no addresses takes none."""
         meeting, mine, num_bytes = self.meeting, source.data_ptr(), bytes_of(source)
         is_large = num_bytes * self.size > SMALL_BYTES
         if is_large and self.buffers.count and (flats := self.buffers.of_all(mine, num_bytes, torch.uint8)):
-            for step in range(1, self.size + 1):  # not all ranks at once from the same one
+            for step in range(1, len(places) + 1):  # not all ranks at once from the same one
                 rank = (self.rank + step) % self.size
                 copy(places[rank], flats[rank].data_ptr(), num_bytes)
             self.barrier()
@@ -162,9 +233,10 @@ class Collectives:
         for start, length in pieces(num_bytes, self._slot_bytes):
             copy(meeting.open(), mine + start, length)
             meeting.post()
-            copy(places[self.rank] + start, mine + start, length)
-            for rank, shown in meeting.read_each():
-                copy(places[rank] + start, shown, length)
+            if places:
+                copy(places[self.rank] + start, mine + start, length)
+                for rank, shown in meeting.read_each():
+                    copy(places[rank] + start, shown, length)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Copy the root's tensor to all; the root goes on once it has shown it."""
@@ -176,19 +248,6 @@ class Collectives:
             meeting.post()
             if root != self.rank:
                 copy(address + start, meeting.read(root), length)
-
-    def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> None:
-        """Copy every rank's tensor to the root's outputs."""
-        meeting, mine, places = self.meeting, source.data_ptr(), [output.data_ptr() for output in outputs]
-        for start, length in pieces(bytes_of(source), self._slot_bytes):
-            slot = meeting.open()
-            if root != self.rank:
-                copy(slot, mine + start, length)
-            meeting.post()
-            if root == self.rank:
-                copy(places[root] + start, mine + start, length)
-                for rank, shown in meeting.read_each():
-                    copy(places[rank] + start, shown, length)
 
     def scatter(self, output: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> None:
         """Copy to each rank the root's source of its number."""

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-@contextlib.contextmanager
-def _unseen() -> Iterator[None]:
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
 _SEEN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def unseen() -> contextlib.AbstractContextManager[None]:
+def unseen() -> contextlib.AbstractContextManager[Any]:
     """Hide what is computed in this block from the caller's modes: counters of work or memory, a default device."""
-    seen = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return _unseen() if seen else _SEEN
+    if not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()):
+        return _SEEN
+    block = contextlib.ExitStack()
+    block.enter_context(_disable_current_modes())
+    block.enter_context(torch._C.DisableTorchFunction())
+    return block
 
 
 def check(tensor: torch.Tensor, who: str, *, written: bool = False) -> None:
@@ -105,38 +102,28 @@ def only_list(lists: Any) -> list[torch.Tensor]:
     return list(lists if lists and isinstance(lists[0], torch.Tensor) else lists[0])
 
 
-def parts(address: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return address and length of each part of one block."""
-    starts = itertools.accumulate(lengths, initial=address)
-    return list(zip(starts, lengths))  # noqa: B905 (the last start is the block's end)
+def parts(flats: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return address and length of each part: each is a block, or all are one block, one after the other."""
+    starts = [flat.data_ptr() for flat in flats]
+    if len(flats) == 1:
+        starts = list(itertools.accumulate(lengths[:-1], initial=starts[0]))
+    return list(zip(starts, lengths, strict=True))
 
 
-def fits(whole: torch.Tensor, part: torch.Tensor, size: int, who: str, what: str) -> None:
-    """Refuse a tensor that has not room for exactly one part of each rank.
-
-    Raises:
-        ValueError: naming both shapes.
-    """
-    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-        raise ValueError(
-            f"{who}: the {what} is {whole.dtype}{list(whole.shape)}; for {size} ranks and {part.dtype}"
-            f"{list(part.shape)} of each it must have {size * part.numel()} elements of that dtype"
-        )
-
-
-def fit_each(tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int, who: str, what: str) -> None:
-    """Refuse a list that has not one tensor of the right size for each rank; `what`: "input" or "output".
+def fits(given: torch.Tensor | Sequence[torch.Tensor], part: torch.Tensor, size: int, who: str, what: str) -> None:
+    """Refuse a tensor that has not room for exactly one part of each rank, or a list that has not one part for each.
 
     Raises:
-        ValueError: naming what is wrong.
+        ValueError: naming what is wrong; `what`: "input" or "output".
     """
-    if len(tensors) != size:
+    tensors, numel = ([given], size * part.numel()) if isinstance(given, torch.Tensor) else (given, part.numel())
+    if tensors is given and len(tensors) != size:
         raise ValueError(f"{who}: pass {size} {what} tensors, one for each rank; got {len(tensors)}")
     for number, tensor in enumerate(tensors):
-        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+        if tensor.numel() != numel or tensor.dtype != part.dtype:
             raise ValueError(
-                f"{who}: {what} {number} is {tensor.dtype}{list(tensor.shape)} and must be of the size and dtype of "
-                f"{like.dtype}{list(like.shape)}"
+                f"{who}: {what} {number} is {tensor.dtype}{list(tensor.shape)}; for {size} ranks and {part.dtype}"
+                f"{list(part.shape)} of each it must have {numel} elements of that dtype"
             )
 
 

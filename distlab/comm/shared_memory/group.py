@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.shared_memory import dense
-from distlab.comm.shared_memory.collectives import Collectives
+from distlab.comm.shared_memory.collectives import Collectives, ReduceOperation, reduction_of
 from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, meet, record_of
 from distlab.comm.shared_memory.messages import Message, Messages
-from distlab.comm.shared_memory.reductions import ReduceOperation, reduction_of
 from distlab.comm.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
 
 Do = Callable[[Tensors, Tensors], None]  # a call's work, with what it reads and writes as flat tensors
@@ -181,12 +180,8 @@ class SharedGroup(dist.ProcessGroup):
         """Copy every rank's tensor to all."""
         who = self._who("all_gather")
         outputs, source = dense.only_list(output_lists), dense.only(inputs, who)
-        dense.fit_each(outputs, source, self._meeting.size, who, "output")
-
-        def do(sources: Tensors, targets: Tensors) -> None:
-            self._collectives.all_gather([target.data_ptr() for target in targets], sources[0])
-
-        return self._start(GroupCall("all_gather", [source]), do, [source], outputs, opts)
+        dense.fits(outputs, source, self._meeting.size, who, "output")
+        return self._gather(GroupCall("all_gather", [source]), outputs, opts)
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Copy every rank's tensor to its place in one tensor."""
@@ -204,7 +199,7 @@ class SharedGroup(dist.ProcessGroup):
         """Combine each rank's list; rank r gets the r-th of the results."""
         who = self._who("reduce_scatter")
         output, inputs = dense.only(outputs, who), dense.only_list(input_lists)
-        dense.fit_each(inputs, output, self._meeting.size, who, "input")
+        dense.fits(inputs, output, self._meeting.size, who, "input")
         return self._scatter_sum(output, inputs, lambda flats: flats, opts)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -229,19 +224,21 @@ class SharedGroup(dist.ProcessGroup):
         who, root = self._who("gather"), self._root(opts)
         source, outputs = dense.only(inputs, who), dense.only_list(output_lists) if root == self._meeting.rank else []
         if root == self._meeting.rank:
-            dense.fit_each(outputs, source, self._meeting.size, who, "output")
+            dense.fits(outputs, source, self._meeting.size, who, "output")
+        return self._gather(GroupCall("gather", [source], root), outputs, opts)
 
+    def _gather(self, call: GroupCall, outputs: Tensors, opts: Any) -> Any:
         def do(sources: Tensors, targets: Tensors) -> None:
-            self._collectives.gather(targets, sources[0], root)
+            self._collectives.all_gather([target.data_ptr() for target in targets], sources[0])
 
-        return self._start(GroupCall("gather", [source], root), do, [source], outputs, opts)
+        return self._start(call, do, [*call.tensors], outputs, opts)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copy the root's r-th tensor to rank r."""
         who, root = self._who("scatter"), self._root(opts)
         output, inputs = dense.only(outputs, who), dense.only_list(input_lists) if root == self._meeting.rank else []
         if root == self._meeting.rank:
-            dense.fit_each(inputs, output, self._meeting.size, who, "input")
+            dense.fits(inputs, output, self._meeting.size, who, "input")
 
         def do(sources: Tensors, targets: Tensors) -> None:
             self._collectives.scatter(targets[0], sources, root)
@@ -255,16 +252,8 @@ class SharedGroup(dist.ProcessGroup):
                 f"{self._who('all_to_all')}: got {len(inputs)} inputs and {len(outputs)} outputs; pass "
                 f"{self._meeting.size} of each, one for every rank of the group"
             )
-
-        def do(sources: Tensors, targets: Tensors) -> None:
-            self._collectives.all_to_all(
-                *([(t.data_ptr(), dense.bytes_of(t)) for t in flats] for flats in (targets, sources))
-            )
-
-        call = GroupCall(
-            f"all_to_all {str(inputs[0].dtype).removeprefix('torch.')}", gives=[*map(dense.bytes_of, inputs)]
-        )
-        return self._start(call, do, inputs, outputs, opts)
+        takes, gives = ([dense.bytes_of(tensor) for tensor in tensors] for tensors in (outputs, inputs))
+        return self._exchange(outputs, takes, inputs, gives, opts)
 
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
@@ -273,14 +262,14 @@ class SharedGroup(dist.ProcessGroup):
         who, size = self._who("all_to_all"), self._meeting.size
         takes = dense.split_bytes(output, output_sizes, size, who, "output")
         gives = dense.split_bytes(source, input_sizes, size, who, "input")
+        return self._exchange([output], takes, [source], gives, opts)
 
+    def _exchange(self, outputs: Tensors, takes: list[int], inputs: Tensors, gives: list[int], opts: Any) -> Any:
         def do(sources: Tensors, targets: Tensors) -> None:
-            self._collectives.all_to_all(
-                dense.parts(targets[0].data_ptr(), takes), dense.parts(sources[0].data_ptr(), gives)
-            )
+            self._collectives.all_to_all(dense.parts(targets, takes), dense.parts(sources, gives))
 
-        call = GroupCall(f"all_to_all {str(source.dtype).removeprefix('torch.')}", gives=gives)
-        return self._start(call, do, [source], [output], opts)
+        call = GroupCall(f"all_to_all {str(inputs[0].dtype).removeprefix('torch.')}", gives=gives)
+        return self._start(call, do, inputs, outputs, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait until all are here."""

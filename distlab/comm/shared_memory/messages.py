@@ -25,7 +25,7 @@ from distlab.comm.shared_memory import futex
 from distlab.comm.shared_memory.arena import BELL, MIN_PIECE_BYTES, PAGE, Arena
 from distlab.comm.shared_memory.dense import flat_of, settle
 from distlab.comm.shared_memory.meeting import Meeting
-from distlab.comm.shared_memory.work import GroupThread, SharedWork
+from distlab.comm.shared_memory.work import SharedWork, start_thread
 
 WRITTEN, READ = 0, 64  # places of a ring's counts of bytes: the sender's and the receiver's
 HEADER_BYTES = 256  # messages begin at multiples of it, so that no header is cut by the ring's end
@@ -327,7 +327,7 @@ class Messages:
     def _sleep(self, seen: int) -> None:
         """Sleep until a different rank rings; after a long silence, look whether the others still live."""
         futex.wait(self._bell, seen)
-        if self._word.value == seen or self.arena.is_anyone_gone:
+        if self._word.value == seen or self.arena.gone.value:
             self._give_up()
 
     def _open(self) -> Iterator[Message]:
@@ -381,8 +381,7 @@ class Messages:
         if message.end.is_over:
             return
         if not self.threads:
-            self.threads.append(GroupThread(self._serve, f"shared-messages-{self.meeting.members}"))
-            self.threads[0].start()
+            self.threads.append(start_thread(self._serve, f"shared-messages-{self.meeting.members}"))
         if not self._wanted.is_set():
             self._wanted.set()
 

@@ -112,7 +112,7 @@ class SharedWork(dist.Work):
             if self.is_completed():
                 self._settle(self._future)
             else:
-                GroupThread(functools.partial(self._settle, self._future), "shared-future").start()
+                start_thread(functools.partial(self._settle, self._future), "shared-future")
         return self._future
 
     def _settle(self, future: Future[Tensors]) -> None:
@@ -123,16 +123,11 @@ class SharedWork(dist.Work):
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
 
 
-class GroupThread(threading.Thread):
-    """A thread of a group, which begins with the first call that needs one: no work of the program that called."""
-
-    def __init__(self, do: Callable[[], Any], name: str) -> None:
-        super().__init__(target=do, name=name, daemon=True)
-
-    def run(self) -> None:
-        """Do what it was made for; nothing here is to be differentiated."""
-        torch.set_grad_enabled(False)
-        super().run()
+def start_thread(do: Callable[[], Any], name: str) -> threading.Thread:
+    """Let a thread of a group do something: no work of the program that called, so nothing is to be differentiated."""
+    thread = threading.Thread(target=torch.no_grad()(do), name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 class CallQueue:
@@ -162,8 +157,7 @@ class CallQueue:
         with self._count:
             self._pending += 1
             if not self.threads:
-                self.threads.append(GroupThread(self._serve, self.name))
-                self.threads[0].start()
+                self.threads.append(start_thread(self._serve, self.name))
             self._calls.put((call, work.end))
         if not is_async:
             work.wait()
@@ -174,25 +168,19 @@ class CallQueue:
         self._calls.put(None)
 
     def _serve(self) -> None:
-        while self._serve_one():
-            pass
-
-    def _serve_one(self) -> bool:
-        """Make the next call; return False once the queue is closed. Nothing here holds a tensor after a call's end."""
-        item = self._calls.get()
-        if item is None:
-            return False
-        (call, end), error = item, cast("BaseException | None", None)
-        with self._turn:
-            try:
-                call()
-            except BaseException as raised:
-                error = raised
-        with self._count:
-            self._pending -= 1
-        del call, item
-        end.come(error)
-        return True
+        """Make the calls until the queue is closed. Nothing here holds a tensor after a call's end."""
+        while (item := self._calls.get()) is not None:
+            (call, end), error = item, cast("BaseException | None", None)
+            with self._turn:
+                try:
+                    call()
+                except BaseException as raised:
+                    error = raised
+            with self._count:
+                self._pending -= 1
+            del call, item
+            end.come(error)
+            del end, error
 
 
 _OVER = End()

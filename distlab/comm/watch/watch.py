@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, record_failure, who_left
+from distlab.comm.launch.failures import PEER_NOISE, RankError, RankTimeout, record_failure
 from distlab.comm.record.recorder import Recorder
 from distlab.comm.rendezvous import Address
 from distlab.comm.together import together
@@ -79,7 +79,7 @@ class Watch:
             time.sleep(0.05)
         if words or PEER_NOISE.search(str(error)) is None:
             return words
-        gone = [f"rank {one.rank} {one.summary}" for one in who_left(self.watchdog.left(), 0)]
+        gone = [f"rank {rank} {what}" for rank, what in self.watchdog.left().items()]
         return "\n".join(filter(None, [*gone, self.watchdog.failed(self.rank)]))
 
     def close(self) -> None:

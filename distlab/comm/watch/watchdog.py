@@ -298,7 +298,7 @@ class Watchdog:
         return groups_differ(begun, is_over=is_over)
 
     def left(self) -> dict[int, str]:
-        """Return which ranks destroyed a group that others still had: members and line, by rank."""
+        """Say of each rank that destroyed a group which others still had what it did."""
         self.follow()
         return left_by_some({r: f.reader.read_names()[f.reader.header().left_text] for r, f in self._followers.items()})
 

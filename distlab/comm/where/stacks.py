@@ -63,19 +63,15 @@ def ask(files: Mapping[int, Path], send: Callable[[list[int]], object], limit_s:
                 opened[rank].seek(0, os.SEEK_END)
         send(list(opened))
         deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline and not all(is_whole(said[rank]) for rank in opened):
+        while time.monotonic() < deadline and not all(said[rank].endswith(_WHOLE) for rank in opened):
             time.sleep(0.01)
             for rank, file in opened.items():
                 said[rank] += file.read()
     return {rank: text.decode(errors="replace") for rank, text in said.items()}
 
 
-def is_whole(dump: bytes) -> bool:
-    """Tell whether the stacks are written to their end: the main thread comes last, its outermost call too."""
-    return dump.endswith((b" in <module>\n", b"in _bootstrap\n"))
-
-
 WAIT_S = 1.0
+_WHOLE = b" in <module>\n", b"in _bootstrap\n"  # ends stacks: the main thread comes last, its outermost call too
 _TRIES = 5  # a process that runs changes its frames while they are read
 
 

@@ -19,7 +19,7 @@ from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebso
 from jupyterlab.labapp import LabApp
 
 from distlab.comm.command import put_on_path
-from distlab.comm.launch.processes import children, kill_group
+from distlab.comm.launch.forkserver import children, kill_group
 from distlab.course.grading.lesson import lessons_folder
 
 HOST, FIRST_PORT, NUM_PORTS = "127.0.0.1", 8888, 20

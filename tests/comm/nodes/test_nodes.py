@@ -1,4 +1,4 @@
-"""Ranks in nodes: what they are told, how long a wire takes, what is built on their groups, and what is refused."""
+"""Ranks in nodes: what they are told, how long a wire takes, and what is built on their groups."""
 
 import os
 import time
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from hybrid_gpt import assert_equal_to_one_process, train, train_alone
 from random_programs import hold
 
-from distlab.cli import main
 from distlab.comm import Nodes, node_groups, run
 from distlab.plan import Plan
 
@@ -110,19 +109,3 @@ def test_random_programs_equal_gloo(node_ranks, request):
 
 def test_a_mesh_over_two_nodes_equals_one_process(node_ranks):
     assert_equal_to_one_process(node_ranks(4).run(train, Plan(data=2, tensor=2)), train_alone())
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--ranks", "3", "--nodes", "2"), "3 ranks do not fill 2 nodes evenly"),
-        (("--between", "40MB/s"), "there is one node, so nothing lies between nodes"),
-        (("--nodes", "2", "--between", "fast"), "the wire between nodes is 'fast'; pass bandwidth and latency"),
-    ],
-)
-def test_a_lab_refuses_nodes_that_cannot_be_before_any_rank_starts(flags, says, capsys, monkeypatch):
-    monkeypatch.setattr("distlab.comm.launch.script.run_script", None)
-    with pytest.raises(SystemExit) as left:
-        main(["lab", "02", *flags])
-    assert left.value.code == 2
-    assert says in capsys.readouterr().err

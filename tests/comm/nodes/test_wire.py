@@ -49,7 +49,7 @@ def test_ranks_fill_nodes_in_their_order():
 )
 def test_a_collective_takes_the_time_of_a_ring_over_the_nodes(monkeypatch, op, sent, seconds):
     pace, until = Pace(Wire(1000.0, 1.0)), []
-    monkeypatch.setattr("distlab.comm.nodes.wire.sleep_until", until.append)
+    monkeypatch.setattr("distlab.comm.nodes.group.sleep_until", until.append)
     NodeWire(range(4), 1, 2, pace).collective(op, sent, 10.0)
     assert until == [pytest.approx(10.0 + seconds)]
 

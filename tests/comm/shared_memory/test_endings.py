@@ -132,9 +132,9 @@ def alone():
 ALONE = {
     "meta": "all_reduce: got a Tensor of layout strided on meta; backend 'shared'",
     "sparse": "broadcast: got a Tensor of layout sparse_coo on cpu",
-    "bits": "is for whole numbers and bool, got torch.float32",
+    "bits": "torch has no ReduceOp.BAND of torch.float32 on the CPU",
     "room": "must have 8 elements",
-    "list": "must be of the size",
+    "list": "must have 4 elements",
     "rows": "cannot share evenly",
     "itself": "recv from this rank itself: a message needs two ranks",
     "again": "twice",

@@ -47,13 +47,6 @@ def complex_values():
     return z.tolist(), gathered[1].tolist()
 
 
-def objects():
-    gathered, told = [None] * dist.get_world_size(), ["from 0"] if dist.get_rank() == 0 else [None]
-    dist.all_gather_object(gathered, {"rank": dist.get_rank()})
-    dist.broadcast_object_list(told, 0)
-    return gathered, told
-
-
 def many_tags_in_reverse():
     """More messages than a ring holds are open at once, both ways, and received in a different order."""
     me, other, fits = dist.get_rank(), 1 - dist.get_rank(), []
@@ -167,7 +160,6 @@ def on_two_threads():
         (scattered_in_memory, [[]] * 3),
         (results_of_functional_collectives, [[[6.0], [3.0], [3.0]]] * 2),
         (complex_values, [([2 + 1j] * 3, [1 + 1j] * 3)] * 2),
-        (objects, [([{"rank": 0}, {"rank": 1}], ["from 0"])] * 2),
         (many_tags_in_reverse, [True] * 2),
         (from_anyone, [[(rank, rank, k) for rank in (1, 2) for k in range(3)], "sent", "sent"]),
         (send_to_a_late_receiver, [(False, True), [1.0] * 3]),
