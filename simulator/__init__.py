@@ -57,6 +57,7 @@ from simulator.models.gpt import (
     gpt_num_parameters as gpt_num_parameters,
     gpt_step_flops as gpt_step_flops,
     gpt_workload as gpt_workload,
+    mix_experts as mix_experts,
 )
 from simulator.models.hugging_face.config import workload_from_config as workload_from_config
 from simulator.models.llama import (
@@ -64,7 +65,7 @@ from simulator.models.llama import (
     LlamaSizes as LlamaSizes,
     llama_workload as llama_workload,
 )
-from simulator.models.mixture_of_experts import Mixture as Mixture, mix_experts as mix_experts
+from simulator.models.mixture_of_experts import Mixture as Mixture
 from simulator.pipeline.compiled import CompiledSchedule as CompiledSchedule
 from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_flight as peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun as PipelineRun, simulate_schedule as simulate_schedule
@@ -73,10 +74,13 @@ from simulator.runs.failures import (
     RATES as RATES,
     Failures as Failures,
     Goodput as Goodput,
+    best_by_trial as best_by_trial,
     best_s as best_s,
     checkpoint_bytes as checkpoint_bytes,
     daly_s as daly_s,
+    draw_runs as draw_runs,
     goodput as goodput,
+    goodput_by_trial as goodput_by_trial,
     young_s as young_s,
 )
 from simulator.runs.money import (
@@ -88,11 +92,6 @@ from simulator.runs.money import (
     counts_of as counts_of,
     curve as curve,
     spread as spread,
-)
-from simulator.runs.monte_carlo import (
-    best_by_trial as best_by_trial,
-    draw_runs as draw_runs,
-    goodput_by_trial as goodput_by_trial,
 )
 from simulator.step.simulate import (
     Measured as Measured,

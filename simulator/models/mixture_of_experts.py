@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from distlab.plan import Experts, Layer, Region, Work, Workload
-from simulator.models.gpt import with_layers
-from simulator.models.parts import PASSES, Parts, Shapes, change_layers, parameters, require_sizes
+from distlab.plan import Experts, Layer, Region, Work
+from simulator.models.parts import PASSES, Parts, Shapes, parameters, require_sizes
 
 ROUTER_KERNELS = 8  # the product, softmax, top k, the orderings, and what adds rows up
 # How often all rows are read and written: by rank before they leave, by expert where they arrive, and back.
@@ -21,12 +20,11 @@ ORDERINGS = 4
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts of a block, how many of them a token goes to, and what bounds an expert's rows.
+    """Experts of a block, and how many of them a token goes to.
 
     Attributes:
         num_experts: in each block that has them.
         top_k: experts that a token goes to.
-        capacity_factor: rows that an expert takes, over those of an even load; None: no bound.
         expert_size: width of an expert; None: of the feed-forward part.
         shared_size: width of the part that every token passes; 0: there is none.
         dense_layers: blocks at the start of the model that have a plain feed-forward part.
@@ -38,7 +36,6 @@ class Mixture:
 
     num_experts: int
     top_k: int = 1
-    capacity_factor: float | None = None
     expert_size: int | None = None
     shared_size: int = 0
     dense_layers: int = 0
@@ -52,8 +49,6 @@ class Mixture:
         )
         if self.top_k > self.num_experts:
             raise ValueError(f"experts: top_k is {self.top_k} of {self.num_experts} experts; choose at most all")
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"experts: capacity_factor is {self.capacity_factor!r}; pass a factor above 0, or None")
         for name in ("shared_size", "dense_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"experts: {name} is {getattr(self, name)!r}; pass 0 (none) or more")
@@ -68,66 +63,6 @@ class Mixture:
         """Return whether a block, counted from 0, has experts."""
         return layer >= self.dense_layers and (layer + 1) % self.every == 0
 
-    @property
-    def rows_per_token(self) -> float:
-        """Rows that reach an expert when loads are even."""
-        return self.top_k * min(1.0, self.capacity_factor or 1.0)
-
-
-def mix_experts(
-    workload: Workload, num_experts: int, *, top_k: int = 1, capacity_factor: float | None = None
-) -> Workload:
-    """Return a GPT's workload with a mixture of experts in place of the feed-forward part of each block.
-
-    Each of the experts is as wide as the part that it replaces; a token goes to `top_k` of them. `capacity_factor`
-    bounds an expert's rows to so many times an even load (None: no bound), which drops rows of an even load where it is
-    below 1.
-
-    Args:
-        workload: as `simulator.gpt_workload` makes it.
-        num_experts: of each block.
-        top_k: experts that a token goes to.
-        capacity_factor: rows that an expert takes, over those of an even load.
-
-    Cost: forward (8 + 16 k) B s h^2 + 2 B s h E FLOPs per layer in place of 24 B s h^2.
-
-    Raises:
-        ValueError: a number that cannot be, or a workload without a GPT's blocks, or with experts already.
-    """
-    mixture = Mixture(num_experts, top_k, capacity_factor)
-
-    def mixed(layer: Layer) -> Layer | None:
-        is_dense = layer.regions and layer.regions[-1].name == "feed-forward" and _ends_with_bias(layer)
-        return with_experts(*_without_feed_forward(layer), mixture) if is_dense else None
-
-    layers = change_layers(workload, mixed)
-    if layers == workload.layers:
-        raise ValueError(f"{workload.name} has no feed-forward part to replace; pass a workload of gpt_workload")
-    return with_layers(workload, layers)
-
-
-def _ends_with_bias(block: Layer) -> bool:
-    """Return whether the last parameter is a vector as long as the first norm: so of a GPT's block."""
-    return block.parameter_shapes[-1] == block.parameter_shapes[0]
-
-
-def _without_feed_forward(block: Layer) -> tuple[Layer, Region, Shapes]:
-    """Return a GPT's block without its feed-forward part; the part; and the shapes of its parameters."""
-    *kept, dense = block.regions
-    own = round(dense.forward.memory_bytes / 2)
-    first = len(block.parameter_shapes) - 4  # two matrices and their biases
-    shapes, axes = block.parameter_shapes, block.parameter_axes
-    bare = replace(
-        block,
-        **{name: getattr(block, name).without(getattr(dense, name)) for name in PASSES},
-        **parameters(list(zip(shapes[:first], axes[:first], strict=True))),
-        activation_bytes=block.activation_bytes - own,
-        tensor_activation_bytes=block.tensor_activation_bytes - own,
-        kept_until_weights_bytes=None,
-        regions=tuple(kept),
-    )
-    return bare, dense, shapes[first:]
-
 
 def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture) -> Layer:
     """Return the block with experts behind its regions.
@@ -140,7 +75,7 @@ def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture)
     """
     h = block.parameter_shapes[0][-1]  # of the first norm, or of the products of queries
     tokens = block.output_bytes // (2 * h)
-    rows, count = mixture.rows_per_token, mixture.num_experts
+    rows, count = float(mixture.top_k), mixture.num_experts
     experts = _experts(expert, mixture, round(2 * rows * tokens * h))
     router = Work(2.0 * tokens * h * count, 8.0 * tokens * count + ORDERINGS * 2 * experts.row_bytes, ROUTER_KERNELS)
     router_parts: Parts = [((count, h), "")] + ([((count,), "")] if mixture.router_bias else [])
@@ -155,7 +90,7 @@ def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture)
 
 
 def _experts(expert: Region, mixture: Mixture, row_bytes: int) -> Experts:
-    count, rows, kernels = mixture.num_experts, mixture.rows_per_token, expert.forward.num_kernels
+    count, rows, kernels = mixture.num_experts, float(mixture.top_k), expert.forward.num_kernels
     forward = replace(expert.forward.times(rows), num_kernels=kernels * count)
     weights = Work(forward.matmul_flops, 0, kernels * count)
     each = tuple(part._replace(rows=math.ceil(part.rows * rows / count), divided="") for part in expert.products)

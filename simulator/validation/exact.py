@@ -29,8 +29,8 @@ from simulator.runs.failures import checkpoint_bytes
 from simulator.stage.products import slowdown
 from simulator.step.simulate import simulate
 from simulator.units import GB, GIB, TB
-from simulator.validation.a100 import zero_bubble
 from simulator.validation.case import MEGATRON, Row, gpt, read_table
+from simulator.validation.steps import zero_bubble
 
 LARGE_BYTES = 64 * 2**20
 SECONDS_A_DAY = 86_400
