@@ -14,9 +14,16 @@ file.
 """
 
 from simulator.advisor.question import Question as Question
-from simulator.advisor.reasons import Reason as Reason, near_fit as near_fit, reasons as reasons, words_of as words_of
+from simulator.advisor.reasons import (
+    MapCell as MapCell,
+    Reason as Reason,
+    near_fit as near_fit,
+    reasons as reasons,
+    strategy_map as strategy_map,
+    strategy_of as strategy_of,
+    words_of as words_of,
+)
 from simulator.advisor.search import Choice as Choice, Search as Search, search as search
-from simulator.advisor.strategies import MapCell as MapCell, strategy_map as strategy_map, strategy_of as strategy_of
 from simulator.gradients.compression import (
     CodecWork as CodecWork,
     MeasuredCodec as MeasuredCodec,
@@ -46,14 +53,12 @@ from simulator.hardware.presets import (
 )
 from simulator.memory.advice import DoesNotFitError as DoesNotFitError, check_fit as check_fit
 from simulator.memory.memory import Memory as Memory, memory_of as memory_of
-from simulator.memory.published_formulas import (
-    activation_bytes_per_layer as activation_bytes_per_layer,
-    adam_state_bytes as adam_state_bytes,
-)
 from simulator.models.attention_kernel import fuse_attention as fuse_attention
 from simulator.models.by_name import model_by_name as model_by_name
 from simulator.models.description import ModelDescription as ModelDescription
 from simulator.models.gpt import (
+    activation_bytes_per_layer as activation_bytes_per_layer,
+    adam_state_bytes as adam_state_bytes,
     gpt_num_parameters as gpt_num_parameters,
     gpt_step_flops as gpt_step_flops,
     gpt_workload as gpt_workload,
@@ -65,7 +70,7 @@ from simulator.models.llama import (
     LlamaSizes as LlamaSizes,
     llama_workload as llama_workload,
 )
-from simulator.models.mixture_of_experts import Mixture as Mixture
+from simulator.models.parts import Mixture as Mixture
 from simulator.pipeline.compiled import CompiledSchedule as CompiledSchedule
 from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_flight as peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun as PipelineRun, simulate_schedule as simulate_schedule

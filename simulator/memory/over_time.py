@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from simulator.memory.model_states import GRADIENTS, KINDS
 from simulator.memory.stage import AFTER, FIRST, LAST, MIDDLE, NONE, ONLY, Ints, StageBytes
-from simulator.pipeline.schedule_arrays import B, F, I, ScheduleArrays, W
+from simulator.pipeline.schedule_arrays import CHANGE, B, F, I, ScheduleArrays, W
 
-CHANGE = np.array([1, -1, 0, -1])  # of what is in flight: F, B, I, W
 WAITS = np.array([0, 0, 1, -1])  # of what has had its I and not its W
 
 

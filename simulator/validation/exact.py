@@ -11,7 +11,6 @@ from distlab.plan import (
     ActionTimes,
     Layer,
     Plan,
-    Precision,
     Schedule,
     Sharding,
     Work,
@@ -65,7 +64,7 @@ def activations() -> Iterator[Derived]:
             tensor=8,
             pipeline=8 if large else 1,
             num_microbatches=64,
-            precision=Precision("bfloat16", gradients="float32"),
+            precision=MEGATRON,
             sequence_parallel=split,
             recompute="selective" if split else "none",
             schedule="interleaved" if large else "one_f_one_b",
@@ -139,16 +138,12 @@ def bubbles() -> Iterator[Derived]:
     profiled_of = {(row["model"], row["num_microbatches"]): row for row in rows}
     for row in read_table("zerobubble_table5_bubble_rates"):
         row_of = profiled_of[row["model"], row["num_microbatches"]]
-        own = _times(row_of)
+        own = ActionTimes(*(row_of[f"T_{letter}_ms"] for letter in ("F", "B", "W", "comm")))
         run = simulate_schedule(_schedule(row, own), own)
         microbatches = row["num_microbatches"]
         work = microbatches * sum(row_of[f"T_{letter}_ms"] for letter in "FBW") / 1e3
         label = f"{row['model']} {row['schedule']} m={microbatches}"
         yield Derived("zero-bubble Table 5", label, 1 - work / run.steady_s, float(row["bubble_rate"]))
-
-
-def _times(row: Row) -> ActionTimes:
-    return ActionTimes(*(row[f"T_{letter}_ms"] for letter in ("F", "B", "W", "comm")))
 
 
 def _schedule(row: Row, times: ActionTimes) -> Schedule:

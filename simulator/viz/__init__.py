@@ -29,7 +29,7 @@ from simulator.viz.data_parallel.step import step_of as step_of
 from simulator.viz.data_parallel.train_step import draw_train_step as draw_train_step
 from simulator.viz.drawing.bars import draw_bars as draw_bars, draw_sections as draw_sections
 from simulator.viz.drawing.paint import to_png as to_png
-from simulator.viz.drawing.picture import Picture as Picture
+from simulator.viz.drawing.pen import Picture as Picture
 from simulator.viz.expert_parallel import draw_routing as draw_routing
 from simulator.viz.large_batch import draw_batch_sizes as draw_batch_sizes, draw_scaling as draw_scaling
 from simulator.viz.memory import (

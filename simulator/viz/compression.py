@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator
 from distlab.plan.compression import Compression
 from simulator.sweeps.compression import CompressionLine, CompressionSweep
 from simulator.units import format_bytes_per_s, format_s, percent, time_unit
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Picture
 from simulator.viz.drawing.plot import GRID, axes_pixels, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.theme import DPI, FAINT, INK, SMALL_PT, line_look
 

@@ -11,14 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
-from simulator.advisor.reasons import words_of
-from simulator.advisor.strategies import STRATEGIES, MapCell
+from simulator.advisor.reasons import STRATEGIES, MapCell, words_of
 from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, goodput_by_trial, young_s
 from simulator.runs.money import Bill, Curve
 from simulator.units import capitalised, counted, format_s, format_span, percent
 from simulator.viz.drawing import plot, theme
-from simulator.viz.drawing.pen import LEGEND_LINE_IN, finished, legend_lines, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import LEGEND_LINE_IN, Picture, finished, legend_lines, sheet
 
 NAMES = ("shortest", "cheapest", "sweet spot")
 

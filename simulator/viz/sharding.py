@@ -14,8 +14,7 @@ from simulator.step.simulate import Step
 from simulator.sweeps.fsdp_units import UnitSweep
 from simulator.units import byte_unit, counted, format_bytes, format_s, percent, time_unit
 from simulator.viz.drawing.lanes import Scene, scene_of
-from simulator.viz.drawing.pen import finished, put_legend
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Picture, finished, put_legend
 from simulator.viz.drawing.plot import draw_time_scale, frame, mark_ticks, name_axes, new_figure
 from simulator.viz.drawing.theme import FAINT, INK, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox
 from simulator.viz.timeline.timeline import fill_rows
