@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Plan, Workload
-from simulator.precision import widths_of
+from simulator.units import widths_of
 
 SECONDS_AN_HOUR = 3600
 LEAST_USEFUL = 1e-3

@@ -10,11 +10,10 @@ from distlab.plan.require import changed
 from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import RankLayout
-from simulator.precision import Widths, widths_of
 from simulator.stage.parallel_passes import INSIDE, CallCosts, CallInPass, PassTimeline, Shares, backward_of, forward_of
 from simulator.stage.products import with_shapes
 from simulator.stage.recomputed import run_again
-from simulator.units import to_ns
+from simulator.units import Widths, to_ns, widths_of
 
 
 class LayerTimes(NamedTuple):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from distlab.plan import Cluster, Plan, Workload
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
 from simulator.memory.memory import memory_of
-from simulator.precision import widths_of
 from simulator.step.simulate import simulate
+from simulator.units import widths_of
 
 MAX_SIZES = 24
 

@@ -60,16 +60,9 @@ def activations() -> Iterator[Derived]:
     """Derive activations of 22B and 175B, in GiB; the figure leaves out the embedding's (2205.05198, Figure 1)."""
     for row in read_table("korthikanti_fig1_memory_gib"):
         large, split = row["model"] == "175B", row["recompute"] != "none"
-        plan = Plan(
-            tensor=8,
-            pipeline=8 if large else 1,
-            num_microbatches=64,
-            precision=MEGATRON,
-            sequence_parallel=split,
-            recompute="selective" if split else "none",
-            schedule="interleaved" if large else "one_f_one_b",
-            stages_per_rank=3 if large else 1,
-        )
+        own: dict[str, Any] = {"pipeline": 8, "schedule": "interleaved", "stages_per_rank": 3} if large else {}
+        own |= {"sequence_parallel": True, "recompute": "selective"} if split else {}
+        plan = Plan(tensor=8, num_microbatches=64, precision=MEGATRON, **own)
         workload = model_by_name("gpt-3-175b" if large else "gpt-22b", microbatch_size=1 if large else 4)
         embedding, *others = workload.layers
         alone = replace(workload, layers=(replace(embedding, activation_bytes=0), *others))

@@ -227,22 +227,14 @@ def nemo() -> Iterator[Case]:
         model, micro, gpus, batch, sequence = (
             row[key] for key in ("model", "micro_batch", "gpus", "global_batch", "seq_len")
         )
-        degrees = {"pipeline": row["pp"], "tensor": row["tp"], "context": row["cp"]}
+        degrees = {"pipeline": row["pp"], "tensor": row["tp"], "context": row["cp"], "sequence_parallel": row["tp"] > 1}
         if model in NEMO_LLAMA:
             workload = _llama(NEMO_LLAMA[model], sequence, micro)
         else:
             workload = fuse_attention(gpt(*NEMO_GPT[model], sequence, micro))
-        plan = plan_of(
-            batch,
-            micro,
-            data=gpus // (row["tp"] * row["pp"] * row["cp"]),
-            stages=row["vp"],
-            sequence_parallel=row["tp"] > 1,
-            sharding=Sharding(1),
-            precision=SIXTEEN_BITS,
-            float8="products" if row["precision"] == "fp8" else "none",
-            **degrees,
-        )
+        float8 = "products" if row["precision"] == "fp8" else "none"
+        own: dict[str, Any] = {"sharding": Sharding(1), "precision": SIXTEEN_BITS, "float8": float8, **degrees}
+        plan = plan_of(batch, micro, data=gpus // (row["tp"] * row["pp"] * row["cp"]), stages=row["vp"], **own)
         measured = float(row["step_s"] or batch * sequence / gpus / row["tokens_per_s_per_gpu"])
         label = f"{model} {row['precision']} on {gpus}"
         yield Case("NeMo", label, model, workload, plan, "dgx-h100", "nemo", measured)
@@ -296,15 +288,9 @@ def nanotron() -> Iterator[Case]:
     for row in read_table("nanotron_ultrascale_best_configs"):
         size, gpus, tensor = row["model_params_b"], row["gpus"], row["tp"]
         workload = _llama(NANOTRON[size], 4096, row["micro_batch"])
-        plan = Plan(
-            data=row["dp"],
-            pipeline=row["pp"],
-            tensor=tensor,
-            num_microbatches=row["grad_accum"],
-            sequence_parallel=tensor > 1,
-            sharding=Sharding(row["zero_stage"]),
-            precision=MEGATRON,
-        )
+        degrees = {"data": row["dp"], "pipeline": row["pp"], "tensor": tensor, "sequence_parallel": tensor > 1}
+        sharding = Sharding(row["zero_stage"])
+        plan = Plan(num_microbatches=row["grad_accum"], sharding=sharding, precision=MEGATRON, **degrees)
         where = ("dgx-h100", "nanotron", _seconds(workload, plan, row["mfu_pct"] / 100))
         yield Case("nanotron", f"{size}B on {gpus}", f"{gpus} GPUs", workload, plan, *where)
 

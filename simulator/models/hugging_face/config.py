@@ -17,7 +17,7 @@ from simulator.models.attention_kernel import with_kernel
 from simulator.models.gpt import as_released, gpt_workload, with_own_head
 from simulator.models.hugging_face.families import FAMILIES as LLAMAS
 from simulator.models.hugging_face.fields import COUNT_IT, Fields
-from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.models.llama import llama_workload
 
 MOST_TOKENS = 4096  # of a sequence, where the caller does not say how long it is
 FAMILIES = (*LLAMAS, "gpt2", "opt", "bloom", "gpt_neox")
@@ -75,7 +75,11 @@ def workload_from_config(
         raise ValueError(f"{where}: _name_or_path is {name!r}; write a text of one line, or leave it out")
     learned, own = 0, {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
     if family in LLAMAS:
-        sizes = _sizes(fields, family)
+        try:
+            sizes = LLAMAS[family](fields)
+        except ValueError as error:  # of one field, or of sizes that do not go together
+            text = str(error)
+            raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: {text}") from None
     else:
         gpt, learned = _gpt(fields, str(family))
     most = learned or fields.count("max_position_embeddings", MOST_TOKENS)
@@ -107,14 +111,6 @@ def _refuse(where: str, values: Mapping[str, object]) -> NoReturn:
         f"{where}: model_type is {values.get('model_type')!r}; known are {', '.join(FAMILIES)}; write one of these "
         f"only where the layers are the same, or {COUNT_IT}"
     )
-
-
-def _sizes(fields: Fields, family: str) -> LlamaSizes:
-    try:
-        return LLAMAS[family](fields)
-    except ValueError as error:  # of one field, or of sizes that do not go together
-        text = str(error)
-        raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: {text}") from None
 
 
 def _read(path: Path) -> Mapping[str, object]:

@@ -29,7 +29,7 @@ from simulator.viz.memory import draw_memory, draw_memory_of_plans
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
 from simulator.viz.panels.panel import Panel, choice, slider
 from simulator.viz.runs import draw_cost_curve, draw_goodput, draw_strategy_map
-from simulator.viz.sharding import draw_sharding
+from simulator.viz.sweeps import draw_sharding
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
