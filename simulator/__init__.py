@@ -9,14 +9,20 @@ Read the rooms in this order:
 6. `step`: all together. 7. `memory`. 8. `models`. 9. `sweeps`. 10. `advisor`: which plan to use.
 11. `runs`: failures, days and dollars of a whole run. 12. `validation`: how near all of it comes to published steps.
 
-`units` and `precision` convert numbers and say how wide they are; `plan_file` reads all that a step needs from one
-file.
+`units` converts numbers and says how wide they are; `plan_file` reads all that a step needs from one file.
 """
 
 from simulator.advisor.question import Question as Question
-from simulator.advisor.reasons import Reason as Reason, near_fit as near_fit, reasons as reasons, words_of as words_of
+from simulator.advisor.reasons import (
+    MapCell as MapCell,
+    Reason as Reason,
+    near_fit as near_fit,
+    reasons as reasons,
+    strategy_map as strategy_map,
+    strategy_of as strategy_of,
+    words_of as words_of,
+)
 from simulator.advisor.search import Choice as Choice, Search as Search, search as search
-from simulator.advisor.strategies import MapCell as MapCell, strategy_map as strategy_map, strategy_of as strategy_of
 from simulator.gradients.compression import (
     CodecWork as CodecWork,
     MeasuredCodec as MeasuredCodec,
@@ -46,17 +52,16 @@ from simulator.hardware.presets import (
 )
 from simulator.memory.advice import DoesNotFitError as DoesNotFitError, check_fit as check_fit
 from simulator.memory.memory import Memory as Memory, memory_of as memory_of
-from simulator.memory.published_formulas import (
-    activation_bytes_per_layer as activation_bytes_per_layer,
-    adam_state_bytes as adam_state_bytes,
-)
 from simulator.models.attention_kernel import fuse_attention as fuse_attention
 from simulator.models.by_name import model_by_name as model_by_name
 from simulator.models.description import ModelDescription as ModelDescription
 from simulator.models.gpt import (
+    activation_bytes_per_layer as activation_bytes_per_layer,
+    adam_state_bytes as adam_state_bytes,
     gpt_num_parameters as gpt_num_parameters,
     gpt_step_flops as gpt_step_flops,
     gpt_workload as gpt_workload,
+    mix_experts as mix_experts,
 )
 from simulator.models.hugging_face.config import workload_from_config as workload_from_config
 from simulator.models.llama import (
@@ -64,7 +69,7 @@ from simulator.models.llama import (
     LlamaSizes as LlamaSizes,
     llama_workload as llama_workload,
 )
-from simulator.models.mixture_of_experts import Mixture as Mixture, mix_experts as mix_experts
+from simulator.models.parts import Mixture as Mixture
 from simulator.pipeline.compiled import CompiledSchedule as CompiledSchedule
 from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_flight as peak_in_flight
 from simulator.pipeline.simulate_schedule import PipelineRun as PipelineRun, simulate_schedule as simulate_schedule
@@ -73,10 +78,13 @@ from simulator.runs.failures import (
     RATES as RATES,
     Failures as Failures,
     Goodput as Goodput,
+    best_by_trial as best_by_trial,
     best_s as best_s,
     checkpoint_bytes as checkpoint_bytes,
     daly_s as daly_s,
+    draw_runs as draw_runs,
     goodput as goodput,
+    goodput_by_trial as goodput_by_trial,
     young_s as young_s,
 )
 from simulator.runs.money import (
@@ -88,11 +96,6 @@ from simulator.runs.money import (
     counts_of as counts_of,
     curve as curve,
     spread as spread,
-)
-from simulator.runs.monte_carlo import (
-    best_by_trial as best_by_trial,
-    draw_runs as draw_runs,
-    goodput_by_trial as goodput_by_trial,
 )
 from simulator.step.simulate import (
     Measured as Measured,

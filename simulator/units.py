@@ -1,4 +1,4 @@
-"""The only place where bytes, seconds, rates and shares change scale or become text; and lists of things in words.
+"""The only place where bytes, seconds, rates and shares change scale or become text; lists in words; widths of numbers.
 
 Inside the simulator a duration is a whole number of nanoseconds and a size a whole number of bytes; a cost model works
 in seconds and bytes per second. GB is 1e9 bytes, as on data sheets; GiB is 2**30, as allocators count.
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from distlab.plan import Plan, Workload
+from distlab.plan.sharding import DTYPE_BYTES
 
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -119,3 +123,40 @@ def listed(names: Sequence[object]) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Write ranks in words: 'rank 1', 'ranks 1 and 3', 'ranks 0, 1 and 3'."""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+class Widths(NamedTuple):
+    """Bytes of one element: of a parameter in each of its forms, and of messages; for activations it is a factor.
+
+    Attributes:
+        parameter: to compute with.
+        gradient: as it is kept until the update.
+        master: of the copy for the update, or 0.
+        optimizer: state of the optimizer.
+        reduce: as it is summed over ranks.
+        activations: how much wider than the workload's activations are.
+    """
+
+    parameter: int
+    gradient: int
+    master: int
+    optimizer: float
+    reduce: int
+    activations: float
+
+
+def widths_of(workload: Workload, plan: Plan) -> Widths:
+    """Return the bytes of an element under the plan's precision, or the workload's own where it has none.
+
+    The optimizer's state has the type of what is updated: the master weights', or the parameters' where there are none.
+    """
+    own, master = workload.bytes_per_parameter, workload.master_bytes_per_parameter
+    precision, state = plan.precision, workload.optimizer_bytes_per_parameter
+    if precision is None:
+        return Widths(own, own, master, state, own, 1.0)
+    compute = DTYPE_BYTES[precision.compute]
+    master_now = 4 if precision.has_master_weights else 0
+    state_now = state * (master_now or compute) / (master or own)
+    activations = compute / (workload.activation_element_bytes or own)
+    gradient, reduce = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.reduce]
+    return Widths(compute, gradient, master_now, state_now, reduce, activations)

@@ -144,9 +144,7 @@ def validate(arguments: argparse.Namespace) -> int:
     tell("tables")
     tables = report.derived()
     if arguments.page:
-        from simulator.validation.page import write_page
-
-        write_page(arguments.page, families, tables)
+        report.write_page(arguments.page, families, tables)
     as_json = arguments.json
     print(json.dumps(report.facts(families, tables), indent=2) if as_json else report.text(families, tables))
     return 0

@@ -141,7 +141,7 @@ def _failures(chosen: Bill, seed: int) -> dict[str, Any]:
     rate = failures.published
     said: dict[str, Any] = {"per_device_hour": rate.per_device_hour, "source": rate.source, "save_s": good.save_s}
     said |= {"restart_s": failures.restart_s, "expected": 0.0, "mtbf_s": None, "interval_s": None}
-    said |= {name: getattr(good, name) for name in ("useful", "saving", "lost", "restarting", "slow")}
+    said |= {name: getattr(good, name) for name in ("useful", "saving", "lost", "restarting")}
     if math.isinf(good.mtbf_s):
         return said
     both, seconds = (good.save_s, good.mtbf_s), chosen.days * 24 * 3600
@@ -150,7 +150,7 @@ def _failures(chosen: Bill, seed: int) -> dict[str, Any]:
     best["monte_carlo"] = best_by_trial(*both, restart_s=failures.restart_s, seed=seed)
     num_runs = int(np.clip(DRAWN / said["expected"], 50, 1000))
     works: dict[str, Any] = {"save_s": good.save_s, "restart_s": failures.restart_s, "num_runs": num_runs, "seed": seed}
-    ends = draw_runs(seconds * (good.useful + good.slow), good.mtbf_s, good.interval_s, **works)
+    ends = draw_runs(seconds * good.useful, good.mtbf_s, good.interval_s, **works)
     low, high = np.percentile(ends, [10, 90]) / 86_400
     return said | {
         "best_interval_s": best,
@@ -182,7 +182,7 @@ def _text(said: dict[str, Any]) -> str:
 def _failure_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
     from simulator.units import format_span
 
-    parts = ", ".join(f"{said[name]:.1%} {name}" for name in ("saving", "lost", "restarting", "slow") if said[name])
+    parts = ", ".join(f"{said[name]:.1%} {name}" for name in ("saving", "lost", "restarting") if said[name])
     rows = [("goodput", f"{said['useful']:.1%} of the time{f': {parts}' if parts else ''}")]
     if said["mtbf_s"] is None:
         return [*rows, ("failures", said["source"])]

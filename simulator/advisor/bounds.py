@@ -26,10 +26,10 @@ from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question
 from simulator.gradients.fsdp_units import UNIT_KERNELS, VIEW_KERNELS
 from simulator.hardware.rank_layout import RankLayout
 from simulator.pipeline.schedule_arrays import F, last_actions
-from simulator.precision import widths_of
 from simulator.stage.local_layer import output_bytes
 from simulator.stage.stage import message_ns, parts_of_messages
 from simulator.step.timed import compile_family
+from simulator.units import widths_of
 
 PLAIN = Plan()  # of the workload's own precision, as all that is searched
 SLACK = 1 - 1e-6  # of sums of rounded times

@@ -115,7 +115,7 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Rows of plans; see the first lines of `candidates` and `bounds`.
+    """Rows of plans; see the first lines of `search` and `bounds`.
 
     Attributes:
         question: what they are plans for.

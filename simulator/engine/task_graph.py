@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 COMPUTE = 0
 COMMUNICATION = 1
-NONE, SEVERAL = -1, -2  # in place of the one operation that another needs
+NONE, SEVERAL = -1, -2  # in place of the one operation that is needed
 
 
 class Graph:

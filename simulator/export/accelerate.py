@@ -38,21 +38,17 @@ def accelerate_config(said: PlanFile, options: Options) -> Exported:
     if plan.world_size > 1:
         config["distributed_type"] = ("MULTI_GPU", "DEEPSPEED", "FSDP", "FSDP")[stage]
     if stage == 1:
-        config["deepspeed_config"] = _deepspeed(plan, options)
+        config["deepspeed_config"] = {
+            "zero_stage": 1,
+            "gradient_accumulation_steps": plan.num_microbatches,
+            "offload_optimizer_device": "cpu" if plan.sharding.offload == "optimizer" else "none",
+            **({} if options.max_norm is None else {"gradient_clipping": options.max_norm}),
+        }
     if stage >= 2:
         config |= _fsdp(plan)
     has = {"several nodes": nodes > 1, "a norm without DeepSpeed": options.max_norm is not None and stage != 1}
     words = {"samples": counted(said.workload.microbatch_size, "sample"), "max_norm": options.max_norm}
     return as_json(config, notes("accelerate", plan, has, **words))
-
-
-def _deepspeed(plan: Plan, options: Options) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "zero_stage": 1,
-        "gradient_accumulation_steps": plan.num_microbatches,
-        "offload_optimizer_device": "cpu" if plan.sharding.offload == "optimizer" else "none",
-    }
-    return config | ({} if options.max_norm is None else {"gradient_clipping": options.max_norm})
 
 
 def _fsdp(plan: Plan) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Source: torch.distributed.run of torch 2.11 to 2.13; sbatch and srun of Slurm 23
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from simulator.export.parts import NAME, Exported, Options, as_json, devices_per_node
 from simulator.plan_file import PlanFile
@@ -15,15 +15,8 @@ PORT = 29500
 NOTES = ("namespace, volumes, shared memory and the network's devices are your cluster's: add them",)
 
 
-class Places(NamedTuple):
-    """Nodes, and ranks on each."""
-
-    nodes: int
-    per_node: int
-
-
-def places_of(said: PlanFile) -> Places:
-    """Return how many nodes a plan needs, with as many ranks on each.
+def places_of(said: PlanFile) -> tuple[int, int]:
+    """Return how many nodes a plan needs, and how many ranks are on each.
 
     Raises:
         ValueError: its ranks do not fill the nodes.
@@ -31,7 +24,7 @@ def places_of(said: PlanFile) -> Places:
     ranks, most = said.plan.world_size, devices_per_node(said)
     if ranks > most and ranks % most:
         raise ValueError(f"launch files cannot express {ranks} ranks on nodes of {most}; use a multiple of {most}")
-    return Places(-(-ranks // most), min(ranks, most))
+    return -(-ranks // most), min(ranks, most)
 
 
 def torchrun_command(said: PlanFile, options: Options) -> Exported:

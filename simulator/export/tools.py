@@ -1,6 +1,6 @@
 """Every tool by its name: what `distlab export --to NAME` prints, and which check its file has had.
 
-Each takes a plan file and a options, and returns the text and notes on what the text does not hold.
+Each takes a plan file and options, and returns the text and notes on what the text does not hold.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ def _deepspeed(said: PlanFile, options: Options) -> Exported:
     return as_json(config, deepspeed_notes(said.plan))
 
 
-def _fsdp2(said: PlanFile, options: Options) -> Exported:
-    return Exported(fsdp2_code(said.plan, layers=options.layers, max_norm=options.max_norm))
-
-
 TOOLS: Mapping[str, Callable[[PlanFile, Options], Exported]] = MappingProxyType(
     {
         "deepspeed": _deepspeed,
-        "fsdp2": _fsdp2,
+        "fsdp2": lambda said, own: Exported(fsdp2_code(said.plan, layers=own.layers, max_norm=own.max_norm)),
         "torchtitan": torchtitan_config,
         "megatron": megatron_flags,
         "accelerate": accelerate_config,

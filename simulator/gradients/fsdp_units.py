@@ -22,8 +22,7 @@ from distlab.plan import Cluster, Layer, Plan, Work, make_units
 from simulator.gradients.buckets import BucketCost, Transfer
 from simulator.hardware.cost import all_reduce_s, all_reduce_steps, compute_s
 from simulator.hardware.rank_layout import COPIES, Group, Links, RankLayout, group_of
-from simulator.precision import Widths
-from simulator.units import to_ns
+from simulator.units import Widths, to_ns
 
 # What our Python costs the computing rank, in kernels. On a CPU, where it was timed, a kernel costs what an operator of
 # torch does, kernel_s, and each of these is an operator or about as dear. Presets of GPUs have kernel_s = 0, so there

@@ -22,9 +22,7 @@ from typing import Any
 from distlab.plan import Cluster, Device, Link, Protocol, Software
 
 BEST_CASE = "best-case"
-ENERGY_OF_16_BITS = (
-    2  # of an operation, over one of 8 bits (assumed): where power bounds products, those are twice as fast
-)
+ENERGY_OF_16_BITS = 2  # of an operation, over one of 8 bits (assumed): where power bounds them, those are twice as fast
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Bytes on each rank: by kind, at the peak and over a step.
 
-Read `memory` (`memory_of`), then `stage` (what one stage holds), `model_states` (parameters, gradients, optimizer,
-gathered units) and `over_time` (what is alive while passes run). `published_formulas` holds the formulas of papers,
-`advice` the smallest change that makes a plan fit.
+Read `memory` (`memory_of`, and what is alive while passes run), then `stage` (what one stage holds) and `model_states`
+(parameters, gradients, optimizer, gathered units). `advice` finds the smallest change that makes a plan fit.
 """

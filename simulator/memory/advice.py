@@ -70,16 +70,11 @@ class Change:
     def words(self, before: Plan) -> str:
         """Say what differs from the plan before."""
         now, was = self.plan.sharding, before.sharding
-        parts = []
-        if self.plan.schedule != before.schedule:
-            parts.append(f"schedule={self.plan.schedule!r}")
-        if self.plan.stages_per_rank != before.stages_per_rank:
-            parts.append(f"stages_per_rank={self.plan.stages_per_rank}")
-        for name in ("recompute", "recompute_method", "recompute_layers"):
-            if getattr(self.plan, name) != getattr(before, name):
-                parts.append(f"{name}={getattr(self.plan, name)!r}")
-        names = ("stage", "replicas", "reshard_after_forward", "offload")
-        changed = [f"{name}={getattr(now, name)!r}" for name in names if getattr(now, name) != getattr(was, name)]
+        names = ("schedule", "stages_per_rank", "recompute", "recompute_method", "recompute_layers")
+        values = {name: getattr(self.plan, name) for name in names}
+        parts = [f"{name}={value!r}" for name, value in values.items() if value != getattr(before, name)]
+        inner = ("stage", "replicas", "reshard_after_forward", "offload")
+        changed = [f"{name}={getattr(now, name)!r}" for name in inner if getattr(now, name) != getattr(was, name)]
         if changed:
             parts.append(f"Sharding({', '.join(changed)})")
         if self.split > 1:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from distlab.plan import Layer, Plan, assign_buckets
 from simulator.gradients.fsdp_units import gathered_bytes, units_of
-from simulator.precision import Widths
+from simulator.units import Widths
 
 Floats = NDArray[np.float64]
 

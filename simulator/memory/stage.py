@@ -26,9 +26,9 @@ from simulator.memory.model_states import (
     count_states,
     unit_bytes,
 )
-from simulator.precision import Widths, widths_of
 from simulator.stage.local_layer import local_layers
 from simulator.stage.recomputed import Bools, grouped, recomputed
+from simulator.units import Widths, widths_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

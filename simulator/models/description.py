@@ -9,11 +9,10 @@ from distlab.plan import Workload
 from simulator.hardware.presets import given
 from simulator.models.attention_kernel import with_kernel
 from simulator.models.by_name import model_by_name
-from simulator.models.gpt import gpt_workload
+from simulator.models.gpt import gpt_workload, mix_experts
 from simulator.models.hugging_face.config import workload_from_config
 from simulator.models.llama import LlamaSizes, llama_workload
-from simulator.models.mixture_of_experts import Mixture, mix_experts
-from simulator.models.parts import require_sizes
+from simulator.models.parts import Mixture, require_sizes
 
 OF_ANY = ("sequence_length", "microbatch_size", "attention")
 # What makes sizes those of a Llama; without any of them they are a GPT's.

@@ -1,11 +1,10 @@
-"""GPT: the work, parameters and activations of a GPT, layer by layer, from its sizes alone.
+"""GPT: the work, parameters and activations of a GPT, layer by layer, from its sizes alone; and published formulas.
 
 Symbols: B micro-batch, s sequence, h hidden, l layers, a heads, V vocabulary; the feed-forward part is 4h wide. The
 embedding is tied to the head: its parameters sit in the first layer. The last norm is left out, as in the sources.
 
 Each block says what ranks can share of it (see `distlab.plan.regions`): heads of attention, width of the feed-forward
-part, positions of the rest. `simulator.models.mixture_of_experts` puts mixtures of experts in place of the feed-forward
-parts.
+part, positions of the rest. `mix_experts` puts mixtures of experts in place of the feed-forward parts.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
-from simulator.memory.published_formulas import activation_bytes_per_layer
 from simulator.models.parts import (
     PASSES,
+    Mixture,
     Parts,
     adam_work,
     embedding_layer,
@@ -24,6 +23,7 @@ from simulator.models.parts import (
     parameters,
     require_sizes,
     trained_by_adam,
+    with_experts,
     with_operators,
 )
 
@@ -63,6 +63,26 @@ def gpt_workload(
     return trained_by_adam(_name(layers), layers, batch, bytes_per_parameter)
 
 
+def mix_experts(workload: Workload, num_experts: int, *, top_k: int = 1) -> Workload:
+    """Return a GPT's workload with a mixture of experts in place of the feed-forward part of each block.
+
+    Each of the experts is as wide as the part that it replaces; a token goes to `top_k` of them.
+
+    Cost: forward (8 + 16 k) B s h^2 + 2 B s h E FLOPs per layer in place of 24 B s h^2.
+
+    Raises:
+        ValueError: a number that cannot be, or a workload without the blocks that `gpt_workload` makes.
+    """
+    embedding, first, *rest = workload.layers
+    found, batch = first.regions[0].attention if first.regions else None, workload.samples
+    h = first.output_bytes // (2 * batch * found.num_positions) if found else 0
+    if not found or first != replace(_block(h, found.num_positions, batch, found.num_heads), name=first.name):
+        raise ValueError(f"{workload.name} has no feed-forward part to replace; pass a workload of gpt_workload")
+    block = _block(h, found.num_positions, batch, found.num_heads, Mixture(num_experts, top_k))
+    blocks = [replace(block, name=each.name) for each in (first, *rest[:-1])]
+    return _with_layers(workload, (embedding, *blocks, rest[-1]))
+
+
 def as_released(workload: Workload, num_positions: int) -> Workload:
     """Return a GPT with the last norm, and with learned positions as it was released, whatever its sequences.
 
@@ -89,11 +109,10 @@ def _with_ends(workload: Workload, first: Parts, calls: tuple[tuple[str, int], .
         *blocks,
         replace(last, **parameters([((h,), ""), ((h,), ""), *head]), sequence_calls=(("all_reduce", 2 * h),)),
     )
-    return with_layers(workload, layers)
+    return _with_layers(workload, layers)
 
 
-def with_layers(workload: Workload, layers: tuple[Layer, ...]) -> Workload:
-    """Return a GPT that has these layers, named by its size."""
+def _with_layers(workload: Workload, layers: tuple[Layer, ...]) -> Workload:
     return replace(workload, name=_name(layers), layers=layers, optimizer=adam_work(layers))
 
 
@@ -136,6 +155,64 @@ def gpt_step_flops(
     return flops + (4.0 * batch_size * s * s * h * layers if recompute == "selective" else 0.0)
 
 
+def adam_state_bytes(num_parameters: float, *, zero_stage: int = 0, num_ranks: int = 1) -> float:
+    """Return bytes per rank of mixed-precision Adam: 2 per parameter, 2 for its gradient, 12 for the optimizer.
+
+    Stage 1 shards the optimizer over the ranks, stage 2 gradients too, stage 3 parameters too.
+
+    Source: Rajbhandari et al. 2020 (1910.02054), section 3 and Table 1.
+
+    Raises:
+        ValueError: the stage is not 0 to 3, or there is less than one rank.
+    """
+    if zero_stage not in (0, 1, 2, 3) or num_ranks < 1:
+        raise ValueError(
+            f"ZeRO stage {zero_stage} over {num_ranks} ranks; choose a stage of 0 to 3 and at least one rank"
+        )
+    shards = [num_ranks if zero_stage >= needed else 1 for needed in (3, 2, 1)]  # parameters, gradients, optimizer
+    return num_parameters * sum(size / parts for size, parts in zip((2, 2, 12), shards, strict=True))
+
+
+def activation_bytes_per_layer(
+    hidden_size: int,
+    num_heads: int,
+    sequence_length: int,
+    microbatch_size: int,
+    *,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
+    """Return bytes that one transformer layer keeps for backward, in 16-bit precision.
+
+    Args:
+        hidden_size: h.
+        num_heads: a.
+        sequence_length: s.
+        microbatch_size: B.
+        tensor: degree t of tensor parallelism.
+        sequence_parallel: whether the parts outside tensor parallelism are split along the sequence too.
+        recompute: "none"; "selective" (the attention scores, as flash attention does); "full" (only the layer's input).
+
+    Source: Korthikanti et al. 2022 (2205.05198), equations 1 to 4 and Table 2, s B h (34 + 5 a s / h) on one rank.
+
+    Raises:
+        ValueError: recompute is not one of the three, or a size is less than 1.
+    """
+    sizes = (hidden_size, num_heads, sequence_length, microbatch_size, tensor)
+    if min(sizes) < 1:
+        raise ValueError(f"sizes are {sizes}; pass hidden size, heads, sequence, micro-batch and degree of at least 1")
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute is {recompute!r}; choose none, selective or full")
+    unit = sequence_length * microbatch_size * hidden_size
+    if recompute == "full":
+        return 2.0 * unit / (tensor if sequence_parallel else 1)
+    scores = 5 * num_heads * sequence_length / hidden_size if recompute == "none" else 0.0
+    if sequence_parallel:
+        return unit * (34 + scores) / tensor
+    return unit * (10 + (24 + scores) / tensor)
+
+
 def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
     """Return the embedding of tokens and of positions, and a dropout, of which a mask is kept."""
     plain, stream = embedding_layer((batch * s, vocab_size, h), s), 4 * batch * s * h
@@ -147,18 +224,20 @@ def _embedding(h: int, s: int, batch: int, vocab_size: int) -> Layer:
     )
 
 
-def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
-    kept = round(activation_bytes_per_layer(h, num_heads, s, batch))
-    output = 2 * batch * s * h
+def _block(h: int, s: int, batch: int, num_heads: int, mixture: Mixture | None = None) -> Layer:
+    dense, output = _feed_forward(h, s, batch), 2 * batch * s * h
+    kept = round(activation_bytes_per_layer(h, num_heads, s, batch)) - (8 * output if mixture else 0)
     scores, score_bytes = 4.0 * batch * s * s * h, 5 * batch * s * s * num_heads
-    own: list[tuple[tuple[int, ...], str]] = []
+    own: Parts = []
     for wide, deep in (((3 * h, h), (h, h)), ((4 * h, h), (h, 4 * h))):  # cut by columns with their biases, or by rows
         own += [((h,), ""), ((h,), ""), (wide, "tensor"), (wide[:1], "tensor"), (deep, "tensor"), ((h,), "")]
-    regions = (_attention(h, s, batch, num_heads), _feed_forward(h, s, batch))
+    regions, *experts = [_attention(h, s, batch, num_heads), dense], *own[-4:]  # two matrices and their biases
+    if mixture:
+        del regions[1:], own[-4:]
     whole = [sum((getattr(region, name) for region in regions), Work()) for name in PASSES]
     outside = [Work(memory_bytes=20 * batch * s * h, num_kernels=4)] * 2 + [Work()]  # norms and sums, whose inputs stay
     forward, inputs, weights = (inside + rest for inside, rest in zip(whole, outside, strict=True))
-    return Layer(
+    block = Layer(
         name="block",
         **parameters(own),
         forward=forward,
@@ -169,12 +248,13 @@ def _block(h: int, s: int, batch: int, num_heads: int) -> Layer:
         tensor_activation_bytes=kept - 10 * batch * s * h,
         score_bytes=score_bytes,
         score_forward=Work(scores, 2 * score_bytes, 5),  # two products, scale, softmax, dropout
-        kept_until_weights_bytes=min(kept, 32 * batch * s * h),  # 2401.10241, table 1
+        kept_until_weights_bytes=None if mixture else min(kept, 32 * batch * s * h),  # 2401.10241, table 1
         input_bytes=output,
-        regions=regions,
+        regions=tuple(regions),
         splits_positions=True,
         sequence_calls=(("all_reduce", 2 * h), ("all_reduce", 2 * h)),
     )
+    return with_experts(block, dense, tuple(shape for shape, _ in experts), mixture) if mixture else block
 
 
 def _attention(h: int, s: int, batch: int, num_heads: int) -> Region:

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
-from simulator.models.mixture_of_experts import Mixture, with_experts
 from simulator.models.parts import (
     PASSES,
+    Mixture,
     Shapes,
     embedding_layer,
     head_layer,
     parameters,
     require_sizes,
     trained_by_adam,
+    with_experts,
     with_operators,
 )
 
@@ -248,7 +249,8 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int, kind: _Kind
     count = sizes.norm_parameters
     first, others = (count, (sizes.num_norms - 1) * count) if count else (0, 0)
     parts: list[tuple[tuple[int, ...], str]] = [((h,), "")] * first + [(shape, "") for shape in own.narrow]
-    parts += [(shape, "tensor") for shape in (*own.heads, own.output, *_biases(sizes, own))]
+    parts += [(shape, "tensor") for shape in (*own.heads, own.output)]
+    parts += [((rows,), "tensor") for rows, _ in own.heads] if sizes.attention_biases else []
     parts += [((h, own.convolution), "tensor")] if own.convolution else []
     parts += [((size,), "") for size in (*own.norms, *_norms_of_heads(sizes, own), *(h,) * others)]
     parts += [((h,), "")] * sizes.output_bias + [(shape, "tensor") for shape in wide]
@@ -284,11 +286,6 @@ def _block(sizes: LlamaSizes, sequence: int, batch: int, width: int, kind: _Kind
         splits_positions=True,
         sequence_calls=(("all_reduce", h * count),) * norms if count else (),
     )
-
-
-def _biases(sizes: LlamaSizes, own: AttentionProducts) -> tuple[tuple[int, ...], ...]:
-    """Return the biases of queries, keys and values."""
-    return tuple((rows,) for rows, _ in own.heads) if sizes.attention_biases else ()
 
 
 def _norms_of_heads(sizes: LlamaSizes, own: AttentionProducts) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ Rows = NDArray[np.int32]
 
 F, B, I, W = range(4)  # noqa: E741 - the field's letter
 LETTERS = "FBIW"
+CHANGE = np.array([1, -1, 0, -1])  # of what is in flight, by an F, B, I and W
 
 
 class ScheduleArrays(NamedTuple):
@@ -70,11 +71,8 @@ def peak_in_flight(order: ScheduleArrays) -> Ints:
 
     It holds a micro-batch from its forward to its B or W. An I frees nothing here: W still needs what I needed.
     """
-    step = np.array([1, -1, 0, -1])[order.kind]
-    held = np.cumsum(step)
-    held -= np.repeat(np.append(0, held)[order.offsets[:-1]], np.diff(order.offsets))
-    bounds = zip(order.offsets[:-1].tolist(), order.offsets[1:].tolist(), strict=True)
-    return np.array([held[start:stop].max(initial=0) for start, stop in bounds], np.int64)
+    ranks = np.split(CHANGE[order.kind], order.offsets[1:-1])
+    return np.array([np.cumsum(own).max(initial=0) for own in ranks], np.int64)
 
 
 def action_name(order: ScheduleArrays, action: int) -> str:

@@ -1,6 +1,6 @@
-"""What interrupts a training run, how often to save, and what part of its time is training: in closed form.
+"""What interrupts a training run, how often to save, and what part of its time is training: in closed form, and drawn.
 
-Failures come at random, at a constant rate: a published one, or one's own; slow devices too. A failure throws the run
+Failures come at random, at a constant rate: a published one, or one's own. A failure throws the run
 back to its last checkpoint, after a restart; a second one may come during the restart, which then begins anew. A
 segment is an interval of training and the save behind it. It takes M e^(R/M) (e^((t + C)/M) - 1) on average: M between
 failures, R to restart, t to train, C to save.
@@ -16,25 +16,27 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from distlab.plan import Plan, Workload
-from simulator.precision import widths_of
+from simulator.units import widths_of
 
 SECONDS_AN_HOUR = 3600
 LEAST_USEFUL = 1e-3
 
 
 class Goodput(NamedTuple):
-    """Where a run's time goes; the five parts of its time add up to 1.
+    """Where a run's time goes; the four parts of its time add up to 1.
 
     Attributes:
         mtbf_s: mean time between failures of all devices; infinite where none fails.
         save_s: training waits so long for a checkpoint.
         interval_s: of training between checkpoints; infinite where nothing needs to be saved.
-        useful: training that counts, at full speed: the goodput.
+        useful: training that counts: the goodput.
         saving: checkpoints.
         lost: training and saving that a failure undid.
         restarting: from a failure to the next step.
-        slow: what slow devices cost.
     """
 
     mtbf_s: float
@@ -44,7 +46,6 @@ class Goodput(NamedTuple):
     saving: float = 0.0
     lost: float = 0.0
     restarting: float = 0.0
-    slow: float = 0.0
 
 
 def young_s(save_s: float, mtbf_s: float) -> float:
@@ -146,9 +147,6 @@ class Failures:
         storage_bytes_per_s: what the store takes from all ranks together; 273e9 is what 1T parameters were saved with
             on 3,072 GPUs (2104.04473, section 5.10).
         interval_s: of training between checkpoints; None: the best one.
-        slow_rate: devices that become slow, for a device and an hour; 0: none.
-        slow_s: until a slow device is found and replaced. 3600 is an assumption.
-        slowdown: how many times as long a step takes while a device is slow: all wait for it. 1.5 is an assumption.
 
     Raises:
         ValueError: a rate is unknown or negative, or a time is not positive.
@@ -159,20 +157,17 @@ class Failures:
     save_s: float | None = None
     storage_bytes_per_s: float = 273e9
     interval_s: float | None = None
-    slow_rate: float = 0.0
-    slow_s: float = 3600.0
-    slowdown: float = 1.5
 
     def __post_init__(self) -> None:
         if isinstance(self.rate, str) and self.rate not in RATES:
             raise ValueError(f"rate is {self.rate!r}; write a number, or one of {', '.join(RATES)}")
         for each in fields(self):
-            value, least = getattr(self, each.name), LEAST.get(each.name, 0.0)
+            value = getattr(self, each.name)
             if value is None or isinstance(value, str):
                 continue
-            if not (least <= value <= MOST) or (each.name in POSITIVE and value == 0):
-                above = f"above {least:g}" if each.name in POSITIVE else f"of at least {least:g}"
-                raise ValueError(f"{each.name} is {value!r}; write a number {above}, at most {MOST:g}")
+            if not 0 <= value <= MOST or (each.name in POSITIVE and value == 0):
+                above = "above" if each.name in POSITIVE else "of at least"
+                raise ValueError(f"{each.name} is {value!r}; write a number {above} 0, at most {MOST:g}")
 
     @property
     def published(self) -> Rate:
@@ -194,23 +189,12 @@ class Failures:
         Raises:
             ValueError: failures leave almost no time.
         """
-        found = goodput(save_s, self.mtbf_s(num_devices), restart_s=self.restart_s, interval_s=self.interval_s)
-        speed = self.speed(num_devices)
-        return found._replace(useful=found.useful * speed, slow=found.useful * (1 - speed))
-
-    def speed(self, num_devices: int) -> float:
-        """Return the mean speed of training over its speed without slow devices.
-
-        Slow devices come at random and stay for slow_s, so the number of them is Poisson's; one is as bad as several.
-        """
-        some = -math.expm1(-self.slow_rate * num_devices * self.slow_s / SECONDS_AN_HOUR)
-        return 1 - some * (1 - 1 / self.slowdown)
+        return goodput(save_s, self.mtbf_s(num_devices), restart_s=self.restart_s, interval_s=self.interval_s)
 
 
-LEAST = {"slowdown": 1.0}
 MOST = 1e15
 RARE = 1e-12  # failures an hour: one in more than 100 million years is none
-POSITIVE = ("save_s", "storage_bytes_per_s", "interval_s", "slow_s")
+POSITIVE = ("save_s", "storage_bytes_per_s", "interval_s")
 
 
 def checkpoint_bytes(workload: Workload, plan: Plan) -> float:
@@ -221,3 +205,78 @@ def checkpoint_bytes(workload: Workload, plan: Plan) -> float:
     """
     widths = widths_of(workload, plan)
     return workload.num_parameters * (widths.parameter + widths.master + widths.optimizer)
+
+
+Floats = NDArray[np.float64]
+PERIODS = 512  # between failures, drawn for every run at once
+
+
+def trained(uptime_s: Floats, interval_s: Floats | float, save_s: float) -> Floats:
+    """Return the training that is saved in times between a restart and the next failure."""
+    return np.asarray(np.floor(np.maximum(uptime_s, 0.0) / (interval_s + save_s)) * interval_s, np.float64)
+
+
+def goodput_by_trial(
+    save_s: float, mtbf_s: float, intervals_s: Floats, *, restart_s: float = 0.0, failures: int = 20_000, seed: int = 0
+) -> Floats:
+    """Return the useful part of the time with each interval [I]; all intervals see the same failures."""
+    uptime = np.random.default_rng(seed).exponential(mtbf_s, failures)
+    kept = trained(uptime - restart_s, np.asarray(intervals_s)[:, None], save_s)
+    return np.asarray(kept.sum(axis=1) / uptime.sum(), np.float64)
+
+
+def best_by_trial(save_s: float, mtbf_s: float, *, restart_s: float = 0.0, seed: int = 0) -> float:
+    """Return the interval with the largest goodput among drawn failures: the top of a parabola over log intervals.
+
+    Error: where a save takes at most 1 % of M, the mean of five seeds is within 4 % of the best interval. The goodput
+        of each is within 0.02 points of the best.
+    """
+    around = np.geomspace(0.4, 2.5, 25)
+    first = min(young_s(save_s, mtbf_s), mtbf_s)
+    found = goodput_by_trial(save_s, mtbf_s, around * first, restart_s=restart_s, seed=seed)
+    bend, slope, _ = np.polyfit(np.log(around), found, 2)
+    top = -slope / (2 * bend) if bend < 0 else math.log(around[int(found.argmax())])
+    return float(first * np.exp(np.clip(top, math.log(around[0]), math.log(around[-1]))))
+
+
+def draw_runs(
+    work_s: float,
+    mtbf_s: float,
+    interval_s: float,
+    *,
+    save_s: float,
+    restart_s: float = 0.0,
+    num_runs: int = 1000,
+    seed: int = 0,
+) -> Floats:
+    """Return how long each of many runs takes until so much training is done [num_runs], in seconds.
+
+    Failures are drawn in rounds of PERIODS, for all runs at once.
+    """
+    draws = np.random.default_rng(seed)
+    if math.isinf(mtbf_s):
+        saves = 0 if math.isinf(interval_s) else math.ceil(work_s / interval_s) - 1
+        return np.full(num_runs, float(work_s + saves * save_s))
+    ends, left, spent = np.full(num_runs, np.nan), np.full(num_runs, float(work_s)), np.zeros(num_runs)
+    restarts = np.full(PERIODS, restart_s)
+    restarts[0] = 0.0  # of the first round: the run starts without a failure
+    running = np.arange(num_runs)
+    while len(running):
+        uptime = draws.exponential(mtbf_s, (len(running), PERIODS))
+        trains = uptime - restarts
+        kept = trained(trains, interval_s, save_s)
+        before = np.cumsum(kept, axis=1) - kept
+        rest = left[running, None] - before
+        needs = rest + save_s * (np.ceil(rest / interval_s) - 1)  # the last segment needs no save
+        is_end = needs <= trains
+        done, last = is_end.any(axis=1), is_end.argmax(axis=1)
+        rows = np.flatnonzero(done)
+        starts = np.cumsum(uptime, axis=1) - uptime
+        ends[running[rows]] = (spent[running] + starts[np.arange(len(running)), last])[rows] + (
+            restarts[last] + needs[np.arange(len(running)), last]
+        )[rows]
+        spent[running] += uptime.sum(axis=1)
+        left[running] -= kept.sum(axis=1)
+        running = running[~done]
+        restarts[0] = restart_s
+    return ends

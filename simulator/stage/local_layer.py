@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distlab.plan import Attention, Layer, Plan, Work, Workload
+from distlab.plan import Layer, Plan, Work, Workload
 from distlab.plan.require import changed
 from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import RankLayout
-from simulator.precision import Widths, widths_of
 from simulator.stage.parallel_passes import INSIDE, CallCosts, CallInPass, PassTimeline, Shares, backward_of, forward_of
 from simulator.stage.products import with_shapes
 from simulator.stage.recomputed import run_again
-from simulator.units import to_ns
+from simulator.units import Widths, to_ns, widths_of
 
 
 class LayerTimes(NamedTuple):
@@ -36,31 +35,27 @@ def check_divides(workload: Workload, plan: Plan) -> None:
         ValueError: tensor ranks do not divide the heads, or context ranks the positions (a zig-zag cuts them in twice
             as many parts); or all-to-alls have fewer heads than ranks.
     """
-    if is_shared(plan):
-        regions = {id(region): region for layer in workload.layers for region in layer.regions}
-        for region in regions.values():
-            if region.attention is not None:
-                _check_attention(region.attention, plan)
-
-
-def _check_attention(attention: Attention, plan: Plan) -> None:
+    if not is_shared(plan):
+        return
     tensor, context = plan.tensor, plan.context
-    for name, heads in (("heads", attention.num_heads), ("key-value heads", attention.num_key_value_heads)):
-        parts = tensor * (context if plan.context_kind == "all_to_all" else 1)
-        axes = f"{tensor} (tensor)" + (f" x {context} (context, all-to-all)" if parts > tensor else "")
-        if heads % parts:
-            raise ValueError(f"{axes} ranks cannot divide {heads} {name} evenly; use a divisor of {heads}")
-    parts = 2 * context if context > 1 else 1
-    if attention.num_positions % parts:
-        raise ValueError(
-            f"{context} (context) ranks need sequences of a multiple of {parts} positions; got "
-            f"{attention.num_positions}: change the sequence or the degree"
-        )
-    if plan.sequence_parallel and attention.num_positions // context % tensor:
-        raise ValueError(
-            f"{tensor} (tensor) ranks cannot divide {attention.num_positions // context} positions evenly with "
-            "sequence parallelism; use a divisor, or leave sequence_parallel out"
-        )
+    regions = {id(region): region for layer in workload.layers for region in layer.regions}
+    for attention in (region.attention for region in regions.values() if region.attention is not None):
+        for name, heads in (("heads", attention.num_heads), ("key-value heads", attention.num_key_value_heads)):
+            parts = tensor * (context if plan.context_kind == "all_to_all" else 1)
+            axes = f"{tensor} (tensor)" + (f" x {context} (context, all-to-all)" if parts > tensor else "")
+            if heads % parts:
+                raise ValueError(f"{axes} ranks cannot divide {heads} {name} evenly; use a divisor of {heads}")
+        parts = 2 * context if context > 1 else 1
+        if attention.num_positions % parts:
+            raise ValueError(
+                f"{context} (context) ranks need sequences of a multiple of {parts} positions; got "
+                f"{attention.num_positions}: change the sequence or the degree"
+            )
+        if plan.sequence_parallel and attention.num_positions // context % tensor:
+            raise ValueError(
+                f"{tensor} (tensor) ranks cannot divide {attention.num_positions // context} positions evenly with "
+                "sequence parallelism; use a divisor, or leave sequence_parallel out"
+            )
 
 
 def time_layers(workload: Workload, layout: RankLayout, pipeline: int = 0, *, splits: bool = True) -> list[LayerTimes]:

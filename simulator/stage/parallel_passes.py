@@ -266,9 +266,10 @@ def attend(attention: Attention, timeline: PassTimeline, shares: Shares, *, back
     """Add scores and mixing, or their gradients, with what context-parallel ranks send for them.
 
     Ring, over n ranks: in each of n steps every rank attends to the keys of one rank, while these travel on to the next
-    (in the last step they are back). In backward they go round once more. What a step adds to the gradients of the keys
-    at hand leaves after it and travels during the next one. After the last step it returns to its owner, which nothing
-    hides. All-to-all: positions are traded for heads, and back.
+    (in the last step they are back). Steps are equal, since the zig-zag gives each as many unmasked pairs. In backward
+    keys go round once more. What a step adds to the gradients of the keys at hand leaves after it and travels during
+    the next one. After the last step it returns to its owner, which nothing hides. All-to-all: positions are traded for
+    heads, and back.
 
     Cost: ring 2 (n-1)/n B S H/g elements sent, in backward as many and as many gradients; all-to-all
         (n-1)/n (2 + 2/g) B S H/n in either.
@@ -289,18 +290,9 @@ def attend(attention: Attention, timeline: PassTimeline, shares: Shares, *, back
     sums = CallSpec("context", "gradients of keys and values", "send", size)
     for step in range(n):
         hops = [sums] * (backward and step > 1) + [keys] * (step < n - 1)
-        timeline.overlap(_ring_step(work, shares), hops)
+        timeline.overlap(work.times(1 / (shares.inside * n)), hops)
     if backward:
         timeline.overlap(NO_WORK, [sums])
-
-
-def _ring_step(work: Work, shares: Shares) -> Work:
-    """Return one step's work: an even part, since the zig-zag gives each step as many unmasked pairs.
-
-    The first step attends to the rank's own positions, whose square a causal mask halves; each later one to half the
-    keys, or with half the queries.
-    """
-    return work.times(1 / (shares.inside * shares.positions))
 
 
 def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[str] | None = None) -> None:

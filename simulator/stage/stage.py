@@ -25,11 +25,10 @@ from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import Shards, UnitTimes, scattered, shards_of, time_units, units_of
 from simulator.hardware.cost import compute_s, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
-from simulator.precision import widths_of
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
 from simulator.stage.parallel_passes import INSIDE, CallInPass
 from simulator.stage.recomputed import all_kept, chosen, keeps_some, recomputed
-from simulator.units import to_ns
+from simulator.units import to_ns, widths_of
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from simulator.memory.memory import Memory, step_memory
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.stage.stage import Stage
 from simulator.stage.step_times import Timing
-from simulator.step.exposed import data_wait_s, exposed_inside_s, message_wait_s, sent_inside
 from simulator.step.step_graph import time_layer_by_layer
 from simulator.step.timed import sums_each_pass
-from simulator.step.trace import layer_trace, step_trace
+from simulator.step.trace import data_wait_s, exposed_inside_s, layer_trace, message_wait_s, sent_inside, step_trace
 from simulator.units import format_bytes, format_s, to_s
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from distlab.plan import Cluster, Plan, Workload
 from simulator.gradients.fsdp_units import peak_gathered_elements, units_of
 from simulator.memory.memory import memory_of
-from simulator.precision import widths_of
 from simulator.step.simulate import simulate
+from simulator.units import widths_of
 
 MAX_SIZES = 24
 
@@ -21,7 +21,6 @@ class UnitSweep:
     Attributes:
         unit_layers: layers per unit, rising.
         num_units: units at each, the root apart.
-        unit_bytes: parameters of the largest unit, the root apart.
         gathered_bytes: the most that is gathered at once.
         memory_bytes: everything that a rank holds at its peak.
         duration_s: of the step.
@@ -30,7 +29,6 @@ class UnitSweep:
 
     unit_layers: tuple[int, ...]
     num_units: tuple[int, ...]
-    unit_bytes: tuple[int, ...]
     gathered_bytes: tuple[int, ...]
     memory_bytes: tuple[int, ...]
     duration_s: tuple[float, ...]
@@ -71,12 +69,10 @@ def sweep_units(workload: Workload, cluster: Cluster, plan: Plan, *, sizes: Sequ
     each = widths_of(workload, plan).parameter
     steps = [simulate(workload, cluster, with_unit_layers(plan, size)) for size in chosen]
     units = [[time.unit for time in step.stages[0].units] for step in steps]
-    own = [[unit for unit in row if not unit.is_root] for row in units]
     ahead, reshard = plan.sharding.prefetch, plan.sharding.reshard_after_forward
     return UnitSweep(
         unit_layers=chosen,
-        num_units=tuple(len(row) for row in own),
-        unit_bytes=tuple(max((unit.num_elements for unit in row), default=0) * each for row in own),
+        num_units=tuple(sum(not unit.is_root for unit in row) for row in units),
         gathered_bytes=tuple(peak_gathered_elements(row, ahead, reshard_after_forward=reshard) * each for row in units),
         memory_bytes=tuple(memory_of(workload, step.plan).max_bytes for step in steps),
         duration_s=tuple(step.duration_s for step in steps),

@@ -11,7 +11,6 @@ from distlab.plan import (
     ActionTimes,
     Layer,
     Plan,
-    Precision,
     Schedule,
     Sharding,
     Work,
@@ -29,8 +28,8 @@ from simulator.runs.failures import checkpoint_bytes
 from simulator.stage.products import slowdown
 from simulator.step.simulate import simulate
 from simulator.units import GB, GIB, TB
-from simulator.validation.a100 import zero_bubble
 from simulator.validation.case import MEGATRON, Row, gpt, read_table
+from simulator.validation.steps import zero_bubble
 
 LARGE_BYTES = 64 * 2**20
 SECONDS_A_DAY = 86_400
@@ -61,16 +60,9 @@ def activations() -> Iterator[Derived]:
     """Derive activations of 22B and 175B, in GiB; the figure leaves out the embedding's (2205.05198, Figure 1)."""
     for row in read_table("korthikanti_fig1_memory_gib"):
         large, split = row["model"] == "175B", row["recompute"] != "none"
-        plan = Plan(
-            tensor=8,
-            pipeline=8 if large else 1,
-            num_microbatches=64,
-            precision=Precision("bfloat16", gradients="float32"),
-            sequence_parallel=split,
-            recompute="selective" if split else "none",
-            schedule="interleaved" if large else "one_f_one_b",
-            stages_per_rank=3 if large else 1,
-        )
+        own: dict[str, Any] = {"pipeline": 8, "schedule": "interleaved", "stages_per_rank": 3} if large else {}
+        own |= {"sequence_parallel": True, "recompute": "selective"} if split else {}
+        plan = Plan(tensor=8, num_microbatches=64, precision=MEGATRON, **own)
         workload = model_by_name("gpt-3-175b" if large else "gpt-22b", microbatch_size=1 if large else 4)
         embedding, *others = workload.layers
         alone = replace(workload, layers=(replace(embedding, activation_bytes=0), *others))
@@ -139,16 +131,12 @@ def bubbles() -> Iterator[Derived]:
     profiled_of = {(row["model"], row["num_microbatches"]): row for row in rows}
     for row in read_table("zerobubble_table5_bubble_rates"):
         row_of = profiled_of[row["model"], row["num_microbatches"]]
-        own = _times(row_of)
+        own = ActionTimes(*(row_of[f"T_{letter}_ms"] for letter in ("F", "B", "W", "comm")))
         run = simulate_schedule(_schedule(row, own), own)
         microbatches = row["num_microbatches"]
         work = microbatches * sum(row_of[f"T_{letter}_ms"] for letter in "FBW") / 1e3
         label = f"{row['model']} {row['schedule']} m={microbatches}"
         yield Derived("zero-bubble Table 5", label, 1 - work / run.steady_s, float(row["bubble_rate"]))
-
-
-def _times(row: Row) -> ActionTimes:
-    return ActionTimes(*(row[f"T_{letter}_ms"] for letter in ("F", "B", "W", "comm")))
 
 
 def _schedule(row: Row, times: ActionTimes) -> Schedule:

@@ -1,23 +1,25 @@
-"""Everything that `distlab validate` says: scores by family, calibrated, left out and from data sheets alone.
+"""Everything that `distlab validate` says: scores by family, calibrated, left out and from data sheets; and its page.
 
 A score has errors, biases, rank correlations and the cost of a choice, of predicted against measured times.
 """
 
 from __future__ import annotations
 
+import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.hardware.presets import Stack, stack
-from simulator.validation.a100 import A100_FAMILIES
 from simulator.validation.case import Case
 from simulator.validation.exact import EXACT, Derived
-from simulator.validation.h100 import H100_FAMILIES
 from simulator.validation.refit import CONSTANTS, Constant, fit_stack, leave_out
+from simulator.validation.steps import FAMILIES
 
 Floats = NDArray[np.float64]
 
@@ -148,7 +150,7 @@ class RowFamily(NamedTuple):
 
 def all_cases() -> list[Case]:
     """Return every published step."""
-    return [case for make in (*A100_FAMILIES, *H100_FAMILIES) for case in make()]
+    return [case for make in FAMILIES for case in make()]
 
 
 def constants_of(name: str) -> list[Constant]:
@@ -196,25 +198,39 @@ def derived() -> dict[str, list[Derived]]:
     return tables
 
 
-def text(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> str:
-    """Lay the scores out for a terminal."""
-    head = f"{'steps':<18}{'rows':>5}" + "".join(f"{mode:>26}" for mode in MODES) + f"{'choice costs':>14}{'tau':>6}"
-    lines = [head, f"{'':<23}" + f"{'error':>17}{'bias':>9}" * len(MODES)]
+def scores_of(families: Sequence[RowFamily]) -> list[list[str]]:
+    """Return the scores as rows of texts, the heading first."""
+    rows = [["steps", "rows", *(f"{mode}: error, bias" for mode in MODES), "choice", "tau"]]
     for family in families:
         scores = [family.score(mode) for mode in MODES]
-        line = f"{family.name:<18}{len(family.cases):>5}"
-        line += "".join(f"{each.error:>17.1%}{each.bias:>+9.1%}" for each in scores)
         left = scores[1]
-        line += f"{'':>14}" if left.choice_cost is None else f"{left.choice_cost:>14.1%}"
-        line += "" if left.order_tau is None else f"{left.order_tau:>6.2f}"
-        lines.append(line)
-    lines += ["", f"{'tables':<46}{'rows':>5}{'error':>9}{'largest':>9}"]
-    for name, rows in tables.items():
-        errors = errors_of(name, rows)
-        lines.append(f"{name:<46}{len(rows):>5}{errors.mean():>9.2%}{errors.max():>9.2%}")
+        choice = "" if left.choice_cost is None else f"{left.choice_cost:.1%}"
+        tau = "" if left.order_tau is None else f"{left.order_tau:.2f}"
+        cells = (f"{each.error:.1%}, {each.bias:+.1%}" for each in scores)
+        rows.append([family.name, str(len(family.cases)), *cells, choice, tau])
+    return rows
+
+
+def errors_of_tables(tables: dict[str, list[Derived]]) -> list[list[str]]:
+    """Return the errors of each table as rows of texts, the heading first."""
+    rows = [["table", "rows", "mean error", "largest error"]]
+    for name, found in tables.items():
+        errors = errors_of(name, found)
+        rows.append([name, str(len(found)), f"{errors.mean():.2%}", f"{errors.max():.2%}"])
+    return rows
+
+
+def text(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> str:
+    """Lay the scores out for a terminal."""
+    lines = [*_aligned(scores_of(families)), "", *_aligned(errors_of_tables(tables))]
     lines += ["", *map(verdict, families), *short_tables(tables)]
     lines += ["What sources do not say was chosen with these rows in view; --page FILE names each choice."]
     return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(wide[0]), *map(str.rjust, row[1:], wide[1:])]).rstrip() for row in rows]
 
 
 def errors_of(table: str, rows: Sequence[Derived]) -> Floats:
@@ -273,3 +289,79 @@ def facts(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> di
         },
         "tables": {name: [row._asdict() for row in rows] for name, rows in tables.items()},
     }
+
+
+def words_of(section: str) -> list[tuple[str, str]]:
+    """Return what `words.csv` says in a section, each with the family or table that it is about.
+
+    "why": why a family or a table is as far off as it is. "chosen": what sources do not say and was chosen here after
+    the errors were seen: "left out" does not leave these choices out. "unused": published tables not predicted here.
+    """
+    text = resources.files("simulator.validation").joinpath("words.csv").read_text(encoding="utf-8")
+    rows = csv.DictReader(text.splitlines())
+    return [(row["about"], row["words"]) for row in rows if row["section"] == section]
+
+
+def write_page(path: Path, families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> None:
+    """Write the page as Markdown, and its scatter plot as a PNG next to it."""
+    picture = path.with_name(f"{path.stem}.png")
+    draw(picture, families)
+    path.write_text(page(families, tables, picture.name), encoding="utf-8")
+
+
+def page(families: Sequence[RowFamily], tables: dict[str, list[Derived]], picture: str) -> str:
+    """Return the page."""
+    rows = sum(len(family.cases) for family in families)
+    lines = [
+        "# How near the simulator comes to published measurements",
+        "",
+        f"`distlab validate --page FILE` writes this page: {rows} published steps and {len(tables)} tables, predicted.",
+        "",
+        "*Calibrated*: with the constants of the package, which were fitted to these rows. *Left out*: each row with",
+        "constants fitted without its structure (a size, a cluster, a schedule). What sources do not say was chosen",
+        "with all rows in view, so that errors on rows never seen may be larger: see below.",
+        "*Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of",
+        "|predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the",
+        "shortest prediction takes in addition to the fastest measured plan, for one model and batch.",
+        "",
+        f"![Predicted against measured times of all steps, calibrated, left out and from data sheets]({picture})",
+        "",
+        *_markdown(scores_of(families)),
+        "",
+        *_markdown(errors_of_tables(tables)),
+        "",
+        "## Bars, and which family falls short",
+        "",
+    ]
+    why = words_of("why")
+    for line in [*map(verdict, families), *short_tables(tables)]:
+        reason = next((f" {words}" for about, words in why if line.startswith(f"{about}: ")), "")
+        lines.append(f"- {line}.{reason}")
+    for title, section in (("Chosen after the errors were seen", "chosen"), ("Published and not used", "unused")):
+        lines += ["", f"## {title}", "", *(f"- {': '.join(filter(None, row))}" for row in words_of(section))]
+    lines += ["", "## Constants", ""]
+    for name, fields in FITTED.items():
+        own = stack(name)
+        values = ", ".join(f"{field} {getattr(own, field):.3g}" for field in fields)
+        lines.append(f"- `{name}`: {values}. {own.source}.")
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *rest = (f"| {' | '.join(row)} |" for row in rows)
+    return [head, f"{'|---' * len(rows[0])}|", *rest]
+
+
+def draw(path: Path, families: Sequence[RowFamily]) -> None:
+    """Draw predicted over measured against measured time, one panel for each way to predict."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for panel, mode in zip(figure.subplots(1, len(MODES), sharey=True), MODES, strict=True):
+        panel.axhspan(0.95, 1.05, color="0.9")
+        for family in families:
+            measured = np.array([case.measured_s for case in family.cases])
+            panel.semilogx(measured, np.array(family.predicted[mode]) / measured, ".", label=family.name, ms=4)
+        panel.set(title=f"{mode}: predicted over measured", xlabel="measured step (s)", ylim=(0, 1.6))
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -4,8 +4,8 @@ Each picture is a pure function (`draw_timeline`, `draw_mesh`). It makes a Pictu
 cost model: `.figure` is a matplotlib Figure, and `.words` are for readers who cannot see it. No window is ever opened.
 In a notebook a Picture shows itself, and so does a Schedule.
 
-Read `drawing` (how every picture looks), then one of `collectives`, `data_parallel`, `large_batch`, `compression`,
-`memory`, `sharding`, `tensor_parallel`, `schedules`, `context_parallel`, `expert_parallel`, `mesh` and `runs` (days,
+Read `drawing` (how every picture looks), then one of `collectives`, `data_parallel`, `large_batch`, `sweeps`,
+`memory`, `tensor_parallel`, `schedules`, `context_parallel`, `expert_parallel`, `mesh` and `runs` (days,
 dollars and strategies), or `timeline`.
 
 Panels have sliders and need ipywidgets: `Timeline`, `Panel`, and the functions `*_panel` and `schedule_editor`. They
@@ -23,13 +23,12 @@ from simulator.viz.collectives.messages import (
     draw_message_diagram as draw_message_diagram,
 )
 from simulator.viz.collectives.race import draw_race as draw_race
-from simulator.viz.compression import draw_compression as draw_compression
 from simulator.viz.context_parallel import draw_context as draw_context
 from simulator.viz.data_parallel.step import step_of as step_of
 from simulator.viz.data_parallel.train_step import draw_train_step as draw_train_step
 from simulator.viz.drawing.bars import draw_bars as draw_bars, draw_sections as draw_sections
 from simulator.viz.drawing.paint import to_png as to_png
-from simulator.viz.drawing.picture import Picture as Picture
+from simulator.viz.drawing.pen import Picture as Picture
 from simulator.viz.expert_parallel import draw_routing as draw_routing
 from simulator.viz.large_batch import draw_batch_sizes as draw_batch_sizes, draw_scaling as draw_scaling
 from simulator.viz.memory import (
@@ -55,7 +54,7 @@ from simulator.viz.schedules import (
     run_schedule as run_schedule,
     show_schedules,
 )
-from simulator.viz.sharding import draw_sharding as draw_sharding
+from simulator.viz.sweeps import draw_compression as draw_compression, draw_sharding as draw_sharding
 from simulator.viz.tensor_parallel import draw_shards as draw_shards
 from simulator.viz.timeline.facts import Overlay as Overlay, facts_of as facts_of
 from simulator.viz.timeline.timeline import draw_timeline as draw_timeline

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.units import percent
-from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Pen, Picture, sheet
 from simulator.viz.drawing.plot import width_in
 from simulator.viz.drawing.theme import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, text_colour
 

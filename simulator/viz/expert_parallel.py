@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simulator.units import counted
-from simulator.viz.drawing.pen import Pen, Point, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Pen, Picture, Point, sheet
 from simulator.viz.drawing.theme import FAINT, IDLE, INK, RANK_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, pale, text_colour
 
 Ints = NDArray[np.int64]

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 from simulator.step.simulate import Step
 from simulator.units import percent
 from simulator.viz.drawing import plot
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Picture
 from simulator.viz.drawing.theme import FAINT, SMALL_PT, line_look
 
 Results = Mapping[str, Mapping[int, Sequence[float]]]

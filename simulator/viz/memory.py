@@ -19,8 +19,7 @@ from simulator.memory.memory import KINDS, Memory
 from simulator.units import byte_unit, format_bytes, percent
 from simulator.viz.drawing import plot, theme
 from simulator.viz.drawing.lanes import CHARACTER_WIDTH
-from simulator.viz.drawing.pen import put_legend
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Picture, put_legend
 
 MEMORY_KINDS = theme.styles("memory")
 TOP_IN, BOTTOM_IN = 1.35, 1.15

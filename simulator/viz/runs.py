@@ -11,15 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
-from simulator.advisor.reasons import words_of
-from simulator.advisor.strategies import STRATEGIES, MapCell
-from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, young_s
+from simulator.advisor.reasons import STRATEGIES, MapCell, words_of
+from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, goodput_by_trial, young_s
 from simulator.runs.money import Bill, Curve
-from simulator.runs.monte_carlo import goodput_by_trial
 from simulator.units import capitalised, counted, format_s, format_span, percent
 from simulator.viz.drawing import plot, theme
-from simulator.viz.drawing.pen import LEGEND_LINE_IN, finished, legend_lines, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import LEGEND_LINE_IN, Picture, finished, legend_lines, sheet
 
 NAMES = ("shortest", "cheapest", "sweet spot")
 
@@ -110,8 +107,8 @@ def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:
         axes.annotate("\n".join(own), (count, value), **words, **side)
 
 
-PARTS = ("useful", "saving", "lost", "restarting", "slow")
-COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#882255", "#BDBDBD")
+PARTS = ("useful", "saving", "lost", "restarting")
+COLOURS = ("#56B4E9", "#009E73", "#D55E00", "#882255")
 AROUND = (0.05, 20.0)  # of the best interval
 POINTS, TRIALS = 60, 13
 Floats = NDArray[np.float64]

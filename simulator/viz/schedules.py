@@ -17,7 +17,7 @@ from simulator.pipeline.schedule_arrays import LETTERS
 from simulator.pipeline.simulate_schedule import PipelineRun, simulate_schedule
 from simulator.units import capitalised, counted, format_s, percent
 from simulator.viz.drawing import lanes
-from simulator.viz.drawing.picture import Bundle, Picture
+from simulator.viz.drawing.pen import Bundle, Picture
 from simulator.viz.drawing.plot import spread_evenly
 from simulator.viz.timeline import timeline
 from simulator.viz.timeline.facts import facts_of
@@ -287,7 +287,6 @@ def _pipeline(trace: Trace) -> Trace:
 
 
 MAX_SPANS = 20_000
-_CODES = {"F": 0, "B": 1, "I": 2, "W": 3}
 
 
 def textbook_of(trace: Trace) -> tuple[str, str, float] | None:
@@ -326,7 +325,7 @@ def order_in(trace: Trace) -> Schedule | None:
     place[first] = np.arange(len(first))
     where = place[trace.rank]
     rows = np.lexsort((trace.start_ns, where))[: int((where < len(first)).sum())]
-    codes = np.array([_CODES.get(word, 0) for word in trace.words])
+    codes = np.array([max(LETTERS.find(word), 0) for word in trace.words])
     return Schedule.from_columns(
         stage=trace.stage[rows],
         kind=codes[trace.kind[rows]],

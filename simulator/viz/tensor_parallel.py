@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from simulator.units import percent
 from simulator.viz.drawing import theme
-from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Pen, Picture, sheet
 from simulator.viz.drawing.plot import width_in
 
 

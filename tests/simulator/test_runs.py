@@ -34,7 +34,7 @@ from simulator.validation.case import read_table
 GPT = gpt_workload(hidden_size=512, num_layers=4, num_heads=8, sequence_length=256, vocab_size=8000)
 PLAN = Plan(2, 2, 8, sharding=Sharding(1))
 HOUR, DAY = 3600, 86_400
-TIMES = ("restart_s", "save_s", "slow_s", "interval_s")
+TIMES = ("restart_s", "save_s", "interval_s")
 
 
 def step_of(plan=PLAN, workload=GPT):
@@ -137,14 +137,6 @@ def test_llama_3_trains_for_more_than_90_percent_of_54_days():
     assert Failures().waits_s(model_by_name("gpt-1t"), Plan()) == pytest.approx(13.8e12 / 273e9, rel=0.03)
 
 
-def test_slow_devices_hold_all_up():
-    failures = Failures("none", slow_rate=1e-4, slow_s=HOUR, slowdown=2.0)
-    some = 1 - math.exp(-1e-4 * 1000)
-    assert failures.speed(1000) == pytest.approx(1 - some / 2)
-    found = failures.goodput(1000, 10.0)
-    assert (found.useful, found.slow) == pytest.approx((1 - some / 2, some / 2))
-
-
 def test_days_and_dollars_follow_from_the_step():
     step = step_of()
     batch = 2 * 8 * GPT.samples
@@ -182,15 +174,13 @@ def test_the_curve_has_its_least_time_its_least_price_and_what_lies_between():
 @given(
     rate=st.floats(0, 1e15) | st.floats(0, 1e-300),
     times=st.fixed_dictionaries(dict.fromkeys(TIMES, st.floats(1e-300, 1e15) | st.floats(1, 1e5))),
-    slow=st.floats(0, 1e15),
-    slowdown=st.floats(1, 1e15),
     has_interval=st.booleans(),
     num_tokens=st.floats(1e-300, 1e24),
     price=st.floats(0, 1e9),
 )
-def test_any_figures_give_numbers_or_one_line(rate, times, slow, slowdown, has_interval, num_tokens, price):
+def test_any_figures_give_numbers_or_one_line(rate, times, has_interval, num_tokens, price):
     times |= {} if has_interval else {"interval_s": None}
-    failures = Failures(rate, **times, slow_rate=slow, slowdown=slowdown)
+    failures = Failures(rate, **times)
     found, refused = None, ""
     try:
         found = bill(STEP, Run(num_tokens, price, failures))
@@ -210,9 +200,8 @@ def test_any_figures_give_numbers_or_one_line(rate, times, slow, slowdown, has_i
         (lambda: Failures("weekly"), "write a number, or one of llama-3"),
         (lambda: Failures(-1.0), "rate is -1.0"),
         (lambda: Failures(math.nan), "rate is nan"),
-        (lambda: Failures(restart_s=-1.0), "restart_s"),
+        (lambda: Failures(restart_s=-1.0), "restart_s is -1.0; write a number of at least 0"),
         (lambda: Failures(save_s=0.0), "save_s is 0.0; write a number above 0"),
-        (lambda: Failures(slowdown=0.5), "slowdown is 0.5; write a number of at least 1"),
         (lambda: Failures(interval_s=math.inf), "interval_s is inf"),
         (lambda: Run(0), "the run has 0 tokens"),
         (lambda: Run(math.inf), "the run has inf tokens"),

@@ -11,11 +11,11 @@ import pytest
 from distlab.cli import main
 from simulator import stack
 from simulator.validation import report
-from simulator.validation.a100 import zero_bubble
 from simulator.validation.case import read_table
 from simulator.validation.exact import Derived
 from simulator.validation.refit import CONSTANTS, fit_stack, leave_out, measure_slopes
 from simulator.validation.report import kendall_tau, score
+from simulator.validation.steps import zero_bubble
 
 TABLES = cache(report.derived)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import NoReturn
 
 from distlab.plan import Workload
@@ -18,7 +17,7 @@ from simulator.models.attention_kernel import with_kernel
 from simulator.models.gpt import as_released, gpt_workload, with_own_head
 from simulator.models.hugging_face.families import FAMILIES as LLAMAS
 from simulator.models.hugging_face.fields import COUNT_IT, Fields
-from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.models.llama import llama_workload
 
 MOST_TOKENS = 4096  # of a sequence, where the caller does not say how long it is
 FAMILIES = (*LLAMAS, "gpt2", "opt", "bloom", "gpt_neox")
@@ -43,22 +42,6 @@ def _gpt(fields: Fields, family: str) -> tuple[dict[str, int], int]:
         positions = fields.count("max_position_embeddings") + 2  # two more, for padding
     sizes = {"hidden_size": hidden, "num_layers": layers, "num_heads": heads, "vocab_size": fields.count("vocab_size")}
     return sizes, positions
-
-
-# What other families have, by the start of their model_type.
-NOT_MODELLED = MappingProxyType(
-    {
-        "state-space layers (Mamba)": "mamba falcon_mamba falcon_h1 jamba nemotron_h bamba zamba granitemoehybrid",
-        "linear attention": "qwen3_next qwen3_5 minimax rwkv recurrent_gemma kimi_linear bailing_moe_linear",
-        "attention to a few chosen positions": "deepseek_v32 deepseek_v4 glm_moe_dsa",
-        "embeddings in each layer, and layers that share keys and values": "gemma3n gemma4",
-        "experts without work, and two attentions in a block": "longcat_flash",
-        "an encoder, in which all positions see each other": "bert roberta distilbert electra deberta xlm-roberta "
-        "modernbert albert",
-        "an encoder and a decoder": "t5 mt5 umt5 bart mbart pegasus whisper marian m2m_100 t5gemma",
-        "images": "vit clip siglip dinov2 swin deit beit convnext resnet",
-    }
-)
 
 
 def workload_from_config(
@@ -92,7 +75,11 @@ def workload_from_config(
         raise ValueError(f"{where}: _name_or_path is {name!r}; write a text of one line, or leave it out")
     learned, own = 0, {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
     if family in LLAMAS:
-        sizes = _sizes(fields, family)
+        try:
+            sizes = LLAMAS[family](fields)
+        except ValueError as error:  # of one field, or of sizes that do not go together
+            text = str(error)
+            raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: {text}") from None
     else:
         gpt, learned = _gpt(fields, str(family))
     most = learned or fields.count("max_position_embeddings", MOST_TOKENS)
@@ -115,28 +102,15 @@ def workload_from_config(
 
 
 def _refuse(where: str, values: Mapping[str, object]) -> NoReturn:
-    """Say what a family has that is not modelled; one with a longer name is a relative of one with a shorter."""
-    family = str(values.get("model_type"))
-    for what, names in NOT_MODELLED.items():
-        if any(family == name or family.startswith((f"{name}_", f"{name}2")) for name in names.split()):
-            raise ValueError(f"{where}: a {family} model has {what}: that is not modelled; {COUNT_IT}")
     if isinstance(values.get("text_config"), dict):
         raise ValueError(
-            f"{where}: a {family} model has its language model in text_config, next to parts that are not modelled; "
-            "write text_config to a file of its own, and pass that"
+            f"{where}: a {values.get('model_type')} model has its language model in text_config, next to parts that "
+            "are not modelled; write text_config to a file of its own, and pass that"
         )
     raise ValueError(
         f"{where}: model_type is {values.get('model_type')!r}; known are {', '.join(FAMILIES)}; write one of these "
         f"only where the layers are the same, or {COUNT_IT}"
     )
-
-
-def _sizes(fields: Fields, family: str) -> LlamaSizes:
-    try:
-        return LLAMAS[family](fields)
-    except ValueError as error:  # of one field, or of sizes that do not go together
-        text = str(error)
-        raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: {text}") from None
 
 
 def _read(path: Path) -> Mapping[str, object]:

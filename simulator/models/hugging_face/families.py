@@ -13,7 +13,7 @@ from typing import Any
 
 from simulator.models.hugging_face.fields import Fields, windows, windows_behind, windows_of_neo
 from simulator.models.llama import LatentSizes, LlamaSizes
-from simulator.models.mixture_of_experts import Mixture
+from simulator.models.parts import Mixture
 
 Own = Mapping[str, Any]  # fields of LlamaSizes that a family sets in its own way
 BIASES: Own = MappingProxyType({"attention_biases": True, "output_bias": True, "feed_forward_biases": True})

@@ -16,7 +16,7 @@ from distlab.plan.require import require_positive
 from simulator.hardware.cost import message_s
 from simulator.hardware.presets import link as preset
 from simulator.units import format_bytes, format_bytes_per_s, format_s, percent
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Picture
 from simulator.viz.drawing.plot import GRID, frame, mark_ticks, name_axes, new_figure, put_title
 from simulator.viz.drawing.theme import FAINT, INK, SMALL_PT, TEXT_PT, pale, text_on_white
 

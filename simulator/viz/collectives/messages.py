@@ -16,8 +16,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from simulator.units import counted, format_bytes, format_s, name_ranks
 from simulator.viz.drawing import theme
-from simulator.viz.drawing.pen import put_legend
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Picture, put_legend
 from simulator.viz.drawing.plot import axes_pixels, draw_scale, frame, new_figure, put_title
 
 PAIRS = ("send", "recv")

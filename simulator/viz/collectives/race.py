@@ -19,7 +19,7 @@ from simulator.hardware.cost import Steps, all_reduce_steps, hierarchical_all_re
 from simulator.units import capitalised, format_bytes, format_s, percent
 from simulator.viz.drawing import plot
 from simulator.viz.drawing.lanes import CHARACTER_WIDTH
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Picture
 from simulator.viz.drawing.theme import DPI, INK, TEXT_PT, styles, text_colour
 
 SMALLEST_BYTES, LARGEST_BYTES = 1e3, 1e9

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from simulator.units import format_bytes, format_s
 from simulator.viz.collectives.messages import RecordedCall, meet
 from simulator.viz.drawing import theme
-from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Pen, Picture, sheet
 
 Message = tuple[RecordedCall, RecordedCall]  # a send, and the receive that took it
 

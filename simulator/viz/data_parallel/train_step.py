@@ -26,8 +26,7 @@ from simulator.viz.data_parallel.step import (
     read_step,
 )
 from simulator.viz.drawing import theme
-from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Pen, Picture, sheet
 from simulator.viz.drawing.plot import draw_time_scale, frame, width_in
 
 TIMELINE_IN, FOOT_IN, LEFT_IN, RIGHT_IN = 1.3, 1.32, 2.35, 0.35

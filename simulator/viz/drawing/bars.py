@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simulator.units import counted, format_s, percent
-from simulator.viz.drawing.pen import Pen, put_legend, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Pen, Picture, put_legend, sheet
 from simulator.viz.drawing.plot import draw_scale, even_ticks, frame, new_figure, put_title, spread_evenly
 from simulator.viz.drawing.theme import FAINT, INK, LINE_COLOURS, SMALL_PT, TEXT_PT, WIDTH_IN, LegendBox, pale, styles
 

@@ -21,8 +21,7 @@ from simulator.sweeps.axis_order import axes_inside_nodes
 from simulator.units import counted, format_bytes, format_s, format_span, percent
 from simulator.viz.drawing import theme
 from simulator.viz.drawing.lanes import scene_of
-from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Pen, Picture, sheet
 from simulator.viz.drawing.plot import frame, spread_evenly, width_in
 from simulator.viz.memory import CAPACITY_LINE, MEMORY_KINDS, boxes_of_kinds, stack_bars
 from simulator.viz.mesh.mesh import axis_style

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from distlab.plan import Mesh
 from simulator.units import counted, listed
 from simulator.viz.drawing import theme
-from simulator.viz.drawing.pen import Pen, sheet
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Pen, Picture, sheet
 
 MAX_RANKS, MAX_COLUMNS = 256, 16
 TOP_IN, HEAD_IN, FOOT_IN, MARGIN_IN, NODE_IN = 1.05, 0.62, 0.2, 0.2, 0.75

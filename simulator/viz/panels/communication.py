@@ -15,10 +15,10 @@ from simulator.sweeps.compression import CompressionSweep, replica_link, sweep_c
 from simulator.viz.collectives.messages import RecordedCall
 from simulator.viz.collectives.race import draw_race
 from simulator.viz.collectives.ring import draw_ring_frame, ring_steps
-from simulator.viz.compression import compression_label, draw_compression
 from simulator.viz.data_parallel.step import best_moment, read_step
 from simulator.viz.data_parallel.train_step import draw_train_step
 from simulator.viz.panels.panel import Panel, choice, slider
+from simulator.viz.sweeps import compression_label, draw_compression
 
 LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
 ALL_COMPRESSIONS = "all"

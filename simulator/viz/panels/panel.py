@@ -16,7 +16,7 @@ import traitlets
 from matplotlib.figure import Figure
 
 from simulator.viz.drawing.paint import to_png
-from simulator.viz.drawing.picture import NAMES, Picture, title_of, with_picture
+from simulator.viz.drawing.pen import NAMES, Picture, title_of, with_picture
 
 Draw = Callable[..., Picture]
 CONTROL_WIDTH = "26em"
@@ -38,6 +38,12 @@ class Redrawn(ipywidgets.VBox):
     """Controls over something that `_draw_once` draws anew whenever one of them moves."""
 
     _drawing = _stale = False
+    controls: dict[str, Any]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the controls are set to, by name, without a clock."""
+        return {name: control.value for name, control in self.controls.items() if name != "moment"}
 
     def redraw(self, _change: object = None) -> None:
         """Draw for the controls' values of this moment.
@@ -81,7 +87,7 @@ class Panel(Redrawn):
 
     def __init__(self, draw: Draw, **controls: Any) -> None:
         self._draw = draw
-        self.controls: dict[str, Any] = {}
+        self.controls = {}
         self.figure: Figure | None = None
         self.error: Exception | None = None
         self._picture = Shown()
@@ -99,11 +105,6 @@ class Panel(Redrawn):
     def png(self) -> bytes:
         """The picture as it is shown."""
         return bytes(self._picture.png)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """What the controls are set to, by name."""
-        return {name: control.value for name, control in self.controls.items()}
 
     def _draw_once(self) -> None:
         try:

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 from distlab.plan import AXES, Cluster, Plan, Precision, Sharding, Workload
 from distlab.plan.records import RECOMPUTES
 from distlab.plan.require import chosen
-from simulator.advisor.strategies import MapCell, strategy_map
+from simulator.advisor.reasons import MapCell, strategy_map
 from simulator.hardware import presets as hardware
 from simulator.memory.advice import DoesNotFitError, check_fit
 from simulator.memory.memory import memory_of
@@ -24,12 +24,12 @@ from simulator.runs.money import Run, bill, counts_of, curve, spread
 from simulator.step.simulate import Step, simulate
 from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
 from simulator.units import capitalised
-from simulator.viz.drawing.picture import Picture
+from simulator.viz.drawing.pen import Picture
 from simulator.viz.memory import draw_memory, draw_memory_of_plans
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
 from simulator.viz.panels.panel import Panel, choice, slider
 from simulator.viz.runs import draw_cost_curve, draw_goodput, draw_strategy_map
-from simulator.viz.sharding import draw_sharding
+from simulator.viz.sweeps import draw_sharding
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {

@@ -14,7 +14,7 @@ from distlab.plan.require import chosen
 from distlab.trace import Trace
 from simulator.units import format_s, name_ranks
 from simulator.viz.drawing.paint import to_png
-from simulator.viz.drawing.picture import with_picture
+from simulator.viz.drawing.pen import with_picture
 from simulator.viz.panels.panel import Redrawn, choice, dress, row_of, slider
 from simulator.viz.schedules import NAMES, ScheduleRun, play, run_schedule, say_schedules, stack, words_of
 from simulator.viz.timeline.timeline_widget import Timeline
@@ -193,11 +193,9 @@ class ScheduleTimeline(Redrawn):
 
     def __init__(self, make: Make, *, height: int = 420, **controls: Any) -> None:
         self._make = make
-        self.controls: dict[str, Any] = {}
         self.error: ValueError | None = None
         self._moving = False
-        for name, control in controls.items():
-            self.controls[name] = dress(name, control)
+        self.controls = {name: dress(name, control) for name, control in controls.items()}
         self.runs = tuple(make(**self.values))
         self.timeline = Timeline(self.runs[0].trace, height=height)
         self._times = np.zeros(2, np.int64)
@@ -210,11 +208,6 @@ class ScheduleTimeline(Redrawn):
         self._play.observe(self._tick, "value")
         parts = [row_of(controls.values()), widgets.HBox([self._play, clock]), self.timeline]
         super().__init__(parts if "text" in controls else parts[::-1])
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """What the controls are set to, by name, without the clock."""
-        return {name: control.value for name, control in self.controls.items() if name != "moment"}
 
     @property
     def text(self) -> str:

@@ -21,7 +21,7 @@ from simulator.units import format_s
 from simulator.viz.drawing import lanes
 from simulator.viz.drawing.lanes import MAX_BOXES, Ints, Scene, View
 from simulator.viz.drawing.paint import to_png
-from simulator.viz.drawing.picture import NAMES, with_picture
+from simulator.viz.drawing.pen import NAMES, with_picture
 from simulator.viz.drawing.theme import SHADE, KindStyle, pale, text_colour
 from simulator.viz.timeline import timeline
 from simulator.viz.timeline.facts import Overlay

@@ -12,8 +12,7 @@ from viz_traces import data_parallel, grid
 from distlab.plan import one_f_one_b
 from simulator.viz import draw_timeline, to_png
 from simulator.viz.drawing.paint import pack_png
-from simulator.viz.drawing.pen import sheet
-from simulator.viz.drawing.picture import LEAST_SHOWN_PT, SHOWN_DPI
+from simulator.viz.drawing.pen import LEAST_SHOWN_PT, SHOWN_DPI, sheet
 from simulator.viz.drawing.plot import width_in
 from simulator.viz.drawing.theme import DPI, LEAST_PT
 
