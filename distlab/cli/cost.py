@@ -16,7 +16,6 @@ from distlab.cli.simulate import check_size
 if TYPE_CHECKING:
     from simulator import Bill, Curve, PlanFile, Run
 
-DRAWN = 2_000_000  # failures, over all drawn runs
 BEST = ("shortest", "cheapest", "sweet_spot")  # of a curve
 
 
@@ -41,9 +40,7 @@ FAILURES = flag(
 @flag("--price", type=positive_number, metavar="DOLLARS", help="of a device for an hour")
 @FAILURES
 @flag("--gpus", type=counts_of_devices, metavar="N[,N...]", help="devices (default: an eighth to 16 times the plan's)")
-@flag("--seed", type=int, default=0, metavar="N", help="of the failures that are drawn")
 @flag("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
-@flag("--goodput", type=Path, metavar="FILE", help="save where the time goes as PNG")
 @flag("--json", action="store_true", help="print all of it as JSON")
 def cost(arguments: argparse.Namespace) -> int:
     """Say what a training run takes: days, dollars, goodput with failures, how often to save, what number of GPUs pays.
@@ -54,9 +51,9 @@ def cost(arguments: argparse.Namespace) -> int:
     """
     from simulator import bill, counts_of, curve, read_plan_file, spread
     from simulator.plan_file import told_of
+    from simulator.viz import draw_cost_curve
 
-    for name in ("curve", "goodput"):
-        check_output(f"--{name}", getattr(arguments, name), picture=True)
+    check_output("--curve", arguments.curve, picture=True)
     said = read_plan_file(arguments.file)
     run = _run(arguments, said)
     own = said.plan.world_size
@@ -77,9 +74,10 @@ def cost(arguments: argparse.Namespace) -> int:
             left_out[step.plan.world_size] = str(error)
     costs = curve(bills)
     chosen = next(each for each in bills if each.num_devices == own)
-    _draw(arguments, chosen, costs)
+    if arguments.curve:
+        draw_cost_curve(costs).figure.savefig(arguments.curve, dpi=150)
     told = {"model": chosen.step.workload.name, "cluster": chosen.step.cluster.name, "tokens": run.num_tokens}
-    told |= _row(chosen) | {"price": run.price, "failures": run.failures and _failures(chosen, arguments.seed)}
+    told |= _row(chosen) | {"price": run.price, "failures": run.failures and _failures(chosen)}
     told |= curve_facts(costs, _row) | {"left_out": {str(count): why for count, why in left_out.items()}}
     print(json.dumps(told, indent=2) if arguments.json else _text(told))
     return 0
@@ -95,19 +93,6 @@ def _run(arguments: argparse.Namespace, said: PlanFile) -> Run:
     if arguments.failures is not None:
         failures = replace(failures or Failures(), rate=arguments.failures)
     return Run(arguments.tokens or run.num_tokens, arguments.price or run.price, failures)
-
-
-def _draw(arguments: argparse.Namespace, chosen: Bill, costs: Curve) -> None:
-    from simulator import viz
-
-    if arguments.curve:
-        viz.draw_cost_curve(costs).figure.savefig(arguments.curve, dpi=150)
-    if arguments.goodput:
-        if chosen.run.failures is None:
-            raise ValueError("--goodput shows failures, and the run has none; add --failures, such as llama-3")
-        save_s, seed = chosen.goodput.save_s, arguments.seed
-        picture = viz.draw_goodput(chosen.run.failures, chosen.num_devices, save_s, seed=seed)
-        picture.figure.savefig(arguments.goodput, dpi=150)
 
 
 def curve_facts(costs: Curve, row: Callable[[Bill], dict[str, Any]]) -> dict[str, Any]:
@@ -130,12 +115,8 @@ def _row(each: Bill) -> dict[str, Any]:
     return said | {"goodput": each.goodput.useful, "days": each.days, "dollars": each.dollars}
 
 
-def _failures(chosen: Bill, seed: int) -> dict[str, Any]:
-    """Return what fails, where the time goes, the interval in four ways, and days of lucky and of unlucky runs."""
-    import numpy as np
-
-    from simulator import best_by_trial, best_s, daly_s, draw_runs, young_s
-
+def _failures(chosen: Bill) -> dict[str, Any]:
+    """Return what fails, where the time goes, and how often to save."""
     failures, good = chosen.run.failures, chosen.goodput
     assert failures is not None, "the caller has looked"
     rate = failures.published
@@ -144,18 +125,8 @@ def _failures(chosen: Bill, seed: int) -> dict[str, Any]:
     said |= {name: getattr(good, name) for name in ("useful", "saving", "lost", "restarting", "slow")}
     if math.isinf(good.mtbf_s):
         return said
-    both, seconds = (good.save_s, good.mtbf_s), chosen.days * 24 * 3600
-    said |= {"mtbf_s": good.mtbf_s, "interval_s": good.interval_s, "expected": seconds / good.mtbf_s}
-    best = {"exact": best_s(*both), "young": young_s(*both), "daly": daly_s(*both)}
-    best["monte_carlo"] = best_by_trial(*both, restart_s=failures.restart_s, seed=seed)
-    num_runs = int(np.clip(DRAWN / said["expected"], 50, 1000))
-    works: dict[str, Any] = {"save_s": good.save_s, "restart_s": failures.restart_s, "num_runs": num_runs, "seed": seed}
-    ends = draw_runs(seconds * (good.useful + good.slow), good.mtbf_s, good.interval_s, **works)
-    low, high = np.percentile(ends, [10, 90]) / 86_400
-    return said | {
-        "best_interval_s": best,
-        "drawn_days": {"runs": num_runs, "mean": ends.mean() / 86_400, "low": low, "high": high},
-    }
+    expected = chosen.days * 24 * 3600 / good.mtbf_s
+    return said | {"mtbf_s": good.mtbf_s, "interval_s": good.interval_s, "expected": expected}
 
 
 def _text(said: dict[str, Any]) -> str:
@@ -186,12 +157,8 @@ def _failure_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("goodput", f"{said['useful']:.1%} of the time{f': {parts}' if parts else ''}")]
     if said["mtbf_s"] is None:
         return [*rows, ("failures", said["source"])]
-    best = ", ".join(f"{name.replace('_', ' ')} {format_span(each)}" for name, each in said["best_interval_s"].items())
-    drawn = said["drawn_days"]
     return [
         *rows,
         ("failures", f"{said['expected']:,.3g}, one in {format_span(said['mtbf_s'])}; {said['source']}"),
         ("checkpoints", f"after {format_span(said['interval_s'])} of training, {format_span(said['save_s'])} each"),
-        ("best interval", best),
-        ("drawn runs", f"{drawn['low']:.4g} to {drawn['high']:.4g} days in 8 of 10, {drawn['mean']:.4g} on average"),
     ]

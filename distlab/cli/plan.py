@@ -39,7 +39,6 @@ def _priced(text: str) -> tuple[str, float | None]:
 @flag("--wish", choices=("fastest", "cheapest"), default="fastest", help="what the best plan is")
 @flag("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars")
 @FAILURES
-@flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
 @flag("--headroom", type=number(least=0, most=99), default=5, metavar="N", help="per cent of memory to keep free")
 @flag(
     "--whole-recompute",
@@ -60,29 +59,23 @@ def plan(arguments: argparse.Namespace) -> int:
     """
     from simulator import Failures, Run, bill, search
 
-    if not arguments.tokens:
-        for name, why in (("curve", "shows days and dollars of a run"), ("days", "needs the run's length")):
-            if getattr(arguments, name):
-                raise ValueError(f"--{name} {why}; add --tokens, such as --tokens 1e12")
+    if arguments.curve and not arguments.tokens:
+        raise ValueError("--curve shows days and dollars of a run; add --tokens, such as --tokens 1e12")
     check_output("--save", arguments.save)
     check_output("--curve", arguments.curve, picture=True)
     failures = None if arguments.failures is None else Failures(arguments.failures)
     found: list[tuple[Search, list[Bill]]] = []
-    left_out: list[float] = []
     for question in _questions(arguments):
         one = search(question)
         best = one.best(arguments.top, tell=_tell(f"{question.cluster.num_devices} x {question.cluster.name}"))
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
-        billed = [bill(choice.step, run) for choice in best]
-        bills = [each for each in billed if not arguments.days or each.days <= arguments.days]
-        left_out += [each.days for each in billed if each not in bills]
-        if bills:
+        if bills := [bill(choice.step, run) for choice in best]:
             found.append((one, bills))
         if not one.is_complete:
             print("interrupted: better plans may be left", file=sys.stderr)
             break
     if not found:
-        raise ValueError(_why_none(arguments.days, left_out, one))
+        raise ValueError(_why_none(one))
 
     def weight(pair: tuple[Search, Bill]) -> float:
         return pair[1].price if arguments.wish == "cheapest" else pair[1].days
@@ -95,12 +88,9 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why_none(days: float | None, left_out: list[float], last: Search) -> str:
+def _why_none(last: Search) -> str:
     from simulator.units import format_bytes
 
-    if days and left_out:
-        shortest = f"the shortest takes {min(left_out):.3g} days"
-        return f"no plan ends within {days:g} days: {shortest}; use more devices or more days"
     if not last.is_complete:
         return "no plan that fits had been found when the search was interrupted; let it run longer"
     least, free = last.least_bytes, last.found.question.device.memory_bytes

@@ -67,12 +67,10 @@ export --to torchrun --script ' ' | script
 export --to slurm --data 12 | 12
 export --to deepspeed --sharding 2 --pipeline 2 | pipeline
 {SMALL} --curve curve.png | add --tokens
-{SMALL} --days 3 | add --tokens
 {SMALL} --failures weekly | one of llama-3
 {SMALL} --hidden 65536 --gpus 2 | no plan fits: on 2 devices each holds at least
 {SMALL} --gpus 12 | --gpus 12 does not fill nodes of 8
 {SMALL} --microbatch 2 | --microbatch is what the search chooses
-{SMALL} --days 1e-9 --tokens 1e12 | no plan ends within 1e-09 days: the shortest takes
 {SMALL} --cluster dgx-x | 'dgx-x' is neither a preset nor a file
 {SMALL} --cluster dgx-a100:1 --cluster dgx-h100 | some clusters have a price and others none
 {SMALL} --cluster dgx-a100:x | argument --cluster: 'x' is not a positive number
@@ -127,7 +125,6 @@ FILES = [  # a plan file, flags of `cost`, and what is told
     (PLAN, "--tokens 1e9 --failures weekly", "one of llama-3"),
     (PLAN, "--tokens 1e9 --failures -1", r"rate is -1\.0"),
     (PLAN, "--tokens 1e9 --failures 1e9", "does not get on"),
-    (PLAN, "--tokens 1e9 --goodput good.png", "the run has none"),
     (PLAN, "--tokens 1e9 --curve curve.txt", "expected a picture"),
     (PLAN.replace("512", "40960"), "--tokens 1e9", "does not fit"),
     (PLAN + "[run]\ntokens = 1e9\n", "", r"did you mean 'num_tokens'\?"),

@@ -1,7 +1,7 @@
 """The capstone: a plan of your own trains on two nodes, survives a kill, and keeps a budget of seconds and bytes.
 
-Read `task` (the model, the machines, the budget, the plan to begin with), `train` (what each rank does), `judge` (the
-run, a plain run beside it, the verdict, and the class's table).
+Read `task` (the model, the machines, the budget, the plan to begin with, what each rank does), then `judge` (the run, a
+plain run beside it, the verdict, and the class's table).
 """
 
 from distlab.course.capstone.judge import (

@@ -16,7 +16,6 @@ from statistics import median
 from typing import NamedTuple
 
 from distlab.course.capstone import task
-from distlab.course.capstone.train import Update, read_log, train, train_alone
 from distlab.elastic import Fault, run_elastic
 
 PLAIN_UPDATES = 4  # of the first plan, before and after the entry's run
@@ -93,20 +92,19 @@ def attempt(entry: task.BoardEntry, seed: int) -> CapstoneVerdict:
         sent_bytes=max(sent),
         repeated=len(made) - task.UPDATES,
         loss=made[-1].loss,
-        loss_error=abs(made[-1].loss / train_alone(task.UPDATES)[-1] - 1),
+        loss_error=abs(made[-1].loss / task.train_alone(task.UPDATES)[-1] - 1),
     )
 
 
 def _run(
     entry: task.BoardEntry, folder: Path, updates: int, faults: Sequence[Fault] = ()
-) -> tuple[list[Update], list[int]]:
+) -> tuple[list[task.Update], list[int]]:
     folder.mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that ranks are started anew is the task
-        sent = run_elastic(
-            train, task.NUM_RANKS, args=(entry, folder, updates, faults), max_restarts=len(faults), nodes=task.NODES
-        )
-    return read_log(folder), sent
+        how = {"max_restarts": len(faults), "nodes": task.NODES}
+        sent = run_elastic(task.train, task.NUM_RANKS, args=(entry, folder, updates, faults), **how)
+    return task.read_log(folder), sent
 
 
 class BoardRow(NamedTuple):

@@ -14,7 +14,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from distlab.comm import RankError, Ranks
-from distlab.course.notebook.ranks import CellError, explain, holdings, name_cells, take
+from distlab.course.notebook.extension import CellError, explain, holdings, name_cells, take
 from simulator.units import counted
 
 if TYPE_CHECKING:
