@@ -82,8 +82,6 @@ lab 17 | distlab lab: there is no lab 17; labs are 01, 02, 03
 lab x | 'x' names no lesson
 lab 01 --ranks 0 | distlab lab 01: argument --ranks: 0 cannot be used; pass 1 to 1024
 lab 01 --trace {__file__} | expected the path of a folder, got a file
-lab 01 --impl tests/ | distlab lab 01: --impl tests/: tests/ is a folder; pass a .py file
-lab 01 --impl nothing.ipynb | distlab lab 01: --impl nothing.ipynb: there is no file nothing.ipynb
 lab 03 --data nothing.txt | distlab lab 03: --data nothing.txt: there is no such file; pass the path
 lab 03 --hidden 30 | 4 heads do not divide hidden_size 30
 lab 02 --ranks 4 --ranks-per-machine 3 | --ranks-per-machine 3 does not divide 4 ranks

@@ -102,8 +102,8 @@ def _run(
     folder.mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that ranks are started anew is the task
-        how = {"max_restarts": len(faults), "nodes": task.NODES}
-        sent = run_elastic(task.train, task.NUM_RANKS, args=(entry, folder, updates, faults), **how)
+        given = (entry, folder, updates, faults)
+        sent = run_elastic(task.train, task.NUM_RANKS, args=given, max_restarts=len(faults), nodes=task.NODES)
     return task.read_log(folder), sent
 
 

@@ -10,7 +10,7 @@ import pytest
 from lab_on_ranks import LIMIT_S, QUICK, Ended, facts
 
 from distlab.cli import main
-from distlab.cli.lab import find_lab
+from distlab.cli.course import find_lab
 from distlab.comm.launch.script import SAID as WRONG
 from distlab.trace import load_folder, read_chrome
 
