@@ -301,7 +301,6 @@ def release(arguments: argparse.Namespace) -> int:
 @flag("--minutes", type=float, default=10.0, metavar="M", help="limit of one submission")
 @flag("--seed", type=int, metavar="N", help="of the drawn arguments; default: kept in DIR")
 @flag("--contained", action="store_true", help="each in a container; needs bubblewrap (bwrap)")
-@flag("--json", action="store_true", help="print the grades as JSON")
 def grade(arguments: argparse.Namespace) -> int:
     """Grade what a class handed in for a lesson: points per exercise, as tables and as a page for each student.
 
@@ -329,18 +328,13 @@ def grade(arguments: argparse.Namespace) -> int:
     try:
         for one, is_new in grade_all(submissions, lesson, out / "results", seed=seed, **how):
             grades.append(one)
-            if not arguments.json:
-                words = ("" if is_new else " (kept)") + (f"; stopped: {one.stopped}" if one.stopped else "")
-                print(f"{one.student:24} {one.points:3} of {one.possible}{words}", flush=True)
+            words = ("" if is_new else " (kept)") + (f"; stopped: {one.stopped}" if one.stopped else "")
+            print(f"{one.student:24} {one.points:3} of {one.possible}{words}", flush=True)
     except KeyboardInterrupt:
         print("\nInterrupted. What is graded is kept; the same command goes on.", flush=True)
         return 130
     grades.sort()
     write_tables(out, f"Lesson {lesson.number}, {lesson.title}", grades)
-    if arguments.json:
-        told = {"lesson": lesson.number, "seed": seed, "grades": [one.as_dict() for one in grades]}
-        print(json.dumps(told, indent=2))
-    else:
-        pages = "in students/ a page for each and Gradescope's results.json"
-        print(f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json; {pages}")
+    pages = "in students/ a page for each and Gradescope's results.json"
+    print(f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json; {pages}")
     return 1 if any(one.stopped for one in grades) else 0

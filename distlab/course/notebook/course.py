@@ -12,18 +12,12 @@ from pathlib import Path
 from distlab.course.grading.lesson import lessons_folder
 from distlab.course.grading.progress import OUTSIDE, Entry, copy_in, load_progress, now, work_folder
 from distlab.course.notebook.stuck import Note
+from distlab.course.page import page as html_page
 from distlab.measure import gpu_names, num_cores
 from simulator.units import counted
 
 PAGE = "progress.html"
 TITLE = "Distributed training: my progress"
-STYLE = (
-    "body{font-family:system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em;background:white;color:black}"
-    "table{border-collapse:collapse;width:100%}th,td{padding:.25em .7em;text-align:left;border-bottom:1px solid #8888;"
-    "vertical-align:top}thead th{font-weight:normal}td:nth-child(n+2):nth-child(-n+4){white-space:nowrap}"
-    "section{break-inside:avoid}h2{font-size:1.1em;margin:1.6em 0 .3em}"
-    "@media print{body{margin:0;max-width:none;font-size:9pt}@page{margin:15mm}}"
-)
 COLUMNS = ("exercise", "passed on", "checks", "help", "what your answer used")
 
 
@@ -197,24 +191,20 @@ def page(lessons: Sequence[CourseRow], progress: Mapping[str, Entry], *, day: st
     whole = sum(row.passed == len(row.exercises) for row in begun)
     ahead = ", ".join(f"{row.number} {row.title}" for row in lessons if row not in begun)
     summary = f"{CourseMap(lessons, '').summary} Lessons with all exercises passed: {whole} of {len(lessons)}."
-    parts = [f"<h1>{TITLE}</h1>", f"<p>Name: ______________________________ &nbsp; {day}</p>"]
-    parts.append(f"<p>{html.escape(summary)}</p>")
-    heads = "".join(f'<th scope="col">{head}</th>' for head in COLUMNS)
-    for row in begun:
-        name = html.escape(f"{row.number} {row.title}: {row.passed} of {len(row.exercises)}")
-        body = "".join(_exercise(one, progress.get(one, Entry())) for one in row.exercises)
-        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
-        parts.append(f"<section><h2>{name}</h2>{table}</section>")
-    parts += [f"<h2>Not begun</h2><p>{html.escape(ahead)}</p>"] if ahead else []
-    head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+    lines = [f"Name: ______________________________   {day}", summary, *([f"Not begun: {ahead}"] if ahead else [])]
+    tables = [
+        (
+            f"{row.number} {row.title}: {row.passed} of {len(row.exercises)}",
+            [COLUMNS, *(_exercise(one, progress.get(one, Entry())) for one in row.exercises)],
+        )
+        for row in begun
+    ]
+    return html_page(TITLE, lines, *tables)
 
 
-def _exercise(name: str, entry: Entry) -> str:
+def _exercise(name: str, entry: Entry) -> tuple[str, ...]:
     """Return the row of an exercise: when it was passed, after how many checks, with what help, and what it used."""
-    passed = entry.first_passed[:10] or "not yet"
     checks = f"{entry.attempts}, {entry.failed} wrong" if entry.failed else str(entry.attempts or "")
     hints = [f"{entry.hints} hint{'s' if entry.hints > 1 else ''}"] if entry.hints else []
     helped = ", ".join([*hints, *(["solution seen"] if entry.solution_seen else [])])
-    cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (passed, checks, helped, "; ".join(entry.budget)))
-    return f'<tr><th scope="row">{html.escape(name)}</th>{cells}</tr>'
+    return name, entry.first_passed[:10] or "not yet", checks, helped, "; ".join(entry.budget)
