@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from distlab.comm import Ranks
-from distlab.course.capstone import FIRST_PLAN, attempt, read_entry
-from distlab.course.capstone.task import (
+from distlab.course.capstone import (
     BATCH,
+    FIRST_PLAN,
     MODEL,
     NODES,
     NUM_RANKS,
+    attempt,
     first_entry,
     new_model,
+    read_entry,
     read_log,
     train,
     train_alone,
