@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distlab.course.notebook import in_cells, show
-from distlab.course.notebook.extension import name_cells, shorten
 from distlab.course.notebook.magic import Line, read_line
+from distlab.course.notebook.ranks import name_cells, shorten
 
 ERROR = """rank 1 of 2 raised TypeError: no
 

@@ -1,6 +1,6 @@
-"""What the extension puts into a notebook, and what a notebook says of its ranks: what they hold, what went wrong.
+"""What a notebook says of its ranks: the names that they hold; what went wrong, the cause and the cell's line first.
 
-It needs no IPython to be imported: `take` and `holdings` are called inside a rank.
+It needs no IPython: `take` and `holdings` are called inside a rank.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import traceback
 import types
 from collections.abc import Mapping, Sized
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distlab.comm.where.frames import owner_of
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
-    from matplotlib.figure import Figure
-
-    from simulator.viz import Picture
 
 ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
 KEPT = "The ranks are still there, with their variables."
@@ -30,60 +27,6 @@ _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
 _NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
 GIVEN = ("rank", "world_size", "torch", "dist")  # names that a rank begins with
-
-
-def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register %%ranks, add the names that are not defined yet, and start loading torch for the ranks."""
-    if "torch" not in sys.modules:
-        print("Loading PyTorch, here and for the ranks. The first time takes about five seconds.", flush=True)
-    from distlab.comm import RankError, warm
-    from distlab.comm.command import put_on_path
-    from distlab.course.grading import check
-    from distlab.course.grading.answer.source import names_for_functions
-    from distlab.course.notebook.magic import RanksMagics, last_records
-    from distlab.course.notebook.prediction import predict
-    from distlab.course.notebook.stuck import hint, solution
-
-    put_on_path()  # so that `!distlab lab 03` runs in a cell
-    warm()  # first: the fork server loads torch while this process does
-    shell.register_magics(RanksMagics)
-    shell.set_custom_exc((RankError, KeyboardInterrupt), _show_short)  # type: ignore[no-untyped-call]
-    own = {"check": check, "predict": predict, "hint": hint, "solution": solution}
-    for name, value in (names_for_functions() | own | {"show": show, "last_records": last_records}).items():
-        shell.user_ns.setdefault(name, value)
-
-
-def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
-    """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
-    text = of_ranks(error, trace, shell)
-    if text is None:  # an interrupt of anything else
-        shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
-    else:
-        shell.showtraceback((CellError, CellError(text), None))
-
-
-def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """End the ranks; names stay."""
-    from distlab.course.notebook.magic import stop_ranks
-
-    stop_ranks(shell)
-
-
-def show(picture: Picture | Figure, words: str = "") -> None:
-    """Display a Picture of `simulator.viz`, or a figure with the words that say what it shows; they stand below it.
-
-    Raises:
-        ValueError: there are no words: a picture without words says nothing to those who cannot see it.
-    """
-    from IPython.display import display
-
-    from simulator.viz import Picture
-
-    shown = picture if isinstance(picture, Picture) else Picture(picture, words)
-    shown = shown._replace(words=words or shown.words)
-    if not shown.words.strip():
-        raise ValueError("show(figure, words) needs the words that say what the figure shows")
-    display(shown)  # type: ignore[no-untyped-call]
 
 
 def take(values: Mapping[str, object]) -> None:
