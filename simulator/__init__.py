@@ -77,6 +77,7 @@ from simulator.runs.failures import (
     checkpoint_bytes as checkpoint_bytes,
     daly_s as daly_s,
     goodput as goodput,
+    goodput_by_trial as goodput_by_trial,
     young_s as young_s,
 )
 from simulator.runs.money import (
@@ -88,11 +89,6 @@ from simulator.runs.money import (
     counts_of as counts_of,
     curve as curve,
     spread as spread,
-)
-from simulator.runs.monte_carlo import (
-    best_by_trial as best_by_trial,
-    draw_runs as draw_runs,
-    goodput_by_trial as goodput_by_trial,
 )
 from simulator.step.simulate import (
     Measured as Measured,

@@ -16,6 +16,9 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from distlab.plan import Plan, Workload
 from simulator.precision import widths_of
 
@@ -221,3 +224,18 @@ def checkpoint_bytes(workload: Workload, plan: Plan) -> float:
     """
     widths = widths_of(workload, plan)
     return workload.num_parameters * (widths.parameter + widths.master + widths.optimizer)
+
+
+def goodput_by_trial(
+    save_s: float,
+    mtbf_s: float,
+    intervals_s: NDArray[np.float64],
+    *,
+    restart_s: float = 0.0,
+    failures: int = 20_000,
+    seed: int = 0,
+) -> NDArray[np.float64]:
+    """Return the useful part of the time with each interval [I], by drawing failures; all intervals see the same."""
+    uptime = np.random.default_rng(seed).exponential(mtbf_s, failures)
+    segments = np.floor(np.maximum(uptime - restart_s, 0.0) / (intervals_s[:, None] + save_s))
+    return np.asarray(segments.sum(axis=1) * intervals_s / uptime.sum(), np.float64)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from simulator.advisor.reasons import words_of
 from simulator.advisor.strategies import STRATEGIES, MapCell
-from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, young_s
+from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, goodput_by_trial, young_s
 from simulator.runs.money import Bill, Curve
-from simulator.runs.monte_carlo import goodput_by_trial
 from simulator.units import capitalised, counted, format_s, format_span, percent
 from simulator.viz.drawing import plot, theme
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, finished, legend_lines, sheet
