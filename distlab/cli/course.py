@@ -103,8 +103,7 @@ def lesson(arguments: argparse.Namespace) -> int:
     copy of a lesson aside and brings a fresh one.
     """
     from distlab.course.notebook import course_map
-    from distlab.course.notebook.copies import reset
-    from distlab.course.notebook.course import write_page
+    from distlab.course.notebook.course import reset, write_page
 
     lessons = lessons_folder()
     work = (arguments.work or work_folder() or work_beside(lessons)).expanduser().absolute()
@@ -124,7 +123,7 @@ def _start(lessons: Path, work: Path, arguments: argparse.Namespace) -> None:
     """Bring the copies that are missing, and open JupyterLab on them."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it")
-    from distlab.course.notebook.copies import make_copies
+    from distlab.course.notebook.course import make_copies
     from distlab.course.notebook.jupyter import serve
 
     copies = make_copies(lessons, work)

@@ -1,9 +1,9 @@
 """What the lessons' notebooks have that plain Python lacks: `%load_ext distlab.course.notebook`.
 
 The extension (`magic`; `ranks` is what it says) adds `%%ranks` and puts the names of lessons into a notebook. Of what a
-learner has and did: `course` (the map of lessons, and a page to print), `copies` (never overwritten), `prediction` (a
-number before a run), `stuck` (hints, solutions, saved answers). `jupyter` is the server behind `make lessons`. Names
-load on first use, so that importing the package needs no IPython.
+learner has and did: `course` (copies, which are never overwritten, the map of lessons, and a page to print),
+`prediction` (a number before a run), `stuck` (hints, solutions, saved answers). `jupyter` is the server behind
+`make lessons`. Names load on first use, so that importing the package needs no IPython.
 """
 
 from __future__ import annotations
