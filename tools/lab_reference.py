@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distlab.cli.lab import find_lab
+from distlab.cli.course import find_lab
 from distlab.course.grading import lessons
 from distlab.course.lab.report import reference_section
 from distlab.measure import this_machine

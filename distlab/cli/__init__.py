@@ -1,8 +1,8 @@
 """The command line: `distlab doctor`, `tour`, `calibrate`, `simulate`, `plan`, `cost`, `export`, `bench`, ...
 
 A user's mistake is one line on standard error and exit status 2; a job that failed is its own report and exit status 1.
-Files: `machine`, `tour`, `profile`, `claims` (this machine and what runs on it), `simulate`, `plan`, `cost` (no rank is
-started; `flags` says what a plan file says), `lab`, `course` (lessons, answers, grades). `command` is what all share.
+Files: `machine`, `tour`, `claims` (this machine and what runs on it), `simulate`, `plan` (no rank is started; `flags`
+says what a plan file says), `course` (lessons, labs, answers, grades). `command` is what all share.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 
 import distlab
-from distlab.cli import claims, cost, course, lab, machine, plan, profile, simulate, tour
+from distlab.cli import claims, course, machine, plan, simulate, tour
 from distlab.course.flags import Parser
 from distlab.faces import version
 
 _EVERY = (
-    *(machine.doctor, tour.tour, machine.calibrate, simulate.simulate, plan.plan, cost.cost, claims.validate),
-    *(simulate.export, claims.bench, claims.gpu, profile.profile, lab.lab, course.lesson, course.check),
+    *(machine.doctor, tour.tour, machine.calibrate, simulate.simulate, plan.plan, plan.cost, claims.validate),
+    *(simulate.export, claims.bench, claims.gpu, simulate.profile, course.lab, course.lesson, course.check),
     *(course.capstone, course.release, course.grade, machine.where),
 )
 COMMANDS = {command.run.__name__: command for command in _EVERY}

@@ -1,4 +1,4 @@
-"""Commands for learners, and for those who teach: `lesson`, `check`, `capstone`; `release` and `grade`."""
+"""Commands for learners, and for those who teach: `lesson`, `check`, `lab`, `capstone`; `release` and `grade`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import importlib.util
 import json
 import os
 import secrets
+import sys
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from distlab.cli.command import check_output, flag, flags
+from distlab.cli.command import NUM_RANKS, check_output, flag, flags, load_script
 from distlab.comm.command import runnable
-from distlab.course.flags import number
+from distlab.course.flags import Parser, number
 from distlab.course.grading import Report, load_lesson
-from distlab.course.grading.lesson import lessons_folder, work_beside
-from distlab.course.grading.progress import MINE, keep, work_folder, working_copy
+from distlab.course.grading.lesson import lesson_number, lessons_folder, work_beside
+from distlab.course.grading.progress import MINE, keep, load_progress, work_folder, working_copy
+
+if TYPE_CHECKING:
+    from distlab.course.lab import CommonSettings
 
 
 @flag("lesson", metavar="NN", help="a lesson's number, such as 03, or an exercise, such as 03.flat")
@@ -98,8 +103,7 @@ def lesson(arguments: argparse.Namespace) -> int:
     copy of a lesson aside and brings a fresh one.
     """
     from distlab.course.notebook import course_map
-    from distlab.course.notebook.copies import reset
-    from distlab.course.notebook.course import write_page
+    from distlab.course.notebook.course import reset, write_page
 
     lessons = lessons_folder()
     work = (arguments.work or work_folder() or work_beside(lessons)).expanduser().absolute()
@@ -119,7 +123,7 @@ def _start(lessons: Path, work: Path, arguments: argparse.Namespace) -> None:
     """Bring the copies that are missing, and open JupyterLab on them."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it")
-    from distlab.course.notebook.copies import make_copies
+    from distlab.course.notebook.course import make_copies
     from distlab.course.notebook.jupyter import serve
 
     copies = make_copies(lessons, work)
@@ -136,6 +140,93 @@ def _short(path: Path) -> str:
     """Name a path as short as it can be from here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+@flag("number", metavar="NN", help="which lesson's lab, such as 03")
+@flag("flags", nargs=argparse.REMAINDER, metavar="...", help="--ranks N and the lab's own flags (see NN --help)")
+def lab(arguments: argparse.Namespace) -> int:
+    """Run a lesson's lab on ranks of this machine: measure, compare with the prediction and with the reference output.
+
+    `distlab lab 03 --help` lists that lab's own flags. `--impl mine` runs your functions, those of your working copy,
+    instead of the reference's. The plain torchrun command that does the same is printed first.
+    """
+    number, script = find_lab(arguments.number)
+    num_ranks, settings, given = read_flags(number, script, arguments.flags)
+    from distlab.comm.launch.fork_client import preload
+    from distlab.comm.launch.script import plain_command, run_script
+
+    if not settings.json:
+        print(f"{plain_command(os.path.relpath(script), num_ranks, given)}\n", flush=True)
+
+    def echo(rank: int, line: str) -> None:  # rank 0 tells the lab's story: its lines carry no rank
+        is_result = rank == 0 and (not settings.json or line.startswith('{"schema"'))
+        out = sys.stderr if settings.json and not is_result else sys.stdout
+        print(line if is_result else f"[rank {rank}] {line}", file=out, flush=True)
+
+    preload("distlab.course.lab")
+    return run_script(script, num_ranks, given, echo=echo, limit_s=settings.limit_s)
+
+
+def find_lab(name: str) -> tuple[str, Path]:
+    """Return a lab's number and its script.
+
+    Raises:
+        ValueError: no lesson of that number has a lab; the text lists those that have.
+    """
+    number = lesson_number(name)
+    labs = {path.parent.name[:2]: path for path in sorted(lessons_folder().glob("[0-9][0-9]_*/lab.py"))}
+    if number not in labs:
+        raise ValueError(f"there is no lab {name}; labs are {', '.join(labs) or 'none yet'}")
+    return number, labs[number]
+
+
+def read_flags(number: str, script: Path, flags: list[str]) -> tuple[int, CommonSettings, list[str]]:
+    """Read --ranks and the lab's own flags, and return the latter as given too; a mistake ends with exit status 2."""
+    from distlab.comm import device
+    from distlab.course.lab.settings import parser_of
+    from distlab.measure import num_cores
+
+    kind = load_settings(number, script)
+    ranks, parser = Parser(add_help=False, allow_abbrev=False), parser_of(kind, f"distlab lab {number}")
+    for each in (ranks, parser):
+        each.add_argument("--ranks", type=NUM_RANKS, metavar="N", help="processes (default: one per GPU, else 4)")
+    values = vars(parser.parse_args(flags))
+    num_ranks = values.pop("ranks") or device.num_gpus() or min(4, 2 * num_cores())
+    try:
+        if values["impl"] == MINE:
+            _tell_unpassed(number, working_copy(script.parent.name).parent)
+        settings = kind(**values)
+        _check(settings)
+        settings.nodes_of(num_ranks)
+        settings.check_ranks(num_ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    return num_ranks, settings, ranks.parse_known_args(flags)[1]
+
+
+def load_settings(number: str, script: Path) -> type[CommonSettings]:
+    """Load a lab's script without running it, and return the dataclass of its settings."""
+    return load_script(f"distlab_lab_{number}", script).Settings  # type: ignore[no-any-return]
+
+
+def _tell_unpassed(number: str, folder: Path) -> None:
+    """Say which answers have not passed their checks: a lab that runs a wrong one prints wrong figures."""
+    passed = {name for name, entry in load_progress(folder).items() if entry.passed}
+    if unpassed := [one.name for one in load_lesson(number).exercises if one.name not in passed]:
+        text = f"not passed yet: {', '.join(unpassed)}. What the lab says with your version of these may be wrong"
+        print(f"{text}: {runnable(f'distlab check {number}')} says what is wrong", file=sys.stderr, flush=True)
+
+
+def _check(settings: CommonSettings) -> None:
+    """Refuse, before any rank starts, files that are not there, a --trace that cannot be written, a missing GPU."""
+    from distlab.measure import device_of
+
+    for name, value in vars(settings).items():
+        if isinstance(value, Path) and name != "trace" and not value.is_file():
+            raise ValueError(f"--{name.replace('_', '-')} {value}: there is no such file; pass the path of a file")
+    check_output("--trace", settings.trace, folder=True)
+    if settings.device == "cuda":
+        device_of("cuda", 0)
 
 
 @flag("file", nargs="?", type=Path, metavar="PLAN.toml", help="your plan")
@@ -209,7 +300,6 @@ def release(arguments: argparse.Namespace) -> int:
 @flag("--minutes", type=float, default=10.0, metavar="M", help="limit of one submission")
 @flag("--seed", type=int, metavar="N", help="of the drawn arguments; default: kept in DIR")
 @flag("--contained", action="store_true", help="each in a container; needs bubblewrap (bwrap)")
-@flag("--json", action="store_true", help="print the grades as JSON")
 def grade(arguments: argparse.Namespace) -> int:
     """Grade what a class handed in for a lesson: points per exercise, as tables and as a page for each student.
 
@@ -237,18 +327,13 @@ def grade(arguments: argparse.Namespace) -> int:
     try:
         for one, is_new in grade_all(submissions, lesson, out / "results", seed=seed, **how):
             grades.append(one)
-            if not arguments.json:
-                words = ("" if is_new else " (kept)") + (f"; stopped: {one.stopped}" if one.stopped else "")
-                print(f"{one.student:24} {one.points:3} of {one.possible}{words}", flush=True)
+            words = ("" if is_new else " (kept)") + (f"; stopped: {one.stopped}" if one.stopped else "")
+            print(f"{one.student:24} {one.points:3} of {one.possible}{words}", flush=True)
     except KeyboardInterrupt:
         print("\nInterrupted. What is graded is kept; the same command goes on.", flush=True)
         return 130
     grades.sort()
     write_tables(out, f"Lesson {lesson.number}, {lesson.title}", grades)
-    if arguments.json:
-        told = {"lesson": lesson.number, "seed": seed, "grades": [one.as_dict() for one in grades]}
-        print(json.dumps(told, indent=2))
-    else:
-        pages = "in students/ a page for each and Gradescope's results.json"
-        print(f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json; {pages}")
+    pages = "in students/ a page for each and Gradescope's results.json"
+    print(f"\n{len(grades)} graded: {out / 'grades.html'}, grades.csv, grades.json; {pages}")
     return 1 if any(one.stopped for one in grades) else 0

@@ -67,12 +67,10 @@ export --to torchrun --script ' ' | script
 export --to slurm --data 12 | 12
 export --to deepspeed --sharding 2 --pipeline 2 | pipeline
 {SMALL} --curve curve.png | add --tokens
-{SMALL} --days 3 | add --tokens
 {SMALL} --failures weekly | one of llama-3
 {SMALL} --hidden 65536 --gpus 2 | no plan fits: on 2 devices each holds at least
 {SMALL} --gpus 12 | --gpus 12 does not fill nodes of 8
 {SMALL} --microbatch 2 | --microbatch is what the search chooses
-{SMALL} --days 1e-9 --tokens 1e12 | no plan ends within 1e-09 days: the shortest takes
 {SMALL} --cluster dgx-x | 'dgx-x' is neither a preset nor a file
 {SMALL} --cluster dgx-a100:1 --cluster dgx-h100 | some clusters have a price and others none
 {SMALL} --cluster dgx-a100:x | argument --cluster: 'x' is not a positive number
@@ -84,8 +82,6 @@ lab 17 | distlab lab: there is no lab 17; labs are 01, 02, 03
 lab x | 'x' names no lesson
 lab 01 --ranks 0 | distlab lab 01: argument --ranks: 0 cannot be used; pass 1 to 1024
 lab 01 --trace {__file__} | expected the path of a folder, got a file
-lab 01 --impl tests/ | distlab lab 01: --impl tests/: tests/ is a folder; pass a .py file
-lab 01 --impl nothing.ipynb | distlab lab 01: --impl nothing.ipynb: there is no file nothing.ipynb
 lab 03 --data nothing.txt | distlab lab 03: --data nothing.txt: there is no such file; pass the path
 lab 03 --hidden 30 | 4 heads do not divide hidden_size 30
 lab 02 --ranks 4 --ranks-per-machine 3 | --ranks-per-machine 3 does not divide 4 ranks
@@ -127,7 +123,6 @@ FILES = [  # a plan file, flags of `cost`, and what is told
     (PLAN, "--tokens 1e9 --failures weekly", "one of llama-3"),
     (PLAN, "--tokens 1e9 --failures -1", r"rate is -1\.0"),
     (PLAN, "--tokens 1e9 --failures 1e9", "does not get on"),
-    (PLAN, "--tokens 1e9 --goodput good.png", "the run has none"),
     (PLAN, "--tokens 1e9 --curve curve.txt", "expected a picture"),
     (PLAN.replace("512", "40960"), "--tokens 1e9", "does not fit"),
     (PLAN + "[run]\ntokens = 1e9\n", "", r"did you mean 'num_tokens'\?"),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distlab.cli import COMMANDS, parser
+from distlab.cli.course import find_lab, load_settings
 from distlab.cli.flags import ONLY_IN_FILES
-from distlab.cli.lab import find_lab, load_settings
 from distlab.course.lab.settings import parser_of
 from distlab.plan import Plan, Precision, Sharding
 from simulator import ClusterDescription, ModelDescription

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.course.notebook.copies import make_copies
+from distlab.course.notebook.course import make_copies
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 ENTRIES = re.findall(r"^### (.+)\n\nLesson ([\d, ]+)\. \S", (LESSONS / "GLOSSARY.md").read_text(), re.M)

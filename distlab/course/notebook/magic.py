@@ -1,4 +1,4 @@
-"""%%ranks: run a cell on ranks that stay alive between cells."""
+"""What the extension puts into a notebook: %%ranks, which runs a cell on ranks that stay alive; names of lessons."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import contextlib
 import linecache
 import re
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from distlab.comm import RankError, Ranks
-from distlab.course.notebook.ranks import CellError, explain, holdings, name_cells, take
+from distlab.course.notebook.ranks import CellError, explain, holdings, name_cells, of_ranks, take
 from simulator.units import counted
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+    from matplotlib.figure import Figure
 
-    from distlab.comm import Records
+    from distlab.comm import Ranks, Records
+    from simulator.viz import Picture
 
 TIMEOUT_S = 60.0
 USAGE = "%%ranks 4, %%ranks [0,2], %%ranks 4 [0,2], %%ranks --push a,b"
@@ -96,6 +98,8 @@ class RanksMagics(Magics):
             ValueError: the line asks for what cannot be.
             CellError: the cell failed.
         """
+        from distlab.comm import RankError
+
         known = self.notebook.user_ns
         name = f"<ranks In[{len(known.get('In', ' ')) - 1}]>"
         source = f"\n{cell}"  # lines count as they do in the notebook, where %%ranks is the first
@@ -145,6 +149,8 @@ class RanksMagics(Magics):
 
     def _ranks(self, wanted: Line) -> Ranks:
         """Return the ranks for a cell: those that run, or new ones."""
+        from distlab.comm import Ranks
+
         current = self.ranks
         size = wanted.size or (current.world_size if current is not None else None)
         if size is None:
@@ -206,3 +212,54 @@ def last_records() -> Records:
         raise RuntimeError("no records: run a %%ranks cell first")
     records: Records = magics.records
     return records
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register %%ranks, add the names that are not defined yet, and start loading torch for the ranks."""
+    if "torch" not in sys.modules:
+        print("Loading PyTorch, here and for the ranks. The first time takes about five seconds.", flush=True)
+    from distlab.comm import RankError, warm
+    from distlab.comm.command import put_on_path
+    from distlab.course.grading import check
+    from distlab.course.grading.answer.source import names_for_functions
+    from distlab.course.notebook.prediction import predict
+    from distlab.course.notebook.stuck import hint, solution
+
+    put_on_path()  # so that `!distlab lab 03` runs in a cell
+    warm()  # first: the fork server loads torch while this process does
+    shell.register_magics(RanksMagics)
+    shell.set_custom_exc((RankError, KeyboardInterrupt), _show_short)  # type: ignore[no-untyped-call]
+    own = {"check": check, "predict": predict, "hint": hint, "solution": solution}
+    for name, value in (names_for_functions() | own | {"show": show, "last_records": last_records}).items():
+        shell.user_ns.setdefault(name, value)
+
+
+def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
+    """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
+    text = of_ranks(error, trace, shell)
+    if text is None:  # an interrupt of anything else
+        shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+    else:
+        shell.showtraceback((CellError, CellError(text), None))
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """End the ranks; names stay."""
+    stop_ranks(shell)
+
+
+def show(picture: Picture | Figure, words: str = "") -> None:
+    """Display a Picture of `simulator.viz`, or a figure with the words that say what it shows; they stand below it.
+
+    Raises:
+        ValueError: there are no words: a picture without words says nothing to those who cannot see it.
+    """
+    from IPython.display import display
+
+    from simulator.viz import Picture
+
+    shown = picture if isinstance(picture, Picture) else Picture(picture, words)
+    shown = shown._replace(words=words or shown.words)
+    if not shown.words.strip():
+        raise ValueError("show(figure, words) needs the words that say what the figure shows")
+    display(shown)  # type: ignore[no-untyped-call]

@@ -25,7 +25,6 @@ WIDTH = 100  # characters that a cell's output shows in a line, in a window of 1
 STOPPED = "You stopped the ranks. This is where each one stood:"
 _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+', re.MULTILINE)
-_CELL_FRAME = re.compile(r'^  File "(your cell|In\[\d+\])", (line \d+), in .*\n    (.*)', re.MULTILINE)
 _NAME = re.compile(r"raised NameError: name '(\w+)' is not defined")
 GIVEN = ("rank", "world_size", "torch", "dist")  # names that a rank begins with
 
@@ -90,15 +89,13 @@ def shorten(text: str) -> str:
 
 
 def of_ranks(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str | None:
-    """Return the text of a RankError, or of an interrupt of ranks or a check; None for any other interrupt.
+    """Return the text of a RankError, or of an interrupt of ranks (a check has some); None for any other interrupt.
 
     Its last line names the notebook's line from which ranks were called, if it is known.
     """
     frames = traceback.extract_tb(trace)
     text = shorten(str(error))
     if isinstance(error, KeyboardInterrupt):
-        if line := _stopped_check(error, trace, shell):
-            return line
         if not any(frame.filename.endswith("distlab/comm/launch/ranks.py") for frame in frames):
             return None
         stood = shorten("\n".join(getattr(error, "__notes__", ())))
@@ -106,19 +103,6 @@ def of_ranks(error: BaseException, trace: TracebackType | None, shell: Interacti
     own = [frame for frame in frames if not _is_foreign(frame.filename) and "/distlab/" not in frame.filename]
     text += f"\n\ncalled in line {own[-1].lineno} of {own[-1].filename}" if own else ""
     return name_cells(text, shell)
-
-
-def _stopped_check(error: BaseException, trace: TracebackType | None, shell: InteractiveShell) -> str:
-    """Return one line for an interrupt that came inside `check`: which check, and where the answer stood; else ""."""
-    while trace is not None and not trace.tb_frame.f_code.co_filename.endswith("distlab/course/grading/check.py"):
-        trace = trace.tb_next
-    if trace is None:
-        return ""
-    name = trace.tb_frame.f_locals.get("name", "this exercise")
-    frames = "".join([*traceback.format_tb(trace), *getattr(error, "__notes__", ())])
-    stood = _CELL_FRAME.findall(name_cells(frames, shell))
-    where = "; your function stood in {}, {}: {}".format(*stood[-1]) if stood else ""
-    return f"You stopped the check of {name}{where}. Its ranks have ended; nothing was kept."
 
 
 def name_cells(text: str, shell: InteractiveShell) -> str:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 
 from distlab.comm import Ranks
-from distlab.course.capstone import FIRST_PLAN, attempt, read_entry
-from distlab.course.capstone.task import BATCH, MODEL, NODES, NUM_RANKS, first_entry
-from distlab.course.capstone.train import new_model, read_log, train, train_alone
+from distlab.course.capstone import (
+    BATCH,
+    FIRST_PLAN,
+    MODEL,
+    NODES,
+    NUM_RANKS,
+    attempt,
+    first_entry,
+    new_model,
+    read_entry,
+    read_log,
+    train,
+    train_alone,
+)
 
 pytestmark = pytest.mark.timeout(900)
 PIPELINE = 'pipeline = 2\ndata = 4\nnum_microbatches = 2\norder = ["pipeline", "data", "expert", "context", "tensor"]\n'

@@ -5,7 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from distlab.course.classroom.grade import FOLDER_BYTES
+from distlab.course.classroom import FOLDER_BYTES
 from distlab.course.grading import Exercise, lessons
 from distlab.course.grading.guard import MAX_FILE_BYTES
 from distlab.course.grading.run import MAX_OUTPUT_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lab_on_ranks import QUICK, Ended, start
 
-from distlab.cli.lab import find_lab
+from distlab.cli.course import find_lab
 
 
 @pytest.fixture

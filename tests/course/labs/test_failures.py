@@ -72,13 +72,6 @@ def processes(tmp_path: Path) -> list[psutil.Process]:
     return found
 
 
-def test_the_rank_that_raised_is_told_first_and_the_others_as_a_consequence(failed):
-    text = "\ndef shift(tensor):\n    if dist.get_rank() == 1:\n        raise KeyError('mine')\n"
-    told = failed(text + "    dist.recv(tensor, 1)\n")
-    assert told.startswith("distlab lab: rank 1 of 2 raised KeyError: 'mine'")
-    assert "in shift\n    raise KeyError('mine')" in told
-
-
 def test_a_deadlock_is_told_with_who_waits_for_whom(failed):
     told = failed(RECEIVE_FIRST, 3)
     assert told.startswith("distlab lab: lab 01 cannot go on: deadlock")

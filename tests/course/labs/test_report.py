@@ -2,7 +2,7 @@
 
 import json
 
-from distlab.cli.lab import find_lab, load_settings
+from distlab.cli.course import find_lab, load_settings
 from distlab.course.lab import LabReport
 from distlab.course.lab.member import cut
 from distlab.course.lab.report import grid, read_reference, reference_section

@@ -10,7 +10,7 @@ import pytest
 from lab_on_ranks import LIMIT_S, QUICK, Ended, facts
 
 from distlab.cli import main
-from distlab.cli.lab import find_lab
+from distlab.cli.course import find_lab
 from distlab.comm.launch.script import SAID as WRONG
 from distlab.trace import load_folder, read_chrome
 
@@ -40,7 +40,11 @@ def written(tmp_path: Path, text: str) -> str:
 FACTS = {
     "01": {"token after 3 laps": 9},
     "02": {"ring: most bytes sent by a rank, of 6,720": 6720 * 2 * 2 // 3},
-    "03": {"flat: all-reduces a step": 1},
+    "03": {
+        "flat: all-reduces a step": 1,
+        "DataParallel: equal to one process after 10 updates": True,
+        "DataParallel: all-reduces a step": 1,  # the flag
+    },
     "05": {  # of 3,192 elements of 4 bytes
         "whole: bytes sent per rank in an update": 12_768,
         "top-k: bytes sent per rank in an update": 31 * (4 + 4),
@@ -54,12 +58,14 @@ FACTS = {
 @pytest.mark.parametrize(("number", "num_ranks"), CASES)
 def test_a_lab_states_right_facts(lab, number, num_ranks, tmp_path):
     text = "from distlab.course.grading import NotYet\n\n\ndef shift(tensor):\n    raise NotYet('01.shift')\n"
-    more = ["--impl", written(tmp_path, text)] if number == "01" else []
+    more = {"01": ["--impl", written(tmp_path, text)], "03": ["--all-reduce", "ring"]}.get(number, [])
     done = lab(number, num_ranks, "--json", *more, calibrated=number == "03")
     found = facts(done)
     assert FACTS.get(number, {}).items() <= found.items()
     if number == "03":
         assert found["overlap: all-reduces a step"] == found["buckets: all-reduces a step"] > 1
+        gradient_bytes = found["flat: gradient bytes all-reduced a step"]
+        assert found["DataParallel: bytes sent by the ring, all ranks"] == 2 * (3 - 1) * gradient_bytes
     if number == "01":
         notes = json.loads(done.stdout)["notes"]
         assert "01.shift: not yet written; the reference ran instead." in notes
@@ -74,14 +80,6 @@ def test_every_lab_by_both_commands(start, number, num_ranks):
     assert facts(Ended(done.returncode, done.stdout))
 
 
-def test_lab_03_sends_gradients_by_the_own_ring(lab):
-    found = facts(lab("03", 3, "--json", "--all-reduce", "ring"))
-    assert found["DataParallel: equal to one process after 10 updates"]
-    assert found["DataParallel: all-reduces a step"] == 1  # the flag
-    gradient_bytes = found["flat: gradient bytes all-reduced a step"]
-    assert found["DataParallel: bytes sent by the ring, all ranks"] == 2 * (3 - 1) * gradient_bytes
-
-
 def test_the_plain_command_comes_first_and_output_names_its_rank(tmp_path, capsys):
     mine = written(tmp_path, "def shift(tensor):\n    print('hello from', dist.get_rank())\n    return 0\n")
     assert main(["lab", "01", "--ranks", "2", *QUICK["01"].split(), "--impl", mine]) == 1
@@ -94,7 +92,7 @@ def test_the_plain_command_comes_first_and_output_names_its_rank(tmp_path, capsy
     assert said.err == ""  # the table has told it; nothing else is to be said
 
 
-def test_functions_of_a_notebook_run(lab, tmp_path):
+def test_functions_of_a_notebook_run_and_a_trace_leaves_files_of_every_rank_and_a_picture(lab, tmp_path):
     body = [
         "import torch.distributed as dist\n",
         "def average_flat(module):\n",
@@ -105,18 +103,13 @@ def test_functions_of_a_notebook_run(lab, tmp_path):
     cells = [{"cell_type": "code", "metadata": {}, "source": body, "outputs": [], "execution_count": None, "id": "a"}]
     path = tmp_path / "mine.ipynb"
     path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
-    done = lab("03", 2, "--impl", str(path))
+    folder = tmp_path / "trace"
+    done = lab("03", 2, "--impl", str(path), "--trace", str(folder))
     assert done.status == WRONG, done.stdout
     assert f"03.flat: average_flat of {path} ran." in done.stdout
     assert "first: flat: all-reduces a step: " in done.stdout  # right values, and one call a parameter
     row = next(line for line in done.stdout.splitlines() if "flat: equal to one process" in line)
     assert row.endswith("yes")
-
-
-def test_a_trace_leaves_files_of_every_rank_and_a_picture(lab, tmp_path):
-    folder = tmp_path / "trace"
-    done = lab("03", 2, "--trace", str(folder))
-    assert done.status == 0, done.stdout
     trace = load_folder(folder)
     assert trace.ranks == (0, 1)
     assert {"forward", "backward", "optimizer"} <= {span.name for span in trace}

@@ -7,7 +7,7 @@ from typing import Literal
 import nbformat
 import pytest
 
-from distlab.cli.lab import find_lab, load_settings, read_flags
+from distlab.cli.course import find_lab, load_settings, read_flags
 from distlab.course.grading import load_lesson
 from distlab.course.grading.progress import MARKER, change_entry, now
 from distlab.course.lab import CommonSettings, flag

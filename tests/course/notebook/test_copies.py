@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distlab.course.notebook import course_map
-from distlab.course.notebook.copies import make_copies, reset
+from distlab.course.notebook.course import make_copies, reset
 
 LESSONS = Path(__file__).resolve().parents[3] / "lessons"
 THIRD = "03_data_parallel/03_data_parallel.ipynb"

@@ -78,7 +78,7 @@ def test_the_page_says_what_was_passed_when_and_with_what_help():
     cells = [html.unescape(cell) for cell in re.split("<[^>]+>", text)]
     assert {"01.a", "2026-01-02", "3, 2 wrong", "1 hint", "8 bytes < 9; 2 steps"} <= set(cells)
     assert {"01.b", "not yet", "4, 4 wrong", "3 hints, solution seen"} <= set(cells)
-    assert {"01 First <steps>: 1 of 2", "02 Second"} <= set(cells)  # the second is among those not begun
+    assert {"01 First <steps>: 1 of 2", "Not begun: 02 Second"} <= set(cells)  # the second is among those not begun
     assert "1 of 3 exercises passed. Next: 01 First <steps>. Lessons with all exercises passed: 0 of 2." in cells
     assert "2026-02-03" in text
     assert not re.search("http|<script", text), "it loads nothing"

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from distlab.course.notebook import in_cells, show
 from distlab.course.notebook.magic import Line, read_line
-from distlab.course.notebook.ranks import explain, name_cells, shorten
+from distlab.course.notebook.ranks import name_cells, shorten
 
 ERROR = """rank 1 of 2 raised TypeError: no
 
@@ -29,12 +29,6 @@ def test_frames_of_torch_are_left_out_where_there_are_others():
     assert shorten(ERROR) == re.sub(r'  File "/venv.*\n.*\n.*\^\n', "", ERROR)
     only = ERROR.replace('  File "<ranks In[3]>", line 2, in <module>\n    dist.all_reduce(3)\n', "")
     assert shorten(only) == only
-
-
-def test_a_name_that_only_the_notebook_has():
-    text = "rank 0 of 2 raised NameError: name 'flat' is not defined"
-    assert "%%ranks --push flat" in explain(text, {"flat": 1})
-    assert "--push" not in explain(text, {"other": 1})
 
 
 def test_a_line_of_a_cell_is_named_as_the_learner_knows_it():

@@ -1,15 +1,20 @@
-"""Grade a class: what students hand in, each checked in processes of its own; what it earned; the tables of that.
+"""For instructors: `release` writes what a student gets; `grade_all` checks what is handed in; tables of the marks.
+
+What a student gets of a lesson:
+
+| file | in the copy |
+|---|---|
+| lesson.ipynb, lab.py, exercises.py, and all other files that notebooks and labs read | as it is |
+| solutions.py, checks/*.py | sealed: checks run, and name faults as ever; no answer is read by accident |
+| checks/varied*.py | hidden: the drawn arguments come when the work is graded |
+| solution.ipynb, lesson.py (the notebooks' source) | left out |
 
 An exercise is worth its difficulty, 1 to 3 points. A right answer earns them; a wrong or missing one earns none. An
 exercise that this machine cannot run (it needs a GPU) is *blocked*: its points are neither earned nor lost.
 
-What a submission does stays with it. It is copied into a temporary folder, which is also its home. Its code runs in
-ranks, under the limits of `distlab.course.grading.guard`. Results come through a pipe that no rank has. When it ends,
-or a limit ends it, all its processes are killed and its folder goes. It still runs as your user.
-
-In a container of bubblewrap (`bwrap`) it sees Python, torch, this library and the lessons, all read-only, and one
-folder to write in: no other submission, no grades, no keys in a home folder, no network. It can read the lesson's
-references: checks need them.
+A submission is copied into a temporary folder, which is also its home. Its code runs in ranks, under the limits of
+`distlab.course.grading.guard`; results come through a file that no rank has. When it ends, or a limit ends it, all its
+processes are killed and its folder goes. INSTRUCTORS.md says what is not prevented, with a container and without.
 """
 
 from __future__ import annotations
@@ -17,12 +22,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
-import html
 import json
 import os
 import re
 import shutil
-import signal
 import site
 import subprocess
 import sys
@@ -36,19 +39,79 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.course.grading import Lesson, load_lesson
+from distlab.comm.launch.processes import kill_group
+from distlab.course.grading import Lesson, lessons, load_lesson
+from distlab.course.grading.lesson import lesson_number
+from distlab.course.grading.sealed import seal
+from distlab.course.page import page
 from distlab.faces import version
 
 LOOK_S = 0.2
 FOLDER_BYTES = 1 << 30  # that one submission may write
 MAX_MORE_PROCESSES = 1024  # threads count too: eight ranks have some hundred, and other submissions run beside this one
-CHECK_ONE = "import sys; from distlab.course.classroom.grade import check_one; check_one(*sys.argv[1:])"
+CHECK_ONE = "import sys; from distlab.course.classroom import check_one; check_one(*sys.argv[1:])"
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 _BWRAP = "--unshare-all --die-with-parent --cap-drop ALL --proc /proc --dev /dev --size 1073741824 --tmpfs /dev/shm"
-STYLE = "body{font-family:system-ui,sans-serif;margin:2em}table{border-collapse:collapse;margin-bottom:2em}"
-STYLE += "th,td{padding:.3em .7em;text-align:left;vertical-align:top;white-space:pre-wrap;border-bottom:1px solid #888}"
 KINDS = (".ipynb", ".py")
 NAMELESS = ("lesson", "answers", "work")  # of files and folders, beside the lesson's own name
+LEFT_OUT = ("lesson.py", "solution.ipynb", ".*", "__pycache__")
+SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb")
+HIDDEN = '''"""Hidden in a student copy: more cases, with drawn arguments, which are checked when the work is graded."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    return () if name.startswith("WRONG") else None
+'''
+README = """# {title}
+
+A student copy of the lessons. It needs the package `distlab`, which your instructor names, in a virtual environment.
+
+    cd {folder}
+    distlab lesson start       # opens the lessons in JupyterLab; you work in copies, in the folder work/
+    distlab check {first}          # checks your answers to lesson {first} on real ranks
+
+The checks are those of the course; more cases are added when your work is graded. Solutions are not in this copy.
+Hand in your notebook, such as `work/{lesson}/{lesson}.ipynb`.
+"""
+
+
+def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str = "distlab") -> list[Path]:
+    """Write a student copy of the lessons.
+
+    Args:
+        folder: the folder of all lessons.
+        out: the copy's folder, which is made.
+        numbers: of the lessons, such as "03"; none means all.
+        title: the first line of its README.
+
+    Returns:
+        the copied lessons' folders.
+
+    Raises:
+        ValueError: `out` holds something already or there is no such lesson.
+        OSError: it cannot be written.
+    """
+    have = lessons(folder)
+    chosen = [lesson_number(number) for number in numbers] or list(have)
+    if unknown := [number for number in chosen if number not in have]:
+        raise ValueError(f"there is no lesson {', '.join(unknown)}; lessons are {', '.join(have)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} holds something already; pass a new folder for the student copy")
+    copies = [out / "lessons" / path.name for path in sorted(folder.iterdir()) if path.name[:2] in chosen]
+    for copy in copies:
+        shutil.copytree(folder / copy.name, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for path in [copy / "solutions.py", *sorted(copy.glob("checks/*.py"))]:
+            kind = "solutions" if path.parent == copy else "checks"
+            is_hidden = kind == "checks" and path.stem.startswith("varied")
+            text = HIDDEN if is_hidden else seal(path.read_text(encoding="utf-8"), f"{kind} of lesson {copy.name[:2]}")
+            path.write_text(text, encoding="utf-8")
+    for path in filter(Path.is_file, (folder / name for name in SHARED)):
+        shutil.copyfile(path, out / "lessons" / path.name)
+    words = README.format(title=title, folder=out.name, first=copies[0].name[:2], lesson=copies[0].name)
+    (out / "README.md").write_text(words, encoding="utf-8")
+    return copies
 
 
 class Submission(NamedTuple):
@@ -85,25 +148,21 @@ def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
                 continue
             names = (child.stem, *(above.name for above in child.absolute().parents))
             owner = next(name for name in names if name not in (lesson, *NAMELESS))
-            files = [child] if child.is_file() else [one for one in sorted(child.rglob("*.*")) if one.is_file()]
             hidden = re.compile(r"/(\.|__)").search  # what editors and systems leave beside an answer
-            shown = [one for one in files if one.suffix in KINDS and not hidden(str(one)[len(str(child)) :])]
+            inside = [one for one in sorted(child.rglob("*.*")) if not hidden(str(one)[len(str(child)) :])]
+            shown = [one for one in (child, *inside) if one.is_file() and one.suffix in KINDS]
             found.setdefault(re.sub(r"[^\w.@+-]+", "_", owner) or "student", []).extend(shown)
     if not found:
         listed = ", ".join(map(str, paths))
         raise ValueError(f"{listed}: no submission of lesson {lesson[:2]}; expected notebooks or .py files")
-    return [_chosen(student, found[student], lesson) for student in sorted(found)]
-
-
-def _chosen(student: str, files: list[Path], lesson: str) -> Submission:
-    """Return a student's one file for the lesson: the one of its name, or the only one that is of no lesson."""
-    if len(files) > 1:
-        plain = [path for path in files if not re.match(r"\d\d_|START$", path.stem)]
-        files = [path for path in files if path.stem == lesson] or plain
-    if len(files) > 1:
-        listed = ", ".join(path.name for path in files[:4])
-        return Submission(student, None, f"several files to grade ({listed}); name the right one {lesson}.ipynb")
-    return Submission(student, files[0] if files else None)
+    submissions = []
+    for student, files in sorted(found.items()):  # the file of the lesson's name, or the only one that is of no lesson
+        of_none = [path for path in files if len(files) == 1 or not re.match(r"\d\d_|START$", path.stem)]
+        chosen = [path for path in files if path.stem == lesson] or of_none
+        listed = ", ".join(path.name for path in chosen[:4])
+        problem = f"several files to grade ({listed}); name the right one {lesson}.ipynb" if len(chosen) > 1 else ""
+        submissions.append(Submission(student, chosen[0] if len(chosen) == 1 else None, problem))
+    return submissions
 
 
 class Mark(NamedTuple):
@@ -134,10 +193,6 @@ class Grade(NamedTuple):
     marks: tuple[Mark, ...]
     notes: tuple[str, ...]
     stopped: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the grade as JSON-ready values."""
-        return self._asdict() | {"marks": [mark._asdict() for mark in self.marks]}
 
 
 def grade_of(submission: Submission, lesson: Lesson, told: str, stopped: str) -> Grade:
@@ -170,9 +225,10 @@ def write_tables(out: Path, title: str, grades: Sequence[Grade]) -> None:
         rows.append([name, one.points, one.possible, one.blocked, one.stopped, *cells])
     faults = Counter((mark.exercise, mark.fault) for each in grades for mark in each.marks if mark.verdict == "wrong")
     often: list[list[object]] = [["what went wrong in", "fault", "answers"]]
-    often += [[*fault, count] for fault, count in faults.most_common()]
-    texts = {"grades.json": json.dumps([one.as_dict() for one in grades], indent=2)}
-    texts["grades.html"] = _page(title, [], [heads, *rows], often)
+    often += ([*fault, count] for fault, count in faults.most_common())
+    as_data = [one._asdict() | {"marks": [mark._asdict() for mark in one.marks]} for one in grades]
+    texts = {"grades.json": json.dumps(as_data, indent=2)}
+    texts["grades.html"] = page(title, [], ("", [heads, *rows]), ("", often))
     for one in grades:
         tests = [
             {"name": mark.exercise, "score": mark.points, "max_score": mark.worth, "output": mark.message}
@@ -184,25 +240,14 @@ def write_tables(out: Path, title: str, grades: Sequence[Grade]) -> None:
         blocked = f"; {one.blocked} more need a machine that has what they use" if one.blocked else ""
         ended = f"Ended early: {one.stopped}" if one.stopped else ""
         lines = [f"{one.points} of {one.possible} points{blocked}", *one.notes, ended]
-        table = [[mark.exercise, f"{mark.points} of {mark.worth}", mark.verdict, mark.message] for mark in one.marks]
-        head = ["exercise", "points", "verdict", "what the check said"]
-        texts[f"students/{one.student}.html"] = _page(f"{title}: {one.student}", lines, [head, *table])
+        table = [["exercise", "points", "verdict", "what the check said"]]
+        table += [[mark.exercise, f"{mark.points} of {mark.worth}", mark.verdict, mark.message] for mark in one.marks]
+        texts[f"students/{one.student}.html"] = page(f"{title}: {one.student}", lines, ("", table))
     (out / "students").mkdir(exist_ok=True)
     for path, text in texts.items():
         (out / path).write_text(text, encoding="utf-8")
     with (out / "grades.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([heads, *rows])
-
-
-def _page(title: str, lines: Sequence[str], *tables: Sequence[Sequence[object]]) -> str:
-    """Write a page of HTML: lines, then tables, whose first rows are heads."""
-    name, body = html.escape(title), "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-    for heads, *rows in tables:
-        shown = ["\n".join(f'<th scope="col">{head}</th>' for head in heads)]
-        shown += ["\n".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows]
-        body += f"<table>{''.join(f'<tr>{line}</tr>' for line in shown)}</table>"
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{name}</h1>{body}</body></html>\n'
 
 
 def grade_all(
@@ -271,36 +316,32 @@ def _told(
     Returns:
         what the process told, line by line, and why it was stopped, or "".
     """
-    told, stopped, deadline, size = "", "", time.monotonic() + limit_s, 0
-    with tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True) as home:
+    stopped, deadline, size = "", time.monotonic() + limit_s, 0
+    home_of = tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True)
+    with home_of as home, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
         (copy := Path(home, name)).write_bytes(data)
         command = ["env", f"HOME={home}", f"TMPDIR={home}", sys.executable, "-c", CHECK_ONE, str(copy), *words]
         command = in_container(Path(home), [Path(words[1])]) + command if is_contained else command
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-        with tempfile.TemporaryFile() as errors:
-            with subprocess.Popen(command, cwd=home, stderr=errors, start_new_session=True, **pipes) as process:
-                try:
-                    while not stopped:
-                        with contextlib.suppress(subprocess.TimeoutExpired):
-                            told, _ = process.communicate(timeout=LOOK_S)
-                            break
-                        with contextlib.suppress(OSError):  # a file that goes away meanwhile
-                            size = sum(path.lstat().st_size for path in Path(home).rglob("*"))
-                        if ending.is_set():
-                            stopped = "grading was interrupted"
-                        elif time.monotonic() > deadline:
-                            stopped = f"it ran for {limit_s / 60:g} minutes, the limit; pass --minutes for more"
-                        elif size > FOLDER_BYTES:
-                            stopped = f"it wrote {size / 1e6:.0f} MB of files; the limit is {FOLDER_BYTES / 1e6:.0f} MB"
-                finally:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                if stopped:
-                    told, _ = process.communicate(timeout=60)
-            if not stopped and process.returncode:
-                errors.seek(0)
-                last = " ".join(errors.read().decode(errors="replace").split())[-400:]
-                stopped = f"its check ended with status {process.returncode}: {last or 'no words'}"
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        with subprocess.Popen(command, cwd=home, start_new_session=True, **pipes) as process:
+            try:
+                while process.poll() is None and not stopped:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(LOOK_S)
+                    with contextlib.suppress(OSError):  # a file that goes away meanwhile
+                        size = sum(path.lstat().st_size for path in Path(home).rglob("*"))
+                    if ending.is_set():
+                        stopped = "grading was interrupted"
+                    elif time.monotonic() > deadline:
+                        stopped = f"it ran for {limit_s / 60:g} minutes, the limit; pass --minutes for more"
+                    elif size > FOLDER_BYTES:
+                        stopped = f"it wrote {size / 1e6:.0f} MB of files; the limit is {FOLDER_BYTES / 1e6:.0f} MB"
+            finally:
+                kill_group(process.pid)
+        told, said = (file.read() for file in (out, err) if file.seek(0) == 0)
+        if not stopped and process.returncode:
+            last = " ".join(said.split())[-400:]
+            stopped = f"its check ended with status {process.returncode}: {last or 'no words'}"
     return told.replace(f"{home}/", ""), stopped.replace(f"{home}/", "")
 
 
