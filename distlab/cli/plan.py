@@ -314,7 +314,7 @@ def _failures(chosen: Bill) -> dict[str, Any]:
     rate = failures.published
     said: dict[str, Any] = {"per_device_hour": rate.per_device_hour, "source": rate.source, "save_s": good.save_s}
     said |= {"restart_s": failures.restart_s, "expected": 0.0, "mtbf_s": None, "interval_s": None}
-    said |= {name: getattr(good, name) for name in ("useful", "saving", "lost", "restarting", "slow")}
+    said |= {name: getattr(good, name) for name in ("useful", "saving", "lost", "restarting")}
     if math.isinf(good.mtbf_s):
         return said
     both, seconds = (good.save_s, good.mtbf_s), chosen.days * 24 * 3600

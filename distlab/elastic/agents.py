@@ -145,6 +145,9 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
         return next(agent for agent in reversed(self._started) if agent.name == name)
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Kill what still runs, and remove what they wrote."""
         for agent in self._started:
             agent.kill()

@@ -220,6 +220,8 @@ def test_a_curve_over_clusters_and_counts_with_days_and_dollars_and_failures(sai
     assert rows == [(count, name) for name in ("dgx-a100", "dgx-h100") for count in (1, 2)]
     cheapest = min(plain["curve"], key=lambda row: row["dollars"])
     assert plain["plans"][0] == cheapest == plain["curve"][plain["cheapest"]]
+    days = [row["days"] for row in plain["curve"]]
+    assert len(facts(*flags, "--days", sorted(days)[1])["curve"]) == 2
     shown = said(*flags, "--failures", "llama-3")
     assert all(words in shown for words in ("dollars", "sweet spot", "1. ", "goodput"))
     found = facts(*flags, "--failures", "1e-2", "--curve", picture, "--save", path)
@@ -245,6 +247,11 @@ def test_a_run_its_goodput_and_its_curve(facts, path):
     assert sum(failures[name] for name in ("useful", "saving", "lost", "restarting")) == pytest.approx(1)
     assert failures["mtbf_s"] == pytest.approx(3600 / 4e-3)
     assert failures["interval_s"] == pytest.approx(daly_s(failures["save_s"], failures["mtbf_s"]), rel=1e-3)
+    best, drawn = failures["best_interval_s"], failures["drawn_days"]
+    assert failures["interval_s"] == best["exact"]
+    assert best["young"] == pytest.approx(best["exact"], rel=0.02)
+    assert drawn["low"] < drawn["mean"] < drawn["high"]
+    assert drawn["mean"] == pytest.approx(found["days"], rel=0.01)
     assert [row["devices"] for row in found["curve"]] == [2, 4, 8, 16, 32]
     assert found["curve"][found["shortest"]]["days"] == min(row["days"] for row in found["curve"])
     assert found["curve"][found["cheapest"]]["dollars"] == min(row["dollars"] for row in found["curve"])

@@ -238,6 +238,13 @@ def test_an_interrupt_keeps_what_is_graded(here):
     assert are_gone()
 
 
+def test_a_file_that_cannot_be_read_keeps_no_other_from_being_graded(lesson, here):
+    gone, nothing = Submission("ann", here / "ann.py"), Submission("bob")
+    found = {grade.student: grade for grade, _ in grade_all([gone, nothing], lesson, here / "results", seed=0)}
+    assert found["ann"].stopped == f"{here / 'ann.py'} cannot be read (No such file or directory)"
+    assert {mark.verdict for mark in found["bob"].marks} == {"not attempted"}
+
+
 def test_blocked_points_are_neither_earned_nor_lost(lesson, tmp_path):
     told = {"fault": None, "message": "it needs a GPU"}
     lines = [{"notes": ["cell 3 was left out"]}, {"exercise": "91.mean", "verdict": "blocked", **told}]
