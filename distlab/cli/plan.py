@@ -321,8 +321,8 @@ def _failures(chosen: Bill) -> dict[str, Any]:
     expected = seconds / good.mtbf_s
     best = {"exact": best_s(*both), "young": young_s(*both), "daly": daly_s(*both)}
     num_runs = int(np.clip(DRAWN / expected, 50, 1000))
-    works = {"save_s": good.save_s, "restart_s": failures.restart_s}
-    ends = draw_runs(seconds * good.useful, good.mtbf_s, good.interval_s, **works, num_runs=num_runs) / 86_400
+    works: dict[str, Any] = {"save_s": good.save_s, "restart_s": failures.restart_s, "num_runs": num_runs}
+    ends = draw_runs(seconds * good.useful, good.mtbf_s, good.interval_s, **works) / 86_400
     low, high = np.percentile(ends, [10, 90])
     said |= {"mtbf_s": good.mtbf_s, "interval_s": good.interval_s, "expected": expected, "best_interval_s": best}
     return said | {"drawn_days": {"runs": num_runs, "mean": ends.mean(), "low": low, "high": high}}

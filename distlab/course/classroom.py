@@ -39,7 +39,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distlab.comm.launch.processes import kill_group
+from distlab.comm.launch.forkserver import kill_group
 from distlab.course.grading import Lesson, lessons, load_lesson
 from distlab.course.grading.lesson import lesson_number
 from distlab.course.grading.sealed import seal
