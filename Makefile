@@ -16,7 +16,7 @@ EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 # --dist loadfile the run would never end.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 BY_FILE := --maxprocesses 8 --dist loadfile --max-worker-restart 0
-SIDE_BY_SIDE := --numprocesses $(shell expr 1 + $(CORES)) $(BY_FILE)
+SIDE_BY_SIDE := --numprocesses $(shell expr 2 \* $(CORES)) $(BY_FILE)
 BESIDE := build/beside.txt
 # Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
 BY_NAME := --no-loadscope-reorder
