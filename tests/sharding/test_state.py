@@ -203,6 +203,8 @@ REFUSED = [
     (KINDS, lambda s: load_full_state_dict(s.half, s.full)),
     ("output.weight and token_embedding.weight are one", lambda s: load_full_state_dict(s.model, s.two)),
     ("the state is NoneType; pass a module's", lambda s: load_full_state_dict(s.model, None)),
+    ("an optimizer and its state together", lambda s: load_full_state_dict(s.model, s.full, None, {"state": {}})),
+    ("is not an optimizer's by names", lambda s: load_full_state_dict(s.model, s.full, s.optimizer, {"state": {}})),
     ("rank 2 is none of the group's 0..1", lambda s: full_state_dict(s.model, to_rank=2)),
     ("ranks disagree on the call of full_state_dict", lambda s: full_state_dict(s.model, to_rank=s.rank)),
     ("rank 0: head.weight is a tensor", lambda s: load_full_state_dict(s.model, s.full if s.rank else s.more)),

@@ -146,7 +146,9 @@ def load_full_state_dict(
     Raises:
         ValueError: on every rank: the state is of a different model or a different precision.
     """
-    agree(["load_full_state_dict"], model.group, what="load_full_state_dict")
+    agree(["load_full_state_dict", optimizer is None], model.group, what="the call of load_full_state_dict")
+    if (optimizer is None) != (optimizer_state is None):
+        raise ValueError("pass an optimizer and its state together; the state of a whole optimizer has names")
     take: list[Callable[[], None]] = []
     what, part = "load the whole state", ShardedState(model, optimizer)
     whole = partial(_as_shard, model, state, optimizer_state)
