@@ -339,7 +339,12 @@ class _Round:
 
     def _words(self) -> list[str]:
         """Who waits for whom, from the recorded calls."""
-        return [] if self.watchdog is None else describe(read_records(self.pool.folder), self.owner.world_size)
+        if self.watchdog is None:
+            return []
+        try:
+            return describe(read_records(self.pool.folder), self.owner.world_size)
+        except Exception as error:  # the failure that is being told must not be lost
+            return [f"(the recorded calls could not be read: {error})"]
 
     def _stacks(self) -> dict[int, str]:
         """Return where each rank stands from which nothing has come; what it returns from now on does not count."""

@@ -53,7 +53,7 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
     output, control = files
     take_files({1: output, 2: output})
     connection: Connection = Connection(control)
-    folder, number = Path(request["folder"]), request["rank"]
+    folder, number, own = Path(request["folder"]), request["rank"], os.getpid()
     settings: Settings = pickle.loads((folder / SETTINGS).read_bytes())
     rank = _Rank(settings, folder, number)
     try:
@@ -70,6 +70,8 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
             return 0
         failure = rank.do()
         flush_output()
+        if os.getpid() != own:  # a copy that the call made (os.fork) must not answer in the rank's place
+            return int(failure is not None)
         connection.send_bytes(pack_reply(failure))
 
 
@@ -176,6 +178,8 @@ class _Rank:
 
             data = pack(result) if self.settings.plain else cloudpickle.dumps(result)
             write_new(rank_file(self.folder, self.rank, "result"), data)
+        except OSError as error:
+            return failure_of(error, self.rank, "could not write its result; make room, or set a different TMPDIR: ")
         except BaseException as error:
             what = f"returned a {type(result).__name__} that cannot be sent back (return plain values or tensors): "
             return failure_of(error, self.rank, what)
