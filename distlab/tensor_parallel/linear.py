@@ -277,7 +277,7 @@ def _refuse_to_save_a_part(layer: Any, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:
         num_parts = dist.get_world_size(layer.group)
         raise RuntimeError(
-            f"rank {dist.get_rank()}: this rank holds one of {num_parts} parts of {prefix}weight, and state_dict() would "
-            "save it as the whole. Call full_state_dict(model, group) of distlab.tensor_parallel on all ranks and save "
-            "what it returns; state_dict(keep_vars=True) is the part"
+            f"rank {dist.get_rank()}: this rank holds one of {num_parts} parts of {prefix}weight, and state_dict() "
+            "would save it as the whole. Call full_state_dict(model, group) of distlab.tensor_parallel on all ranks "
+            "and save what it returns; state_dict(keep_vars=True) is the part"
         )

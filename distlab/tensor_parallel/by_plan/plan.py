@@ -177,8 +177,8 @@ def find_inside(model: nn.Module, styles: Mapping[str, str]) -> list[nn.Paramete
         own = dict.fromkeys(model.get_submodule(name).parameters(recurse=not holds))
         if not own:
             raise ValueError(
-                f"{name} has style 'inside' and no parameters beside those of the modules in it; give the style to those "
-                "modules that work on the own features, heads or positions"
+                f"{name} has style 'inside' and no parameters beside those of the modules in it; give the style to "
+                "those modules that work on the own features, heads or positions"
             )
         found |= own
     return list(found)
