@@ -268,3 +268,16 @@ def take_parts(
         if splits and name in splits:
             values = splits[name].cut(values, num_ranks, rank)
         module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    if splits and num_ranks > 1:
+        module.register_state_dict_pre_hook(_refuse_to_save_a_part)
+
+
+def _refuse_to_save_a_part(layer: Any, prefix: str, keep_vars: bool) -> None:
+    """Let a cut layer give its state to those alone who ask for the parameters themselves, not for values to save."""
+    if not keep_vars:
+        num_parts = dist.get_world_size(layer.group)
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: this rank holds one of {num_parts} parts of {prefix}weight, and state_dict() "
+            "would save it as the whole. Call full_state_dict(model, group) of distlab.tensor_parallel on all ranks "
+            "and save what it returns; state_dict(keep_vars=True) is the part"
+        )

@@ -164,7 +164,6 @@ REFUSED = [
     (lambda: Plan(data=0), "Plan: data is 0; pass a whole number of at least 1"),
     (lambda: Plan(pipeline=True), "pipeline is True"),
     (lambda: Plan(schedule="zigzag"), "schedule is 'zigzag'; choose one of naive, gpipe, one_f_one_b"),
-    (lambda: Plan(schedule="dualpipe"), "schedule is 'dualpipe'; choose one of"),  # two copies of the model
     (lambda: Plan(schedule="zb_v"), "zb_v needs 2 stages per rank, got stages_per_rank=1; pass stages_per_rank=2"),
     (lambda: Plan(stages_per_rank=2), "one_f_one_b needs 1 stage per rank, got stages_per_rank=2; .* interleaved"),
     (lambda: Plan(gradient_sync="never"), "gradient_sync is 'never'; choose one of per_parameter"),

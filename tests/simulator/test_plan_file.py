@@ -15,7 +15,6 @@ from distlab.plan.records import (
     CONTEXT_KINDS,
     FLOAT8,
     GRADIENT_SYNCS,
-    ONE_COPY_SCHEDULES,
     RECOMPUTE_METHODS,
     RECOMPUTES,
 )
@@ -113,7 +112,7 @@ def random_plan(random):
             gradients=random.choice(types),
         )
 
-    schedule = random.choice(("one_f_one_b", *ONE_COPY_SCHEDULES, *ONE_COPY_SCHEDULES, "dualpipe"))
+    schedule = random.choice(("one_f_one_b", *SCHEDULES))
     recompute = random.choice(RECOMPUTES)
     some = random.random() < 0.5 and recompute == "full"
     float8 = random.choice(("none", "none", "none", *FLOAT8))

@@ -31,8 +31,6 @@ def stages_per_rank(name, loop=2):
 def random_schedule(generator):
     name = str(generator.choice(NAMES))
     ranks, microbatches = int(generator.integers(1, 6)), int(generator.integers(1, 13))
-    if name == "dualpipe":
-        ranks, microbatches = 2 * ranks, 2 * microbatches
     loop = int(generator.integers(1, 4))
     return make_schedule(name, ranks, microbatches, stages_per_rank=stages_per_rank(name, loop))
 

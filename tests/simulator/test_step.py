@@ -18,7 +18,7 @@ from distlab.plan import (
     Workload,
     assign_buckets,
 )
-from distlab.plan.records import GRADIENT_SYNCS, ONE_COPY_SCHEDULES
+from distlab.plan.records import GRADIENT_SYNCS
 from simulator import all_reduce_s, closed_form_bubble, simulate
 from simulator.step.step_graph import time_layer_by_layer, time_whole_passes
 from simulator.step.timed import compile_schedule_of
@@ -59,7 +59,7 @@ def random_case(seed):
     contention = Contention() if generator.integers(2) else Contention(*(1 + generator.random(2)))
     links = [Link("l", (Protocol(1e-6, 10.0 ** generator.integers(7, 11)),)) for _ in range(2)]
     cluster = Cluster("c", DEVICE, per_node * 4, per_node, *links, contention)
-    schedule, pipeline = str(generator.choice(ONE_COPY_SCHEDULES)), int(generator.integers(1, 6))
+    schedule, pipeline = str(generator.choice([*SCHEDULES])), int(generator.integers(1, 6))
     plan = Plan(
         data=int(generator.integers(1, 6)),
         pipeline=pipeline,

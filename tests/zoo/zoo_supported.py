@@ -52,6 +52,8 @@ Not supported, without a try:
 - Not refused, and of this rank's part alone: `numel`, `len` and `shape` of a shard. Whole parameters are there
   `with model.summon() as module:`.
 - Tensor parallel: ranks whose dropout is seeded differently are told only when whole weights drift apart.
+- A cut model's `state_dict()`, and with it `save_pretrained` and `save_model`, is refused: `full_state_dict` is the
+  whole. `torch.save(model)` writes one rank's part: do not use it. A plain optimizer's state is of the parts, too.
 - `parallelize_module`: a plan of your own without `example=`; a model that `copy.deepcopy` cannot copy; heads that are
   counted by an attribute with a name of its own (call it `num_heads`); one layer that makes query, key and value side
   by side for each head (GPT-NeoX, BLOOM), or with fewer keys; a gate that is half of a layer's output (`chunk(2)`);
