@@ -28,7 +28,6 @@ _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|
 _NOTE = re.compile(rf"^{IN_CALL} (.*)$", re.MULTILINE)
 _PAIR = re.compile(r"^ *rank (\d+): (send to|recv from) (\d+) #\d+ \((\w+\[[\d, ]*\])", re.MULTILINE)
 _MISFIT = "a send and the receive that takes it do not fit"
-_NOT_YOURS = "signal no process, and end none, that you did not start"
 MAX_LINE = 300
 CELL = "your cell"
 
@@ -111,9 +110,7 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) ->
         in_function = summary.startswith("exited") and (place is None or place.function != "<module>")
         advice = "; return from the function instead" if in_function else ""
         return Fault("exited", f"{who}it {summary}{advice}{where}")
-    if summary.startswith("ended with its fork server"):
-        return Fault("killed", f"{who}the process that starts the ranks was killed while it ran; {_NOT_YOURS}{where}")
-    if summary.startswith("was killed"):
+    if summary.startswith(("was killed", "ended with its fork server")):
         tail = "" if where or not root.traceback else f"\n{_tail(root.traceback)}"
         summary = summary.replace(", whose message is in the output above", "")
         return Fault("killed", f"{who}the rank {summary}{where}{tail}")

@@ -206,12 +206,6 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(f"{name}[{index}]", item)
     elif value is None or isinstance(value, bool | int | float | str):
         yield name, value
-    elif isinstance(value, torch.Generator):
-        yield name, value.get_state()
-    elif isinstance(value, np.ndarray):
-        yield name, value.tolist()
-    elif isinstance(value, set):
-        yield name, sorted(map(repr, value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from leaves(f"{name}.{field.name}", getattr(value, field.name))

@@ -13,6 +13,7 @@ from torch import Tensor
 from distlab.course.grading.agreement import cause_in
 from distlab.course.grading.cases import AFTER, RESULT
 from distlab.course.grading.causes.mend import mend_of
+from distlab.course.grading.diagnosis.provenance import explain_sum, weights_of
 from distlab.course.grading.diagnosis.traffic import calls as calls_of, in_megabytes, sent_bytes
 from distlab.course.grading.diagnosis.values import compare, is_telling, near
 from distlab.course.grading.exercise import SEEN, Evidence, Exercise, Fault
@@ -89,6 +90,7 @@ class _Drawn(NamedTuple):
             return fault
         cause = cause_in(self.calls, self.exercise, answered, wanted, self.ranks)
         cause = cause or mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
+        cause = cause or differences.whose_parts()
         if is_wrong and not cause:
             fault = next(differences.found(is_smallest_first=True))
         return fault._replace(cause=cause)
@@ -144,6 +146,22 @@ class _Differences:
             of_rank = self.wanted[rank]
             also = f"; right for {self.name}({of_rank[right[0]]['words']})" if right and fault.code != "kept" else ""
             yield Fault(fault.code, f"{call}, {self.name}({of_rank[call]['words']}): {fault.message}{also}")
+
+    def whose_parts(self) -> str:
+        """Return which ranks' tensors are in a wrong one, where the right one is a sum of these; or ""."""
+        for call, rank in itertools.product(self.wanted[0], range(self.n)):
+            mine, right = self.got[rank][call], self.wanted[rank][call]
+            pairs = [("result", mine[RESULT], right[RESULT], name) for name in right["before"]]
+            pairs += [(f"{name} afterwards", mine[AFTER].get(name), want, name) for name, want in right[AFTER].items()]
+            for what, got, want, name in pairs:
+                parts = [of_rank[call]["before"].get(name) for of_rank in self.wanted]
+                if is_telling(want) and all(getattr(part, "shape", ()) == want.shape for part in parts):
+                    expected = weights_of(want, parts)
+                    what = f"{call}, {self.name}({right['words']}): rank {rank}'s {what}"
+                    fault = expected and explain_sum(got, parts, expected=expected, what=what, rank=rank)
+                    if fault and fault.code not in SEEN:
+                        return f"{fault.message}."
+        return ""
 
     def _in_result(self, call: str, rank: int) -> Fault | None:
         """Compare one call's result with the reference's, and say where else it comes from."""
