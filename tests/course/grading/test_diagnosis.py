@@ -128,3 +128,12 @@ def test_neither_the_reference_nor_the_librarys_own_function_is_an_answer() -> N
         report = checked(name, fn, worlds=(1,))
         assert (report.verdict, report.fault) == ("wrong", fault), str(report)
         assert says in report.message
+
+
+def test_what_a_check_cannot_use_is_told_by_itself_with_its_case_and_in_few_letters() -> None:
+    assert checked("13.dearest", lambda sections: "network").message == (
+        "it returned 'network'; expected tuple[str, float]"
+    )
+    assert checked("13.exposed", lambda compute, calls: max(calls)).message.endswith("\n  in the case: nothing sent")
+    _, smallest, _ = checked("13.divergence", lambda calls: (0, 0, "ended"), seed=3).message.splitlines()
+    assert re.search(r"first_divergence\(calls=\[\[\[.{50,57}\.\.\.\): the result", smallest), smallest

@@ -73,9 +73,6 @@ _MEANINGS = {  # a pattern of the error's text, and what it means: the first tha
     r"needed for gradient computation has been modified by an in-?place|view and is being modified in-?place": (
         "autograd needs this tensor as it was: make a new one (masked_fill, torch.where, a + b), or change a clone"
     ),
-    r"\(torch\.(\w+), \w+\) and shard \d+ \(torch\.(?!\1,)(\w+), ": (
-        "one of the two is {0}, the other {1}: take the dtype from the argument, as shard.new_empty(...) does"
-    ),
     r"can't call numpy\(\) on Tensor that requires grad": "call .detach() before .numpy()",
 }
 

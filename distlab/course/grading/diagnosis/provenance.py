@@ -71,7 +71,7 @@ def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int
         if start == stop:
             continue
         chunk = _multiples(found[start:stop], parts[:, start:stop], wanted, tolerance)
-        if chunk is None or not _close(chunk, wanted):
+        if chunk is None or float((chunk - wanted).abs().max()) > 1e-5 * float(wanted.abs().max()):
             wrong.append((index, start, stop, chunk))
     if not wrong or all(chunk is None for *_, chunk in wrong):
         return None
@@ -147,10 +147,6 @@ def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -
         fitting += [row * factor for row in times[close]]
     distinct = {tuple(row.tolist()) for row in fitting}
     return torch.tensor(distinct.pop(), dtype=torch.float64) if len(distinct) == 1 else None
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= 1e-5 * max(1e-3, float(other.abs().max())))
 
 
 def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fault:

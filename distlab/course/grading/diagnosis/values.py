@@ -52,10 +52,12 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
     if isinstance(want, Tensor):
         return _form(got, want, what) or _compare_tensors(got.detach(), want.detach(), what, world_size)
     if isinstance(want, dict):
-        if not isinstance(got, dict) or got.keys() != want.keys():
-            found = f"the names {sorted(map(str, got))}" if isinstance(got, dict) else describe(got)
-            wanted = f"the names {sorted(map(str, want))}" if want else "an empty dict"
-            return Fault("returned", f"{what}: expected {wanted}, got {found}")
+        if not isinstance(got, dict):
+            return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {describe(got)}")
+        if got.keys() != want.keys():
+            odd = {"lacks": want.keys() - got.keys(), "has, and must not have,": got.keys() - want.keys()}
+            text = " and ".join(f"{verb} {sorted(map(str, names))}" for verb, names in odd.items() if names)
+            return Fault("returned", f"{what} {text}")
         pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
     elif isinstance(want, list | tuple):
         is_list = isinstance(got, list | tuple)
@@ -129,8 +131,9 @@ def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> F
             code, advice = "sum not mean", f": {SUM_NOT_MEAN.format(world_size)}"
         elif world_size > 1 and abs(ratio * world_size - 1) < 1e-5:
             code, advice = "divided twice", f": {DIVIDED_TWICE.format(world_size)}"
-        return Fault(code, f"{what} is {times_of(ratio)}{advice}")
-    if got.numel() and not bool(got.any()):
+        both = "" if got.numel() > 1 else " (expected {}, got {})".format(*apart(want.item(), got.item()))
+        return Fault(code, f"{what} is {times_of(ratio)}{both}{advice}")
+    if got.numel() > 1 and not bool(got.any()):
         return Fault("zeros", f"{what} is all zeros")
     order = _order(got, want)
     if order is not None:
