@@ -97,19 +97,6 @@ def buckets_by_open_list(sizes_bytes, bucket_bytes):
     return [bucket for bucket in found if bucket]
 
 
-def buckets_recursive(sizes_bytes, bucket_bytes):
-    def rest(last):
-        if last < 0:
-            return []
-        total, first = 0, last + 1
-        while first > 0 and (total < bucket_bytes or first == last + 1):
-            first -= 1
-            total += sizes_bytes[first]
-        return [list(range(last, first - 1, -1)), *rest(first - 1)]
-
-    return rest(len(sizes_bytes) - 1)
-
-
 def accumulate_in_groups(model, optimizer, *, microbatches, num_accumulated, loss_fn):
     stream = iter(microbatches)
     while group := list(itertools.islice(stream, num_accumulated)):

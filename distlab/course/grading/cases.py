@@ -18,6 +18,7 @@ from torch import Tensor
 
 from distlab.course.grading.diagnosis.values import compare, near
 from distlab.course.grading.exercise import Fault
+from distlab.course.grading.variation.draw import IN_CASE
 
 Given = Mapping[str, tuple[Any, ...]]  # what is asked, in words, and the arguments
 Place = tuple[str, str, int, str]  # "result" or "after", the case, the rank, and where in its value
@@ -51,7 +52,11 @@ class Cases:
         for name, arguments in (self.given(rank, n) if callable(self.given) else self.given).items():
             if self.only in (None, name):
                 own = copy.deepcopy(arguments)
-                result = fn(*own) if self.use is None else self.use(fn, *own)
+                try:
+                    result = fn(*own) if self.use is None else self.use(fn, *own)
+                except Exception as error:
+                    error.add_note(f"{IN_CASE} {name}")
+                    raise
                 after = {at: plain(one) for at, one in enumerate(own) if is_plain(one)}
                 made[name] = {RESULT: plain(result), AFTER: after}
         return made

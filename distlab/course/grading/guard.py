@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distlab.course.grading.diagnosis.values import in_python_numbers
+from distlab.course.grading.diagnosis.values import describe, in_python_numbers
 from distlab.course.grading.exercise import Refused
+from distlab.course.grading.variation.draw import RETURNED
 
 MAX_FILE_BYTES = 256 << 20
 MAX_OPEN_FILES = 1024
@@ -55,12 +56,15 @@ def drive_on_rank(
     """
     limit_process(memory_limit_bytes)
     forbid_processes()
-    streams, switches = (sys.stdout, sys.stderr), _read()
+    streams, switches, fenced = (sys.stdout, sys.stderr), _read(), guarded(fn, is_looked_at=is_looked_at)
     try:
         if (load := getattr(fn, "load", None)) is not None:  # or the first call would be judged with the whole file
             guarded(load, is_looked_at=False)()
             _put_back(switches)
-        return drive(guarded(fn, is_looked_at=is_looked_at))
+        return drive(fenced)
+    except Exception as error:
+        error.add_note(f"{RETURNED} {fenced.returned}")  # type: ignore[attr-defined]
+        raise
     finally:
         sys.stdout, sys.stderr = streams  # or the rank could not flush what was printed
 
@@ -75,6 +79,9 @@ def guarded(fn: Callable[..., Any], *, is_looked_at: bool = True) -> Callable[..
     def call(*args: Any, **named: Any) -> Any:
         before = _read()
         result = fn(*args, **named)
+        is_long = isinstance(result, list | tuple | dict)
+        returned = f"a {type(result).__name__} of {len(result)}" if is_long else describe(result)
+        call.returned = returned  # type: ignore[attr-defined]
         if is_looked_at:
             look(before)
         refuse_unless_plain(result)
@@ -82,7 +89,7 @@ def guarded(fn: Callable[..., Any], *, is_looked_at: bool = True) -> Callable[..
 
     with contextlib.suppress(Exception):
         functools.update_wrapper(call, fn)
-    call.look = look  # type: ignore[attr-defined]
+    call.look, call.returned = look, ""  # type: ignore[attr-defined]
     return call
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.course.grading.cases import Cases
 from distlab.course.grading.diagnosis.blame import fault_of, file_of, place_in
-from distlab.course.grading.diagnosis.plain_errors import in_words
 from distlab.course.grading.exercise import Evidence, Exercise, Fault
 
 if TYPE_CHECKING:
@@ -150,18 +149,11 @@ def judge(
         if fault is not None or exercise.budget is None:
             return fault, ()
         return None, tuple(exercise.budget(evidence))
-    except Exception as error:  # the judge met a value that no answer returns on purpose
+    except Exception:  # the judge met a value that no answer returns on purpose
         from distlab.course.grading.diagnosis.values import describe
 
         shown = "; ".join(f"rank {rank}: {describe(result)}" for rank, result in enumerate(evidence.results))
-        return not_judged(error, f"; the check got {shown}"), ()
-
-
-def not_judged(error: Exception, shown: str = "") -> Fault:
-    """Say that a value ended the code that judges it; `shown` are words on the value."""
-    meaning = in_words(str(error))
-    words = f": {meaning}" if meaning else ""
-    return Fault("returned", f"what it returned cannot be judged{words} ({type(error).__name__}: {error}){shown}")
+        return Fault("returned", f"what it returned cannot be judged: {shown}"), ()
 
 
 def _with_unwaited(fault: Fault | None, evidence: Evidence, fn: Callable[..., Any]) -> Fault | None:

@@ -6,18 +6,16 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from trial_answers import written
 
-from distlab.course.grading import Exercise, NotYet, Report, load_lesson
+from distlab.course.grading import Exercise, Lesson, NotYet, Report, load_lesson
 from distlab.course.grading.check import examine
 from distlab.course.grading.variation.draw import Vary
 
@@ -49,7 +47,6 @@ CASES = [
         "rank 0 waits in recv from 1 .* rank 1 waits in recv from 0",
     ),
     ("while True:\n    pass", 1, "hang", "did not finish in 3 s .* in mean: (while True:|pass)"),
-    ("ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock", 1, "hang", "in mean: ctypes"),
     ("os.kill(os.getpid(), signal.SIGSTOP)", 1, "hang", "stopped by a signal"),
     ("os.fork()", 1, "forked", r"starts a process \(os.fork\).* in mean: os.fork\(\)"),
     ("os.kill(os.getppid(), signal.SIGKILL)", 1, "forked", "not its own"),
@@ -115,17 +112,6 @@ def test_a_rank_may_say_that_it_is_not_written(mean_exercise: Exercise) -> None:
     report = examine(mean_exercise, not_yet, worlds=(2,))
     assert (report.verdict, report.fault) == ("not attempted", "not attempted")
     assert "91.mean is yours to write" in report.message
-
-
-def test_two_processes_that_return_are_no_more_than_one(mean_exercise: Exercise, tmp_path: Path) -> None:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    fork = "ctypes.CDLL(None).fork()  # no Python hook sees it: two processes return\nreturn right(tensor)"
-    report = examine(mean_exercise, written(tmp_path, "mean(tensor)", fork, RIGHT), worlds=(1,))
-    assert report.verdict in ("passed", "wrong"), str(report)
-    deadline = time.monotonic() + 60
-    while left := {child.pid for child in psutil.Process().children(recursive=True)} - before:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
 
 
 def test_a_seed_for_all_is_told(mean_exercise: Exercise) -> None:
@@ -223,11 +209,11 @@ def test_faults_seen_without_ranks(mean_exercise: Exercise, monkeypatch: pytest.
             examine(mean_exercise, right, worlds=worlds)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "fn", [functools.partial(lambda factor, tensor: right(tensor) * factor, 1.0), Mean(), lambda *args: right(*args)]
-)
-def test_other_callables_may_be_right(mean_exercise: Exercise, fn: Callable[..., Any]) -> None:
-    report = examine(mean_exercise, fn, worlds=(2,))
+def test_other_callables_and_numbers_of_numpy_may_be_right(mean_exercise: Exercise, lesson: Lesson) -> None:
+    scaled = functools.partial(lambda factor, tensor: right(tensor) * factor, 1.0)
+    for fn in (scaled, Mean(), lambda *args: right(*args)):
+        assert (report := examine(mean_exercise, fn, worlds=(2,))).passed, str(report)
+    report = examine(lesson.exercise("91.double"), lambda values, *, times=2: [np.float64(times * v) for v in values])
     assert report.passed, str(report)
 
 
@@ -244,13 +230,12 @@ def test_builtins_and_what_cannot_be_sent_are_answered(mean_exercise: Exercise) 
     assert "'lock' cannot be pickled" in report.message
 
 
-@pytest.mark.parametrize("number", [10**400, float("inf"), 1j])
-def test_a_number_that_no_comparison_expects_is_told(number: Any) -> None:
+def test_a_number_that_no_comparison_expects_is_told() -> None:
     exercise = load_lesson("09").exercise("09.bubble")
     known = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))  # its own cases
 
     def bubble_fraction(num_ranks, num_microbatches, stages_per_rank=1):
         usual = (num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1)
-        return usual if (num_ranks, num_microbatches, stages_per_rank) in known else number
+        return usual if (num_ranks, num_microbatches, stages_per_rank) in known else 10**400
 
     assert examine(exercise, bubble_fraction, seed=0).verdict == "wrong"  # drawn arguments show it

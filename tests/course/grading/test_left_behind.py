@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +15,7 @@ from trial_answers import IMPORTS, written
 from distlab.course.grading import load_lesson
 from distlab.course.grading.answer.submission import isolated_submission
 from distlab.course.grading.check import examine
-from distlab.course.grading.diagnosis.values import near
-from distlab.course.grading.variation.calls import leaves, left_on, marks
+from distlab.course.grading.variation.calls import left_on, marks
 
 AVERAGE = load_lesson("03.average").exercise("03.average")
 
@@ -36,12 +33,9 @@ HOOK = "next(p for p in module.parameters() if p.requires_grad).register_"
 BACK = "from 0 to 1; put back what you change"
 LEFT = [
     (f"{HOOK}hook(lambda gradient: gradient * 2)", rf"it changed the number of hooks on module\.\S+ {BACK}"),
-    (f"{HOOK}post_accumulate_grad_hook(print)", rf"it changed the number of hooks on module\.\S+ {BACK}"),
     ("module.register_forward_hook(lambda *given: None)", f"it changed the number of hooks on module {BACK}"),
     ("torch.rand(1)", "torch's random state is not what it was before"),
-    ("torch.set_default_device('meta')", "it changed torch's default device from cpu to meta"),
     ("torch.set_default_dtype(torch.float64)", "torch's default dtype from torch.float32 to torch.float64"),
-    ("torch.set_grad_enabled(False)", "it changed the grad mode from True to False"),
     ("torch.set_num_threads(torch.get_num_threads() + 1)", r"changed the number of threads of torch from \d+ to \d+"),
     ("os.chdir('/')", r"it changed the working directory from \S+ to /"),
 ]
@@ -97,19 +91,3 @@ def test_hooks_in_lists_and_dicts_and_options_of_optimizers_are_compared() -> No
     what, option = "the number of hooks on given[0]['b']", "given[1].param_groups[0]['lr']"
     told = {what: f"it changed {what} from 0 to 1", option: f"it changed {option} from 0.5 to 0.25"}
     assert left_on(before, dict(marks("given", value))) == told
-
-
-CHANGES: list[tuple[Any, Callable[[Any], Any]]] = [
-    (torch.Generator(), lambda one: torch.rand(1, generator=one)),
-    (np.zeros(2), lambda one: one.__setitem__(0, 1.0)),
-    ({"a"}, lambda one: one.add("b")),
-]
-
-
-@pytest.mark.parametrize(("value", "change"), CHANGES)
-def test_values_in_other_arguments_are_compared(value: Any, change: Callable[[Any], Any]) -> None:
-    ((name, before),) = list(leaves("given", value))
-    change(value)
-    ((_, after),) = list(leaves("given", value))
-    assert name == "given"
-    assert not near(after, before, 1.0)

@@ -17,13 +17,12 @@ MISTAKES = {
     "float size": (lambda: torch.zeros(7 / 2), "must be an integer"),
     "float slice": (lambda: [1, 2][: 4 / 2], "must be an integer"),
     "float range": (lambda: range(4 / 2), "must be an integer"),
-    "no padding": (lambda: ONES.view(-1, 4), "7 elements do not fill the shape [-1, 4] evenly: fill up (pad)"),
+    "no padding": (lambda: ONES.view(-1, 4), "7 elements do not fill the shape [-1, 4]"),
     "not transposed": (lambda: torch.ones(2, 3) @ torch.ones(2, 3), "columns in a (3) as rows in b (2)"),
     "sizes": (lambda: ONES + ONES[:4], "sizes 7 and 4 meet"),
     "None": (lambda: None + 1, "a value is None here"),
     "None's attribute": (lambda: None.grad, "a value is None here"),
-    "list's attribute": (lambda: [1.0].view(2), "a list is not a tensor"),
-    "list for tensor": (lambda: torch.abs([1.0]), "a list is not a tensor"),
+    "list for tensor": (lambda: torch.abs([1.0]), "torch wants a tensor here, and got a list"),
     "dtypes": (lambda: torch.ones(2, 2) @ torch.ones(2, 2).double(), "different dtypes meet"),
     "dtypes put": (lambda: ONES.clone().index_put_((torch.tensor([1]),), ONES[:1].double()), "different dtypes"),
     "cast": (lambda: torch.ones(2, dtype=torch.int64).add_(0.5), "different dtypes meet"),
@@ -53,10 +52,8 @@ def test_the_usual_errors_have_words():
         with pytest.raises(Exception) as caught:  # noqa: PT011  the text is what is looked at
             mistake()
         assert words in in_words(f"raised {caught.type.__name__}: {caught.value}"), caught.value
-    assert in_words("raised ValueError: three is odd") == ""
-    text = "full has 4 elements (torch.float32, cpu) and shard 2 (torch.float64, cpu); expected one type"
-    assert "one of the two is float32, the other float64" in in_words(text)
-    assert in_words(text.replace("64", "32")) == ""
+    for silent in ("list indices must be integers or slices, not str", "'int' object has no attribute 'numel'"):
+        assert in_words(f"raised TypeError: {silent}") == "", "it may be no tensor, and no float"
 
 
 def float_places(gradient, k):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from distlab.course.grading import Fault, load_lesson, reference_of
-from distlab.course.grading.check import examine
+from distlab.course.grading import Fault
 from distlab.course.grading.diagnosis.provenance import explain_sum
 from distlab.course.grading.diagnosis.values import (
     apart,
@@ -167,7 +164,12 @@ def test_other_dtypes_have_their_own_tolerance() -> None:
 
 WRONG: list[tuple[Any, Any, str, str]] = [
     (None, torch.ones(2), "returned", "expected a float32 tensor of shape [2], got None (is a return missing?)"),
-    (torch.ones(2, 1), torch.ones(2), "shape", "shape [2], got [2, 1]: these are the right values, in another shape"),
+    (
+        torch.ones(2, 1),
+        torch.ones(2),
+        "shape",
+        "shape [2], got [2, 1]: these are the right values, in a different shape",
+    ),
     (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype", "expected dtype float64, got float32"),
     (torch.ones(2, device="meta"), torch.ones(2), "device", "expected it on cpu, got it on meta"),
     (torch.ones(2).to_sparse(), torch.ones(2), "layout", "sparse"),
@@ -186,7 +188,7 @@ WRONG: list[tuple[Any, Any, str, str]] = [
     (torch.tensor(math.inf), torch.tensor(1.0), "values", "expected 1, got inf"),
     ([1, 2], [1, 2, 3], "returned", "expected [1, 2, 3], got [1, 2]"),
     ([1, 4], [1, 2], "values", "the result[1]: expected 2, got 4"),
-    ({"a": 1}, {"b": 1}, "returned", "expected the names ['b'], got the names ['a']"),
+    ({"a": 1}, {"b": 1}, "returned", "the result lacks ['b'] and has, and must not have, ['a']"),
     ({"a": 1.5}, {"a": 1.0}, "values", "the result['a']: expected 1, got 1.5"),
     (
         {"p": [8.0]},
@@ -267,22 +269,3 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
     got = in_python_numbers({np.int64(1): (np.int32(2), [np.float32(0.5), np.bool_(True)])})
     assert got == {1: (2, [0.5, True])}
     assert [type(each) for each in (*got, got[1][0], *got[1][1])] == [int, int, float, bool]
-
-
-def test_an_answer_in_numpys_numbers_is_right() -> None:
-    exercise = load_lesson("03").exercise("03.buckets")
-    reference = reference_of(exercise)
-    code = reference.__code__.replace(co_name="mine")  # not the reference's own
-    called = FunctionType(code, reference.__globals__, "mine", reference.__defaults__, reference.__closure__)
-
-    def numpys(value):
-        if isinstance(value, int):
-            return np.int64(value)
-        return type(value)(map(numpys, value)) if isinstance(value, list | tuple) else value
-
-    def answer(*arguments):
-        return numpys(called(*arguments))
-
-    answer.__signature__ = inspect.signature(reference)  # type: ignore[attr-defined]
-    report = examine(exercise, answer, worlds=exercise.worlds[:1], seed=0)
-    assert report.passed, str(report)

@@ -23,13 +23,6 @@ def noted(folder):
 
 
 @pytest.mark.soak
-def test_updates_of_whole_states_and_of_shards_are_noted(lab, tmp_path):
-    """Lab 07 trains in seven ways, three updates each: parameters that are whole, pieces of them, and flat shards."""
-    facts(lab("07", RANKS, "--json", updates=tmp_path))
-    assert [len(text.splitlines()) for text in noted(tmp_path)] == [21] * RANKS
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", QUICK)
 def test_twenty_repeats_of_a_lab_give_the_same_hashes(lab, number, tmp_path, record_property):

@@ -134,10 +134,10 @@ def versions(function: ast.FunctionDef) -> Iterator[Version]:
     """Yield a function with one place changed, in each way that people mistake."""
     scope, original = Scope.of(function), body_of(function)
     for step in walk(function, lambda node, line: changes(node, scope, line)):
-        before = _first_line(step.before)
-        words = f"with `{_first_line(step.after)}` in the place of `{before}`"
+        before = first_line(step.before)
+        words = f"with `{first_line(step.after)}` in the place of `{before}`"
         if isinstance(step.new, list):
-            texts = [_first_line(text_of(one)) for one in step.new]
+            texts = [first_line(text_of(one)) for one in step.new]
             words = f"without `{before}`"
             if texts:
                 words = "with `{}` before `{}`".format(*texts)
@@ -145,7 +145,7 @@ def versions(function: ast.FunctionDef) -> Iterator[Version]:
         yield Version(step.body, words, step.line, _risk(original, step.body))
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
     """Return the first line of a text, at most SHORT characters."""
     text = text.partition("\n")[0]
     return text if len(text) <= SHORT else text[: SHORT - 3] + "..."

@@ -15,7 +15,8 @@ from distlab.comm.record.read import short
 from distlab.comm.where.frames import owner_of
 from distlab.course.grading.diagnosis.plain_errors import in_words
 from distlab.course.grading.exercise import Exercise, Fault
-from distlab.course.grading.variation.draw import IN_CALL
+from distlab.course.grading.lesson import reference_of
+from distlab.course.grading.variation.draw import IN_CALL, IN_CASE, RETURNED
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)(?:\n    (?! )(.*))?$', re.MULTILINE)
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(distlab.__file__)))
@@ -25,10 +26,10 @@ _CELL_FILE = re.compile(
 )
 _GUARD = os.path.join("grading", "guard.py")
 _MEMORY = re.compile(r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map")
-_NOTE = re.compile(rf"^{IN_CALL} (.*)$", re.MULTILINE)
+_NOTE = re.compile(rf"^(?:{IN_CALL}|{IN_CASE}) \S.*$", re.MULTILINE)
+_RETURNED = re.compile(rf"^{RETURNED} (.+)$", re.MULTILINE)
 _PAIR = re.compile(r"^ *rank (\d+): (send to|recv from) (\d+) #\d+ \((\w+\[[\d, ]*\])", re.MULTILINE)
 _MISFIT = "a send and the receive that takes it do not fit"
-_NOT_YOURS = "signal no process, and end none, that you did not start"
 MAX_LINE = 300
 CELL = "your cell"
 
@@ -92,13 +93,13 @@ def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world
     who = f"on rank {root.rank} of {world_size}: " if world_size > 1 else ""
     where = f"\n  at {place}" if place else ""
     if (note := _NOTE.search(root.traceback)) is not None:
-        where += f"\n  in call {note[1]}"
+        where += f"\n  {note[0]}"
     for also in str(error).split("\n\n")[1:2]:  # what the recorded calls add, if anything
         where += "" if also.startswith("---") else f"\n{also}"
-    return _of_failure(root, place, who, where)
+    return _of_failure(root, place, who, where, exercise)
 
 
-def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) -> Fault:
+def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str, exercise: Exercise) -> Fault:
     summary = _cut(root.summary)
     if summary.startswith("raised NotYet"):
         return Fault("not attempted", summary.removeprefix("raised NotYet: "))
@@ -111,20 +112,20 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str) ->
         in_function = summary.startswith("exited") and (place is None or place.function != "<module>")
         advice = "; return from the function instead" if in_function else ""
         return Fault("exited", f"{who}it {summary}{advice}{where}")
-    if summary.startswith("ended with its fork server"):
-        return Fault("killed", f"{who}the process that starts the ranks was killed while it ran; {_NOT_YOURS}{where}")
-    if summary.startswith("was killed"):
-        tail = "" if where or not root.traceback else f"\n{_tail(root.traceback)}"
+    if summary.startswith(("was killed", "ended with its fork server")):
         summary = summary.replace(", whose message is in the output above", "")
-        return Fault("killed", f"{who}the rank {summary}{where}{tail}")
+        return Fault("killed", f"{who}the rank {summary}{where}")
     if summary.startswith("returned a"):
         return Fault("returned", f"{who}it {summary}")
     meaning = in_words(root.summary)
     words = f"\n  {meaning}" if meaning else ""
     if place is None and not root.is_noise:
-        after = words or f"\n{_tail(root.traceback)}"
-        text = f"{who}what it returned, or left behind, could not be used: the check {summary}{after}"
-        return Fault("returned", text)
+        found, wanted = _RETURNED.search(root.traceback), inspect.signature(reference_of(exercise)).return_annotation
+        if found is not None and wanted not in (None, "None"):
+            text = f"it returned {found[1]}; expected {inspect.formatannotation(wanted).strip(chr(39))}"
+        else:
+            text = f"what it returned, or left behind, could not be used: the check {summary}{words}"
+        return Fault("returned", f"{who}{text}")
     if root.is_noise:
         return Fault("raised", f"{who}it {summary} (another rank had gone){where}")
     return Fault("raised", f"{who}it {summary}{words}{where}")
@@ -169,8 +170,3 @@ def _cut(line: str) -> str:
     first, *more = line.splitlines() or [""]
     line = first if len(first) <= MAX_LINE else first[: MAX_LINE - 3] + "..."
     return line + (f" ({len(more)} more lines)" if len(more) > 4 else "".join(f"\n  {text}" for text in more))
-
-
-def _tail(text: str, num_lines: int = 4) -> str:
-    lines = [line for line in text.rstrip().splitlines() if line.strip()][-num_lines:]
-    return "\n".join(f"  {line}" for line in lines)

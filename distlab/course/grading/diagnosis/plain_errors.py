@@ -1,6 +1,6 @@
 """Say in words what an error of Python or torch means in an answer: the usual mistakes of type, shape and dtype.
 
-The error's own text stays; the words come after it. An error that is not known here gets none.
+The error's own text stays; the words come after it, and say no more than it shows. One not known here gets none.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ _NONE = (
     "function without a return; a gradient is None before backward"
 )
 _INDEX = (
-    "an index, a size or a count is a float here, and must be an integer: `//` divides integers, `.long()` converts a "
-    "tensor, `int()` a number"
+    "an index, a size or a count must be an integer here: `//` divides integers, `.long()` converts a tensor, `int()` "
+    "a number"
 )
 _DTYPES = "two tensors of different dtypes meet here: convert one of them, such as `a.to(b.dtype)`"
-_LIST = "a {0} is not a tensor: make a tensor of it (torch.tensor for numbers, torch.stack or torch.cat for tensors)"
 
 _MEANINGS = {  # a pattern of the error's text, and what it means: the first that is found
-    r"tensors used as indices must be|indices must be integers|cannot be interpreted as an integer": _INDEX,
+    r"tensors used as indices must|slice indices must|integers or slices, not float|'float' object cannot be": _INDEX,
     r"[Ee]xpected dtype int\S* for index|index_\w+\(\): .*index .*(int|Long)|only integer tensors of a": _INDEX,
     r"Expected tensor for argument #1 'indices' to have one of the following scalar types: Long": _INDEX,
     r"must be (?:tuple of ints|int), .*float": _INDEX,
     r"shape '(\[.*?\])' is invalid for input of size (\d+)": (
-        "{1} elements do not fill the shape {0} evenly: fill up (pad) to a multiple first, or choose another shape"
+        "{1} elements do not fill the shape {0}: print both before this line"
     ),
     r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)": (
         "`a @ b` needs as many columns in a ({0}) as rows in b ({1}): must one of them be transposed?"
@@ -33,17 +32,14 @@ _MEANINGS = {  # a pattern of the error's text, and what it means: the first tha
         "tensors of sizes {0} and {1} meet in one operation: print both shapes before this line"
     ),
     r"'NoneType' object|must be Tensor, not NoneType|unsupported operand type\(s\).*'NoneType'": _NONE,
-    r"'(list|tuple|dict|int|float|str)' object has no attribute": _LIST,
-    r"must be Tensor, not (\w+)|expected Tensor as element \d+ in argument \d+, but got (\w+)": _LIST,
-    r"only implement the ufunc .*'(list)'|unsupported operand type.*'(list)'": _LIST,
-    r"can't multiply sequence by non-int": (
-        "a list, a tuple or a text is multiplied here as if it were a number: make a tensor of it"
+    r"must be Tensor, not (\w+)|expected Tensor as element \d+ in argument \d+, but got (\w+)": (
+        "torch wants a tensor here, and got a {0}: torch.tensor makes one of numbers, torch.stack one of tensors"
     ),
     r"[Ee]xpected parameter `?(\w+)`?.* (?:torch\.)?Tensor": (
         "torch.distributed sends tensors, and here `{0}` is something else: put numbers into torch.tensor(...)"
     ),
-    r"have the same dtype|dtypes match|expected scalar type|\w+ did not match \w+": _DTYPES,
-    r"can't be cast to the desired output|tensors with different dtypes|same (data ?)?type": _DTYPES,
+    r"have the same dtype|dtypes match|expected scalar type|dtype did not match": _DTYPES,
+    r"can't be cast to the desired output|tensors with different dtypes|[Tt]ensors? .*same (data ?)?type": _DTYPES,
     r"not implemented for '(\w+)'": (
         "this operation does not exist for a tensor of dtype {0}: shifts, & and | need integers, division and "
         "square roots need floats"
@@ -65,13 +61,10 @@ _MEANINGS = {  # a pattern of the error's text, and what it means: the first tha
     r"rank should not be the same as the rank of the current process": (
         "a rank sends to, or receives from, itself here: keep the tensor, or a copy, and leave that message out"
     ),
-    r"(list|tuple) index out of range": (
-        "the {0} is shorter than this index needs: print its length. tensor.chunk(n) and split may return fewer "
-        "than n pieces, tensor_split(n) always n"
-    ),
+    r"(list|tuple) index out of range": "the {0} is shorter than this index needs: print its length",
     r"index (-?\d+) is out of bounds for dimension (\d+) with size (\d+)|index out of range in self": (
         "an index is outside its tensor, whose places count from 0 to its size - 1: print the smallest and the "
-        "largest index. Where a rank holds a part, is it counted from the part's beginning, and in the part?"
+        "largest index"
     ),
     r"(storage_offset|size|stride)\(.*\) must be .* to view Byte as (\w+)": (
         "bytes are read as numbers here ({1}, several bytes each): the piece must hold whole numbers, lie without "
@@ -79,9 +72,6 @@ _MEANINGS = {  # a pattern of the error's text, and what it means: the first tha
     ),
     r"needed for gradient computation has been modified by an in-?place|view and is being modified in-?place": (
         "autograd needs this tensor as it was: make a new one (masked_fill, torch.where, a + b), or change a clone"
-    ),
-    r"\(torch\.(\w+), \w+\) and shard \d+ \(torch\.(?!\1,)(\w+), ": (
-        "one of the two is {0}, the other {1}: take the dtype from the argument, as shard.new_empty(...) does"
     ),
     r"can't call numpy\(\) on Tensor that requires grad": "call .detach() before .numpy()",
 }

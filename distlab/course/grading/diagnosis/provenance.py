@@ -71,7 +71,7 @@ def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int
         if start == stop:
             continue
         chunk = _multiples(found[start:stop], parts[:, start:stop], wanted, tolerance)
-        if chunk is None or not _close(chunk, wanted):
+        if chunk is None or float((chunk - wanted).abs().max()) > 1e-5 * float(wanted.abs().max()):
             wrong.append((index, start, stop, chunk))
     if not wrong or all(chunk is None for *_, chunk in wrong):
         return None
@@ -149,10 +149,6 @@ def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -
     return torch.tensor(distinct.pop(), dtype=torch.float64) if len(distinct) == 1 else None
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= 1e-5 * max(1e-3, float(other.abs().max())))
-
-
 def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fault:
     """Put in words what is wrong with the multiples of the ranks' tensors."""
     n = len(wanted)
@@ -160,8 +156,8 @@ def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fau
     present = [r for r in range(n) if abs(float(multiples[r])) > 1e-6]
     if not present:
         return Fault("zeros", f"{what} is all zeros: no rank's tensor is in it")
-    if len(present) == 1 and n > 1 and sum(float(want) != 0 for want in wanted) > 1:
-        only = present[0]
+    only = present[0]
+    if len(present) == 1 and any(float(want) for rank, want in enumerate(wanted) if rank != only):
         times = "" if abs(float(multiples[only]) - 1) < 1e-5 else f" times {float(multiples[only]):.4g}"
         if only == rank:
             return Fault(
@@ -169,15 +165,15 @@ def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fau
             )
         return Fault("one rank only", f"{what} is rank {only}'s tensor{times} alone: the others' parts are not in it")
     base = _base(ratios)
-    code, advice = _scale_fault(base, wanted)
-    scale = "" if abs(base - 1) < 1e-5 else f"; besides, all of it is {times_of(base)}: {advice}"
+    code, shows = _scale_fault(base, wanted)
+    scale = "" if abs(base - 1) < 1e-5 else f"; besides, all of it is {times_of(base)}{shows}"
     missing = [r for r in range(n) if r not in present and float(wanted[r]) != 0]
     if missing:
         return Fault("missing rank", f"{what} lacks {_whose(missing)}{scale}")
     uneven = [r for r in range(n) if abs(ratios[r] / base - 1) > 1e-5]
     if not uneven:
-        return Fault(code, f"{what} is {times_of(base)}: {advice}")
-    counted = [r for r in uneven if ratios[r] / base > 1 and abs(ratios[r] / base - round(ratios[r] / base)) < 1e-5]
+        return Fault(code, f"{what} is {times_of(base)}{shows}")
+    counted = [r for r in uneven if 1 < ratios[r] / base < math.inf and abs(math.remainder(ratios[r] / base, 1)) < 1e-5]
     if counted == uneven:
         often = {round(ratios[r] / base) for r in counted}
         words = "twice" if often == {2} else f"{max(often)} times"
@@ -208,13 +204,13 @@ def _whose(ranks: Sequence[int]) -> str:
 
 
 def _scale_fault(ratio: float, wanted: Tensor) -> tuple[str, str]:
-    """Return the code of a wrong factor, and what to do about it."""
+    """Return the code of a wrong factor, and what it shows."""
     n = len(wanted)
     is_mean = bool((wanted - 1 / n).abs().max() < 1e-9) and n > 1
     if is_mean and abs(ratio - n) < 1e-5:
-        return "sum not mean", SUM_NOT_MEAN.format(n)
+        return "sum not mean", f": {SUM_NOT_MEAN.format(n)}"
     if n > 1 and abs(ratio * n - 1) < 1e-5:
         if is_mean:
-            return "divided twice", DIVIDED_TWICE.format(n)
-        return "mean not sum", f"it is the mean over ranks, not the sum: do not divide by world_size ({n})"
-    return "scale", "look for a factor that was applied once too often, or not at all"
+            return "divided twice", f": {DIVIDED_TWICE.format(n)}"
+        return "mean not sum", f": it is the mean over ranks, not the sum: do not divide by world_size ({n})"
+    return "scale", ""

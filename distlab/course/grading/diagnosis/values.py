@@ -52,10 +52,12 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
     if isinstance(want, Tensor):
         return _form(got, want, what) or _compare_tensors(got.detach(), want.detach(), what, world_size)
     if isinstance(want, dict):
-        if not isinstance(got, dict) or got.keys() != want.keys():
-            found = f"the names {sorted(map(str, got))}" if isinstance(got, dict) else describe(got)
-            wanted = f"the names {sorted(map(str, want))}" if want else "an empty dict"
-            return Fault("returned", f"{what}: expected {wanted}, got {found}")
+        if not isinstance(got, dict):
+            return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {describe(got)}")
+        if got.keys() != want.keys():
+            odd = {"lacks": want.keys() - got.keys(), "has, and must not have,": got.keys() - want.keys()}
+            text = " and ".join(f"{verb} {sorted(map(str, names))}" for verb, names in odd.items() if names)
+            return Fault("returned", f"{what} {text}")
         pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
     elif isinstance(want, list | tuple):
         is_list = isinstance(got, list | tuple)
@@ -105,7 +107,7 @@ def _form(got: Any, want: Tensor, what: str) -> Fault | None:
         return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
     if got.shape != want.shape:
         alike = got.dtype == want.dtype and got.numel() == want.numel() and equal(got.flatten(), want.flatten())
-        also = ": these are the right values, in another shape" * (alike and got.numel() > 0)
+        also = ": these are the right values, in a different shape" * (alike and got.numel() > 0)
         return Fault("shape", f"{what}: expected shape {list(want.shape)}, got {list(got.shape)}{also}")
     if got.dtype != want.dtype:
         return Fault("dtype", f"{what}: expected dtype {_dtype(want)}, got {_dtype(got)}")
@@ -114,8 +116,7 @@ def _form(got: Any, want: Tensor, what: str) -> Fault | None:
     if got.layout != want.layout:
         return Fault("layout", f"{what}: expected a {want.layout} tensor, got a {got.layout} one")
     if bool(got.isnan().any()) and not bool(want.isnan().any()):
-        text = f"{what} has {int(got.isnan().sum())} NaN of {got.numel()}"
-        return Fault("nan", f"{text}: was it read before it was filled, or 0 divided by 0?")
+        return Fault("nan", f"{what} has {int(got.isnan().sum())} NaN of {got.numel()}")
     return None
 
 
@@ -130,8 +131,9 @@ def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> F
             code, advice = "sum not mean", f": {SUM_NOT_MEAN.format(world_size)}"
         elif world_size > 1 and abs(ratio * world_size - 1) < 1e-5:
             code, advice = "divided twice", f": {DIVIDED_TWICE.format(world_size)}"
-        return Fault(code, f"{what} is {times_of(ratio)}{advice}")
-    if got.numel() and not bool(got.any()):
+        both = "" if got.numel() > 1 else " (expected {}, got {})".format(*apart(want.item(), got.item()))
+        return Fault(code, f"{what} is {times_of(ratio)}{both}{advice}")
+    if got.numel() > 1 and not bool(got.any()):
         return Fault("zeros", f"{what} is all zeros")
     order = _order(got, want)
     if order is not None:
@@ -276,11 +278,11 @@ def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:
 
 def _lost_precision(got: Tensor, want: Tensor, gap: float) -> str:
     """Say so where the result is right to the digits of a coarser dtype than its own, and only to these; else ""."""
-    if not got.dtype.is_floating_point or not math.isfinite(scale := float(want.abs().max())):
+    if got.numel() < 2 or not got.is_floating_point() or not math.isfinite(scale := float(want.abs().max())):
         return ""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if torch.finfo(got.dtype).eps < torch.finfo(dtype).eps:
-            only_these = got.numel() > 1 and torch.equal(got.to(dtype).to(got.dtype), got)
+            only_these = torch.equal(got.to(dtype).to(got.dtype), got)
             limit = 4 if only_these else 16  # roundings of the largest value
             if 0 < gap <= limit * torch.finfo(dtype).eps * scale and (only_these or dtype is torch.float32):
                 name, own = str(dtype).removeprefix("torch."), _dtype(got)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from distlab.comm import device
 from distlab.comm.launch.worker import environment
 from distlab.course.grading.cases import AFTER, RESULT, plain
+from distlab.course.grading.causes.places import first_line
 from distlab.course.grading.diagnosis.values import in_python_numbers, near
 from distlab.course.grading.variation.draw import IN_CALL, Keywords, Vary
 
@@ -84,7 +85,7 @@ class DrawnCalls:
             first = first or list(drawn)
             positional, keywords = split(drawn)
             own = named(takes, positional, keywords)
-            words = ", ".join(f"{name}={said(value)}" for name, value in own.items()) + again
+            words = ", ".join(f"{name}={first_line(said(value))}" for name, value in own.items()) + again
             owned = {name: value for name, value in own.items() if name not in vary.scratch}
             before = _leaves(owned)
             _seed_all(self.seed + number)
@@ -206,12 +207,6 @@ def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(f"{name}[{index}]", item)
     elif value is None or isinstance(value, bool | int | float | str):
         yield name, value
-    elif isinstance(value, torch.Generator):
-        yield name, value.get_state()
-    elif isinstance(value, np.ndarray):
-        yield name, value.tolist()
-    elif isinstance(value, set):
-        yield name, sorted(map(repr, value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from leaves(f"{name}.{field.name}", getattr(value, field.name))

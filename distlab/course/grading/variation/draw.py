@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-IN_CALL = "in varied call"
+IN_CALL, IN_CASE, RETURNED = "in drawn call", "in the case:", "the last call returned"  # notes on errors
 T = TypeVar("T")
 GroupOf = Callable[[list[list[int]]], Any]
 AXES = ("dtype", "sizes", "dims", "empty", "layout", "arguments", "calls", "worlds", "sub-group", "unequal ranks")

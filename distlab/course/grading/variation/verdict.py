@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -13,12 +11,12 @@ from torch import Tensor
 from distlab.course.grading.agreement import cause_in
 from distlab.course.grading.cases import AFTER, RESULT
 from distlab.course.grading.causes.mend import mend_of
+from distlab.course.grading.diagnosis.provenance import explain_sum, weights_of
 from distlab.course.grading.diagnosis.traffic import calls as calls_of, in_megabytes, sent_bytes
 from distlab.course.grading.diagnosis.values import compare, is_telling, near
 from distlab.course.grading.exercise import SEEN, Evidence, Exercise, Fault
-from distlab.course.grading.run import Unavailable, not_judged, run_world
+from distlab.course.grading.run import Unavailable, run_world
 from distlab.course.grading.variation.calls import DrawnCalls
-from distlab.course.grading.variation.draw import IN_CALL
 
 if TYPE_CHECKING:
     from distlab.comm import Ranks
@@ -41,8 +39,7 @@ def drawn_fault(
         reference: the right function.
         ranks: that make the calls.
         seed: of the draws.
-        is_wrong: whether the exercise's own cases have shown a fault that names no mistake: then a cause is looked
-            for, and without one the smallest wrong call is told, which can be worked out by hand.
+        is_wrong: whether the exercise's own cases have shown a fault that names no mistake.
 
     Raises:
         Unavailable: the ranks went for a reason that is not the function's.
@@ -54,7 +51,7 @@ def drawn_fault(
     except Unavailable:
         raise
     except Exception as error:  # of a comparison: a whole number that no float holds, say
-        fault = None if is_wrong else not_judged(error)
+        fault = None if is_wrong else Fault("returned", f"what it returned cannot be judged: {error}")
     if fault is None or fault.code == "not attempted":
         return fault
     again = f'check("{exercise.name}", {exercise.function}, seed={seed})'
@@ -74,8 +71,6 @@ class _Drawn(NamedTuple):
         answered = run_world(self.exercise, self.calls, self.fn, self.ranks)
         wanted = self._right(self.calls)
         if isinstance(answered, Fault):
-            if earlier := self._before(answered):
-                return earlier
             if is_wrong or answered.code in SEEN:
                 cause = mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
                 return answered._replace(cause=cause)
@@ -89,8 +84,7 @@ class _Drawn(NamedTuple):
             return fault
         cause = cause_in(self.calls, self.exercise, answered, wanted, self.ranks)
         cause = cause or mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
-        if is_wrong and not cause:
-            fault = next(differences.found(is_smallest_first=True))
+        cause = cause or differences.whose_parts()
         return fault._replace(cause=cause)
 
     def _right(self, calls: DrawnCalls) -> Evidence:
@@ -101,17 +95,6 @@ class _Drawn(NamedTuple):
             raise Unavailable(f"the reference itself failed with seed {calls.seed}: {error}") from error
         return Evidence(self.ranks.world_size, results, self.ranks.records())
 
-    def _before(self, ended: Fault) -> Fault | None:
-        """Return what is wrong in the calls before the one that ended the run, where its number is told."""
-        found = re.search(rf"{IN_CALL} (\d+)", ended.message)
-        if found is None or (count := int(found[1]) - 1) == 0:
-            return None
-        calls = replace(self.calls, numbers=tuple(range(count)))
-        answered = run_world(self.exercise, calls, self.fn, self.ranks)
-        if isinstance(answered, Fault):
-            return None
-        return next(_Differences(self.exercise, answered.results, self._right(calls).results).in_results(), None)
-
 
 class _Differences:
     """How the drawn calls of an answer differ from the reference's, in words."""
@@ -121,9 +104,9 @@ class _Differences:
         self.name, self.scale = exercise.function, exercise.vary.scale
         self.got, self.wanted, self.n = got, wanted, len(got)
 
-    def found(self, *, is_smallest_first: bool = False) -> Iterator[Fault]:
+    def found(self) -> Iterator[Fault]:
         """Yield what differs: results, then call by call the arguments, and what was left behind."""
-        yield from self.in_results(is_smallest_first=is_smallest_first)
+        yield from self.in_results()
         for call in self.wanted[0]:
             for rank in range(self.n):
                 mine, right = self.got[rank][call], self.wanted[rank][call]
@@ -131,19 +114,32 @@ class _Differences:
                 yield from self._in_arguments(mine, right, where, f"rank {rank}'s " if self.n > 1 else "")
                 yield from _left_behind(mine, right, where, f" on rank {rank}" if self.n > 1 else "")
 
-    def in_results(self, *, is_smallest_first: bool = False) -> Iterator[Fault]:
-        """Yield each call's first wrong result, with the call's arguments, and those of a call that is right."""
+    def in_results(self) -> Iterator[Fault]:
+        """Yield each call's first wrong result, the smallest call first, which can be worked out by hand."""
         wrong: dict[str, tuple[int, Fault]] = {}
         for call, rank in itertools.product(self.wanted[0], range(self.n)):
             if call not in wrong and (fault := self._in_result(call, rank)) is not None:
                 wrong[call] = rank, fault
-        right = [call for call in self.wanted[0] if call not in wrong]
-        order = sorted(wrong, key=lambda call: _size(self.wanted[0][call])) if is_smallest_first else [*wrong]
-        for call in order:
+        for call in sorted(wrong, key=lambda call: _size(self.wanted[0][call])):
             rank, fault = wrong[call]
-            of_rank = self.wanted[rank]
-            also = f"; right for {self.name}({of_rank[right[0]]['words']})" if right and fault.code != "kept" else ""
-            yield Fault(fault.code, f"{call}, {self.name}({of_rank[call]['words']}): {fault.message}{also}")
+            yield Fault(fault.code, f"{call}, {self.name}({self.wanted[rank][call]['words']}): {fault.message}")
+
+    def whose_parts(self) -> str:
+        """Return which ranks' tensors are in a wrong one, where the right one is a sum of these; or ""."""
+        for call, rank in itertools.product(self.wanted[0], range(self.n)):
+            mine, right = self.got[rank][call], self.wanted[rank][call]
+            pairs = [("result", mine[RESULT], right[RESULT], name) for name in right["before"]]
+            pairs += [(f"{name} afterwards", mine[AFTER].get(name), want, name) for name, want in right[AFTER].items()]
+            for what, got, want, name in pairs:
+                parts = [of_rank[call]["before"].get(name) for of_rank in self.wanted]
+                is_float = isinstance(want, Tensor) and want.is_floating_point() and not near(got, want, self.scale)
+                if is_float and all(getattr(part, "shape", None) == want.shape for part in parts):
+                    expected = weights_of(want, parts)
+                    what = f"{call}, {self.name}({right['words']}): rank {rank}'s {what}"
+                    fault = expected and explain_sum(got, parts, expected=expected, what=what, rank=rank)
+                    if fault and fault.code not in SEEN:
+                        return f"{fault.message}."
+        return ""
 
     def _in_result(self, call: str, rank: int) -> Fault | None:
         """Compare one call's result with the reference's, and say where else it comes from."""
