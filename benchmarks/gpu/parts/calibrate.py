@@ -28,8 +28,8 @@ def findings(job: Job) -> Iterator[Finding]:
     yield single("preset: matrix products", [device.matmul_flops_per_s / 1e12], "TFLOP/s")
     yield single("preset: other kernels", [device.memory_bytes_per_s / 1e9], "GB/s")
     for rates in result.rates:
-        slower = min(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s) / 1e9
-        yield single("preset: copies between device and pinned host memory, the slower way", [slower], "GB/s")
+        slower = "preset: copies between device and pinned host memory, the slower way"
+        yield single(slower, [rates.host_link_bytes_per_s / 1e9], "GB/s")
         claim = f"preset: what the host spends on one operator of a training step in {rates.precision}"
         yield single(claim, [1e6 * rates.operator_host_s], "us")
     yield Note(f"preset.json holds the preset; `distlab simulate --cluster FILE` takes it ({result.machine})")

@@ -82,6 +82,6 @@ def predict(batch: Batch, rates: Rates, device: torch.device) -> float:
         model, lambda: model.loss(model(batch.inputs), batch.targets), optimizer=optimizer, samples=len(batch.inputs)
     )
     base = Device("one device", 1e12, 1e11, 1e12)
-    here = device_for(rates, operators_of(training_step(model, batch)), workload, base)
+    here = device_for(rates, operators_of(training_step(model, batch)), workload, base, device)
     alone = Link("none", (Protocol(0.0, 1e18),))
     return simulate(workload, Cluster("one device", here, 1, 1, alone, alone), Plan()).duration_s
