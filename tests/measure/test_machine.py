@@ -1,6 +1,5 @@
 """A machine: the one that made the times is found again, and what its kernels take by kind and shape."""
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,18 +8,17 @@ import torch
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.measure import (
     Calibration,
-    Rates,
     Round,
+    best_device,
     device_for,
     fit_cluster,
     load_calibration,
-    measure_rates,
     median_round,
     operators_of,
     workload_from_module,
 )
 from distlab.measure.machine import rates, speed
-from distlab.measure.machine.rates import Operator, best_device
+from distlab.measure.machine.rates import Operator
 from distlab.measure.machine.speed import MESSAGE_BYTES, Observation, fit_device
 from distlab.plan import Cluster, Contention, Device, Link, Plan, Protocol, Work
 from simulator import simulate
@@ -84,7 +82,6 @@ def test_a_round_has_each_phase_and_messages_up_to_the_largest_one_to_be_predict
 
 ALONE = Link("none", (Protocol(0.0, 1e18),))
 BASE = Device("one device", 1e12, 1e11, 1e12)
-RATES = Rates("float32", 1e9, 1e8, operator_host_s=0.0, host_link_bytes_per_s=1e9)
 
 
 def gpt_step():
@@ -111,15 +108,15 @@ def test_the_simulator_adds_up_what_the_operators_take_or_what_the_host_takes_if
     monkeypatch.setattr(
         rates, "seconds_of", lambda one, *_: {"memory": 1e-9, "NT": 3e-9}.get(one.kind, 2e-9) * one.amount
     )
-    measured = replace(RATES, operator_host_s=1.0 if behind else 0.0)
-    device = device_for(measured, listed, workload, BASE, CPU)
+    monkeypatch.setattr(rates, "operator_host_s", lambda *_: float(behind))
+    device = device_for(listed, workload, BASE, CPU, torch.float32)
     predicted = simulate(workload, Cluster("one", device, 1, 1, ALONE, ALONE), Plan()).duration_s
     kernels_s = sum(rates.seconds_of(one) for one in listed)
-    assert predicted == pytest.approx(max(kernels_s, len(listed) * measured.operator_host_s), rel=0.02)
-    assert (device.host_link_bytes_per_s, device.memory_bytes) == (1e9, BASE.memory_bytes)
+    assert predicted == pytest.approx(max(kernels_s, len(listed) * float(behind)), rel=0.02)
+    assert (device.host_link_bytes_per_s, device.memory_bytes) == (BASE.host_link_bytes_per_s, BASE.memory_bytes)
 
 
-def test_operators_are_timed_by_kind_and_shape_and_rates_are_kept_and_read_again(tmp_path, monkeypatch):
+def test_operators_are_timed_by_kind_and_shape_and_a_device_is_kept_and_read_again(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     with monkeypatch.context() as patch:
         patch.setattr(rates, "_seconds", lambda call, device: call() is not None)  # each call is made, and takes 1 s
@@ -132,12 +129,10 @@ def test_operators_are_timed_by_kind_and_shape_and_rates_are_kept_and_read_again
             (Operator("memory", (), 1 << 26), 4.0),  # more bytes than are timed
         ):
             assert rates.seconds_of(operator, CPU, torch.float32) == seconds, operator
-    measured = measure_rates(CPU)
-    assert measured.precision == "float32"
-    assert min(measured.matmul_flops_per_s, measured.memory_bytes_per_s, measured.operator_host_s) > 0
-    device = best_device(measured, BASE)
-    assert (device.matmul_flops_per_s, device.kernel_s) == (measured.matmul_flops_per_s, 0.0)
-    kept = Calibration(Cluster("one", device, 1, 1, ALONE, ALONE), {"a": 0.1}, 1.0, "a machine", (RATES, measured))
+    device = best_device(BASE, CPU)
+    assert min(device.matmul_flops_per_s, device.memory_bytes_per_s, rates.operator_host_s(CPU, torch.float32)) > 0
+    assert (device.kernel_s, device.name, device.host_link_bytes_per_s > 1e6) == (0.0, BASE.name, True)
+    kept = Calibration(Cluster("one", device, 1, 1, ALONE, ALONE), {"a": 0.1}, 1.0, "a machine")
     kept.save(tmp_path / "preset.json")
     assert load_calibration(tmp_path / "preset.json") == kept
     for content, words in (('{"cluster": 7}', "is not a calibration"), (None, "does not exist")):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,53 +53,28 @@ class Operator(NamedTuple):
     amount: float
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What one device can reach in one precision.
+def best_device(base: Device, device: torch.device, dtype: torch.dtype = torch.float32) -> Device:
+    """Measure one device alone, in one precision, as data sheets state it: its best product, its largest kernel.
 
-    Attributes:
-        precision: the type of the numbers, such as "bfloat16".
-        matmul_flops_per_s: of a large product, in the layout that is fastest.
-        memory_bytes_per_s: of a large kernel.
-        operator_host_s: what the host spends on one operator of a training step.
-        host_link_bytes_per_s: copies from pinned memory of the host, or into it: the slower way.
+    It takes about a second. There is no time per kernel, since a host that runs ahead hides it.
+
+    Args:
+        base: name and memory are taken from it.
+        device: where to measure.
+        dtype: type of the numbers.
     """
-
-    precision: str
-    matmul_flops_per_s: float
-    memory_bytes_per_s: float
-    operator_host_s: float
-    host_link_bytes_per_s: float
-
-
-def best_device(rates: Rates, base: Device) -> Device:
-    """Return the device with the rates of the best product and of the largest kernel, as data sheets state them.
-
-    It has no time per kernel, since a host that runs ahead hides it.
-    """
-    return replace(
-        base,
-        matmul_flops_per_s=rates.matmul_flops_per_s,
-        memory_bytes_per_s=rates.memory_bytes_per_s,
-        kernel_s=0.0,
-        host_link_bytes_per_s=rates.host_link_bytes_per_s,
-        source=f"measured by distlab calibrate in {rates.precision}, the best shape found",
-    )
-
-
-def measure_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> Rates:
-    """Measure one device alone, in one precision; about a second."""
     most, size, copied = MOST_BYTES[device.type], SIZE[device.type], COPY_BYTES[device.type]
     products = [Operator(layout, (size,) * 3, 2.0 * size**3) for layout in LAYOUTS]
     host, there = torch.zeros(copied // 4, pin_memory=device.type == "cuda"), torch.zeros(copied // 4, device=device)
     ways = ((there, host), (host, there))
-    return Rates(
-        precision=str(dtype).removeprefix("torch."),
+    return replace(
+        base,
         matmul_flops_per_s=max(one.amount / seconds_of(one, device, dtype) for one in products),
         memory_bytes_per_s=most / seconds_of(Operator("memory", (), most), device, dtype),
-        operator_host_s=_operator_host_s(device, dtype),
+        kernel_s=0.0,
         host_link_bytes_per_s=copied
         / max(_seconds(partial(to.copy_, of, non_blocking=True), device) for to, of in ways),
+        source=f"measured by distlab calibrate in {str(dtype).removeprefix('torch.')}, the best shape found",
     )
 
 
@@ -143,8 +118,11 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return took
 
 
-def _operator_host_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Time steps of a model so small that the device always waits for the host."""
+def operator_host_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return what the host spends on one operator of a step.
+
+    It times steps of a model so small that the device always waits for the host.
+    """
     config = GPTConfig(context=16, num_layers=4, num_heads=2, hidden_size=16)
     model = GPT(config).to(device, dtype)
     tokens = torch.zeros((1, config.context), dtype=torch.long, device=device)
@@ -166,31 +144,30 @@ def operators_of(step: Callable[[], object]) -> tuple[Operator, ...]:
 
 
 def device_for(
-    rates: Rates, operators: Sequence[Operator], workload: Workload, base: Device, device: torch.device
+    operators: Sequence[Operator], workload: Workload, best: Device, device: torch.device, dtype: torch.dtype
 ) -> Device:
-    """Return the device as one model's step finds it: mean rates over its operators, and what the host adds.
+    """Return the device as one model's step finds it: mean rates over its operators, and what the host takes.
 
     Args:
-        rates: of the device, in the model's precision.
         operators: of one step; each is timed here.
-        workload: the same step as the simulator takes it; its kernels carry the time for which the host is behind.
-        base: name and memory are taken from it.
+        workload: the same step as the simulator takes it; its kernels share the host's time.
+        best: `best_device`, whose other figures stay.
         device: where to time.
+        dtype: type of the model's numbers.
     """
-    dtype, amounts, seconds = getattr(torch, rates.precision), [0.0, 0.0], [0.0, 0.0]
+    amounts, seconds = [0.0, 0.0], [0.0, 0.0]
     for one, count in Counter(operators).items():
         if one.amount:
             amounts[one.kind == "memory"] += count * one.amount
             seconds[one.kind == "memory"] += count * seconds_of(one, device, dtype)
-    behind_s = max(0.0, len(operators) * rates.operator_host_s - sum(seconds))
     works = [work for layer in workload.layers for work in (layer.forward, layer.input_gradient, layer.weight_gradient)]
     num_kernels = sum(work.num_kernels for work in (*works, workload.optimizer))
     return replace(
-        best_device(rates, base),
+        best,
         matmul_flops_per_s=amounts[0] / seconds[0],
         memory_bytes_per_s=amounts[1] / seconds[1],
-        kernel_s=behind_s / max(1, num_kernels),
-        source=f"measured by kind and shape in {rates.precision}, for {workload.name}",
+        launch_s=len(operators) * operator_host_s(device, dtype) / max(1, num_kernels),
+        source=f"measured by kind and shape, for {workload.name}",
     )
 
 
@@ -220,10 +197,7 @@ def _operator(func: Any, args: Any, kwargs: Any, result: Any) -> Operator:
     return Operator("memory", (), work.memory_bytes)
 
 
-def measure_precisions(kind: str) -> tuple[Rates, ...]:
-    """Measure this rank's device in float32, and a GPU in the half precision that it has."""
-    device = seam.device_of(kind, 0)
-    dtypes = [torch.float32]
-    if device.type == "cuda":
-        dtypes.append(torch.bfloat16 if seam.capability(device) >= BF16_CAPABILITY else torch.float16)
-    return tuple(measure_rates(device, dtype) for dtype in dtypes)
+def best_gpu(base: Device) -> Device:
+    """Return this rank's GPU by `best_device`, in the half precision that it has."""
+    device = seam.device_of("cuda", 0)
+    return best_device(base, device, torch.bfloat16 if seam.capability(device) >= BF16_CAPABILITY else torch.float16)
