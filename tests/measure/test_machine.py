@@ -1,6 +1,5 @@
 """A machine: the one that made the times is found again, and what its kernels take by kind and shape."""
 
-
 import numpy as np
 import pytest
 import torch
