@@ -208,7 +208,11 @@ TOLD = {  # of each rank: its call, and why what it does is not known
     "one of four": (
         [("barrier", ""), ("", ""), ("", NO_SPY), ("", OUTSIDE)],
         "rank 0 waits for rank 1 in barrier at a.py:3; rank 1 has not called it: it is at a.py:3 in f; what rank 2 "
-        f"does is not known: {NO_SPY}; what rank 3 does is not known: {OUTSIDE}",
+        f"does is not known: {NO_SPY}",
+    ),
+    "one ends": (
+        [("barrier", ""), ("", OUTSIDE)],
+        f"rank 0 waits for rank 1 in barrier at a.py:3; rank 1 has not called it: it is at a.py:3 in f; {OUTSIDE}",
     ),
     "all end": ([("", OUTSIDE)] * 2, f"what ranks 0, 1 do is not known: {OUTSIDE}"),
 }

@@ -92,7 +92,7 @@ def place_of(stack: RankStack) -> WhereItStands:
 
 def by_stacks(places: Mapping[int, WhereItStands]) -> dict[int, Wait]:
     """Return which ranks wait, by their stacks: for all that are known to be elsewhere; of a message no stack tells."""
-    found, known = {}, {rank: place for rank, place in places.items() if not place.why}
+    found, known = {}, {rank: place for rank, place in places.items() if place.site or not place.why}
     for rank, place in known.items():
         if place.call not in ("", "wait", "backward"):
             absent = [other for other, one in known.items() if place.call not in _PAIRS and one.call != place.call]
@@ -118,7 +118,7 @@ def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStan
         told.append(f"stopped by a signal, until SIGCONT comes: {ranks_in_words(stopped)}")
     chain, unknown = _chain(waits, places), dict[str, list[int]]()
     for rank in here:
-        if places[rank].why and rank not in [*waits, *stopped]:
+        if places[rank].why and rank not in [*waits, *stopped] and not (chain and places[rank].site):
             unknown.setdefault(places[rank].why, []).append(rank)
     if chain:
         told.append(chain)
