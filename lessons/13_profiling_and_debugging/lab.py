@@ -111,7 +111,7 @@ def train(lab: Lab[Settings], hidden: Hidden) -> Seen:
     rank, n, device = lab.member.rank, lab.member.world_size, lab.member.device
     model = GPT(CONFIG, torch.Generator().manual_seed(0)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    profiler, sums, loss = Profiler(device, skip=SKIPPED), [], torch.zeros(())
+    profiler, sums, loss = Profiler(device, skip=SKIPPED, spans=lab.member.spans), [], torch.zeros(())
     for number, (inputs, targets) in enumerate(profiler.steps(batches(lab, hidden))):
         pretended_s = lab.settings.work_ms / 1e3 * (1.6 if (hidden.kind, hidden.rank) == ("slow rank", rank) else 1.0)
         with profiler.section("forward"):
