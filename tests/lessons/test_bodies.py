@@ -33,6 +33,8 @@ def test_the_solutions_cell_is_right_and_uses_no_name_of_another_cell(build, fol
     from lesson_notebook import solution_cell
 
     text = solution_cell(exercise, folder)
+    effort = f"about {exercise.minutes} minutes, difficulty {exercise.difficulty} of 3"
+    assert text.startswith(f"# Exercise {exercise.name}: {effort}\n")
     alone = run_cell(text, exercise.name)
     missing = names_read(compile(text, "<cell>", "exec")) - set(alone) - set(dir(builtins))
     assert not missing, f"{exercise.name} needs {sorted(missing)}, which its cell does not import"
