@@ -18,10 +18,6 @@ def some(size, seed, dtype=torch.float32, scale=1.0, shift=0.0):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=dtype) * scale + shift
 
 
-def ranges(vector):
-    return torch.cat([(block.max() - block.min()).expand(len(block)) for block in vector.split(BLOCK)])
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     bits=st.integers(1, 8),
@@ -38,7 +34,8 @@ def test_errors_are_within_a_step(bits, size, dtype, seed, scale, shift, stochas
     quantized = quantize(vector, bits, generator)
     assert quantized.packed.numel() == -(-size * bits // 8)
     assert quantized.lows.numel() == quantized.steps.numel() == -(-size // BLOCK)
-    step = ranges(vector) / (2**bits - 1)
+    ranges = torch.cat([(block.max() - block.min()).expand(len(block)) for block in vector.split(BLOCK)])
+    step = ranges / (2**bits - 1)
     rounding = 8 * torch.finfo(dtype).eps * vector.abs().max()
     error = (dequantize(quantized) - vector).abs()
     assert (error <= step * (1.0001 if stochastic else 0.5001) + rounding).all()
