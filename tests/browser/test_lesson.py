@@ -55,7 +55,8 @@ def move_all(lesson):
     """Move each panel and each timeline of a notebook that has run; all have names, and nothing went wrong."""
     page = lesson.page
     assert page.evaluate(NAMELESS) == []
-    panels = panels_of(page)
+    boxes = page.locator(".widget-vbox", has=page.locator(".distlab-picture"))
+    panels = boxes.filter(has=page.locator(".noUi-handle"))
     for place in range(panels.count()):
         move_panel(page, panels.nth(place))
     timelines = page.locator(".distlab-timeline canvas")
@@ -63,12 +64,6 @@ def move_all(lesson):
         move_timeline(page, timelines.nth(place))
     assert page.locator(".distlab-picture figcaption.failed").count() == 0
     assert (lesson.trouble(), lesson.console, lesson.offsite) == ([], [], [])
-
-
-def panels_of(page):
-    """The panels that have a slider."""
-    boxes = page.locator(".widget-vbox", has=page.locator(".distlab-picture"))
-    return boxes.filter(has=page.locator(".noUi-handle"))
 
 
 def move_panel(page, box):

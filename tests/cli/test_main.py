@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -108,55 +107,6 @@ def test_a_mistake_is_one_line_and_exit_2_before_any_work(row, refused, monkeypa
         pytest.skip("this machine has a GPU, so asking for one is no mistake")
     command, _, words = row.partition("| ")
     assert words in refused(*shlex.split(command))
-
-
-PLAN = """
-[workload]
-hidden_size = 512
-num_layers = 4
-num_heads = 8
-vocab_size = 8000
-sequence_length = 256
-[plan]
-data = 2
-pipeline = 2
-num_microbatches = 8
-"""
-RUN = "[run]\nnum_tokens = 1e12\n"
-FILES = [  # a plan file, flags of `cost`, and what is told
-    (PLAN, "", r"has no \[run\] with num_tokens"),
-    (PLAN, "--tokens 1e9 --failures weekly", "one of llama-3"),
-    (PLAN, "--tokens 1e9 --failures -1", r"rate is -1\.0"),
-    (PLAN, "--tokens 1e9 --failures 1e9", "does not get on"),
-    (PLAN, "--tokens 1e9 --curve curve.txt", "expected a picture"),
-    (PLAN.replace("512", "40960"), "--tokens 1e9", "does not fit"),
-    (PLAN + "[run]\ntokens = 1e9\n", "", r"did you mean 'num_tokens'\?"),
-    (PLAN + "[run]\nprice = 2.0\n", "", r"\[run\] lacks num_tokens"),
-    (PLAN + RUN + "price = -2.0\n", "", r"the price is -2\.0"),
-]
-BOTH = [  # a plan file, and what `simulate` and `cost` tell of it, in the same words
-    ("[workload]\nnum_heads = 17\n[plan]\ndata = 8", r"\[workload\] GPT: 17 heads do not divide hidden_size 2048"),
-    ("[workload]\nconfig = 'none.json'", r"\[workload\] config none.json: No such file or directory"),
-    ("[plan]\ntensor = 3", r"3 \(tensor\) ranks cannot divide 16 heads evenly; use a divisor of 16"),
-    ("[plan]\npipeline = 30", r"the plan has 30 pipeline stages; workload 'GPT 1.32B' has 26 layers"),
-    ("[cluster]\nname = 'none'", r"\[cluster\] no preset 'none' among the clusters"),
-    ("[plan]\ndata = 2000000", r"the plan has 2,000,000 ranks; simulate takes at most"),
-]
-
-
-def test_what_is_wrong_in_a_plan_file_is_one_line(refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "plan.toml"
-    for text, flags, told in FILES:
-        path.write_text(text)
-        assert re.search(told, refused("cost", "plan.toml", *flags.split()))
-    for text, told in BOTH:
-        path.write_text(f"{text}\n{RUN}")
-        for command in ("simulate", "cost"):
-            assert re.match(rf"distlab {command}: plan\.toml: {told}", refused(command, "plan.toml"))
-    path.write_text(PLAN)
-    for told in ("8", "2"):  # also where it is the flags' default
-        assert "leave out --data" in refused("simulate", "plan.toml", "--data", told)
 
 
 def test_doctor_finds_what_ranks_need_here(facts):

@@ -28,7 +28,7 @@ def run_cell(text: str, name: str, **given: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("folder", "exercise"), EXERCISES, ids=[exercise.name for _, exercise in EXERCISES])
-def test_the_solutions_cell_is_right_and_uses_no_name_of_another_cell(build, folder, exercise):
+def test_the_solutions_cell_is_right_and_uses_no_name_of_another_cell(folder, exercise):
     """On 3 ranks, or the last of its numbers; the kernels of notebooks rely on it (short_kernels.py)."""
     from lesson_notebook import solution_cell
 
@@ -57,7 +57,7 @@ def test_a_name_of_another_cell_is_found():
 
 
 @pytest.mark.parametrize(("folder", "exercise"), EXERCISES, ids=[exercise.name for _, exercise in EXERCISES])
-def test_the_lessons_cell_can_be_run_and_is_not_right(build, folder, exercise):
+def test_the_lessons_cell_can_be_run_and_is_not_right(folder, exercise):
     from lesson_notebook import student_cell
 
     text = student_cell(exercise, folder)

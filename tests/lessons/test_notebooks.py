@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lessons.smaller import SMALLER, smaller
+from tests.lessons.short_kernels import SMALLER, smaller
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 FIRST_PICTURE, MOST_WITHOUT = 6, 15  # the cell in which the first picture stands at the latest; cells without one

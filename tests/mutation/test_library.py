@@ -81,11 +81,8 @@ def test_the_nearest_tests_import_the_function_and_an_earlier_killer_is_found_by
     files = near.files(ROOT / "distlab" / "collectives" / "ring.py", "ring_all_reduce")
     assert {path.parent.name for path in files[:3]} == {"collectives"}
     assert near.with_test("moved/since.py::test_the_baseline_is_whole[3]") == []  # tests of tests notice nothing
-    assert near.with_test(f"tests/old.py::{_first_test(files[0])}[2]") == files[:1]
-
-
-def _first_test(file: Path) -> str:
-    return next(line.split("(")[0][4:] for line in file.read_text().splitlines() if line.startswith("def test_"))
+    first = next(line[4:].split("(")[0] for line in files[0].read_text().splitlines() if line.startswith("def test_"))
+    assert near.with_test(f"tests/old.py::{first}[2]") == files[:1]
 
 
 def test_the_baseline_is_whole() -> None:
