@@ -197,13 +197,6 @@ def test_the_short_order_has_the_peaks_of_the_whole_step(plan):
         assert over.max() == rows.max()
 
 
-def test_senseless_questions_are_refused():
-    with pytest.raises(ValueError, match="use at most 7 stages"):
-        held(Plan(pipeline=8))
-    with pytest.raises(ValueError, match="choose one of parameters, gradients"):
-        held(Plan()).of("cache")
-
-
 WORKLOAD = model_by_name("gpt-2-124m")  # one sample a micro-batch, which cannot be cut
 FOUR = model_by_name("gpt-2-124m", microbatch_size=4)
 NO_ROOM = 1_000_000
