@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,9 @@ def test_presets_and_a_plan_that_fits(said):
         "--hidden 4096 --layers 32 --microbatch 16",
         "--model gpt-3-175b --tensor 8 --pipeline 8 --data 1 --microbatches 64 --schedule interleaved"
         " --stages-per-rank 2",  # the advice tries 1F1B, with one stage per rank
+        "--model llama-2-7b --data 1 --sequence 2048 --recompute full",  # one rank: sharding carries offload
+        "--model llama-2-70b --data 8",  # no single change
+        "--hidden 8192 --heads 64 --layers 90 --cluster rtx-4090-server --data 1 --sharding 3 --offload all",  # more
     ],
 )
 def test_the_flags_that_simulate_advises_make_the_plan_fit(said, facts, flags):
@@ -156,11 +160,17 @@ def test_models_by_sizes_and_by_a_hugging_face_configuration(said, facts, refuse
     assert "unknown field 'loops'" in refused("simulate", "--config", path)
 
 
-def test_a_plan_file_says_what_flags_say(said, capsys, tmp_path):
+def test_a_plan_file_says_what_flags_say(said, facts, capsys, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[workload]\nmodel = "llama-3-8b"\n[cluster]\nname = "dgx-h100"\n[plan]\ndata = 16\n')
     flags = ["--model", "llama-3-8b", "--cluster", "dgx-h100", "--data", "16"]
-    assert said("simulate", path, "--json") == said("simulate", *flags, "--json")
+    in_file, in_flags = (facts("simulate", *each) for each in ([path], flags))
+    change = re.search(r"write (sharding = .*?) in \[plan\], and it needs", in_file.pop("why_not"))[1]
+    assert "add --sharding 3" in in_flags.pop("why_not")
+    assert in_file == in_flags
+    path.write_text(f"{path.read_text()}{change}\n")
+    assert facts("simulate", path)["fits"]
+    flags += ["--sharding", "3"]
     for tool in TOOLS:
         assert main(["export", str(path), "--to", tool]) == 0
         from_file = capsys.readouterr()
@@ -212,6 +222,17 @@ def test_a_curve_over_clusters_and_counts_with_days_and_dollars_and_failures(sai
         assert other["days"] == pytest.approx(row["days"] / other["goodput"])
     assert picture.read_bytes()[:4] == PNG
     assert facts("cost", path)["days"] == pytest.approx(found["plans"][0]["days"])
+
+
+def test_where_no_plan_fits_the_command_that_is_named_does(refused, facts):
+    told = refused(
+        "plan", "--model=llama-3-8b", "--cluster=rtx-4090-server", "--gpus=4", "--batch=16", "--sequence=2048"
+    )
+    needs, has = re.search(
+        r"on 4 devices the leanest \(.*\) needs (\S+) GB and has (\S+) GB for it; plan does", told
+    ).groups()
+    assert float(needs) > float(has)
+    assert facts(*shlex.split(re.search(r"`distlab (.*)` needs", told)[1]))["fits"]
 
 
 def test_a_search_that_is_interrupted_before_it_found_a_plan_does_not_say_that_none_fits(capsys, monkeypatch):
