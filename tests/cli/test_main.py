@@ -72,7 +72,7 @@ export --to slurm --data 12 | 12
 export --to deepspeed --sharding 2 --pipeline 2 | pipeline
 {SMALL} --curve curve.png | add --tokens
 {SMALL} --failures weekly | one of llama-3
-{SMALL} --hidden 65536 --gpus 2 | no plan fits: on 2 devices each holds at least
+{SMALL} --hidden 65536 --gpus 2 | no plan fits: on 2 devices the leanest (tensor 2,
 {SMALL} --gpus 12 | --gpus 12 does not fill nodes of 8
 {SMALL} --microbatch 2 | --microbatch is what the search chooses
 {SMALL} --cluster dgx-x | 'dgx-x' is neither a preset nor a file
