@@ -36,8 +36,8 @@ BILLS = (
     Bill("900 GPUs, a failure every 4 s: exactly nothing is left", (1000, 3.0, 900, 2.5, 1.0, 2.0, 0.0)),
 )
 MARKETS = (
-    Market("one offer, in time", (("a", 8, 10.0, 2.0),), 20.0),
-    Market("the cheapest is too late", (("late", 8, 40.0, 2.0), ("dear", 64, 6.0, 3.0), ("good", 32, 12.0, 2.5)), 20.0),
+    Market("one offer, in time", (("a", 8, 20.25, 2.0),), 20.5),
+    Market("the cheapest is too late", (("late", 8, 20.1, 2.0), ("dear", 64, 6.0, 3.0), ("good", 32, 12.0, 2.5)), 20.0),
     Market("the lowest price per hour is slow hardware", (("old", 64, 19.0, 1.5), ("new", 64, 6.0, 3.0)), 20.0),
     Market("fewer GPUs are not cheaper", (("few", 8, 19.0, 9.0), ("many", 64, 3.0, 2.0)), 20.0),
     Market("the fastest is dear", (("fast", 512, 2.0, 3.0), ("slow", 64, 12.0, 3.0)), 20.0),

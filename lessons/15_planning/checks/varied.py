@@ -15,7 +15,7 @@ from distlab.plan import Cluster, Device, Link, Plan, Protocol, Sharding
 def _draw_plan(draw: Draw, stages: tuple[int, ...] = (3, 1, 2, 0)) -> Plan:
     return Plan(
         data=draw.one_of(1, draw.integer(2, 9), 64),
-        tensor=draw.one_of(2, 1, 8),
+        tensor=draw.one_of(2, 1, 16),  # which does not divide 24
         pipeline=draw.one_of(1, draw.integer(2, 6)),
         num_microbatches=draw.integer(1, 40),
         recompute=draw.one_of("none", "full", "selective"),
