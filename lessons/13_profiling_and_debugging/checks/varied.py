@@ -26,8 +26,8 @@ def _draw_exposed(draw: Draw) -> tuple[Any, ...]:
 
 def _draw_late(draw: Draw) -> tuple[Any, ...]:
     num_ranks, num_calls = draw.one_of(2, 3, draw.integer(4, 9)), draw.one_of(0, 1, draw.integer(2, 9))
-    most = draw.one_of(50_000, 2)  # some come together
-    return ([[draw.integer(0, most) / 1000 + 100 * call for call in range(num_calls)] for _ in range(num_ranks)],)
+    most = draw.one_of(50_000, 2)  # some come together, and sums are exact
+    return ([[draw.integer(0, most) / 1024 + 128 * call for call in range(num_calls)] for _ in range(num_ranks)],)
 
 
 def _draw_clocks(draw: Draw) -> tuple[Any, ...]:
