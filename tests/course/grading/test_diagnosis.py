@@ -136,4 +136,4 @@ def test_what_a_check_cannot_use_is_told_by_itself_with_its_case_and_in_few_lett
     )
     assert checked("13.exposed", lambda compute, calls: max(calls)).message.endswith("\n  in the case: nothing sent")
     _, smallest, _ = checked("13.divergence", lambda calls: (0, 0, "ended"), seed=3).message.splitlines()
-    assert re.search(r"first_divergence\(calls=\[\[\[.{50,57}\.\.\.\): the result", smallest), smallest
+    assert re.search(r"first_divergence\(calls=\[\[\[.{100,117}\.\.\.\): the result", smallest), smallest
