@@ -53,7 +53,8 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
         return _form(got, want, what) or _compare_tensors(got.detach(), want.detach(), what, world_size)
     if isinstance(want, dict):
         if not isinstance(got, dict):
-            return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {describe(got)}")
+            wanted = f"the names {sorted(map(str, want))}" if want else "an empty dict"
+            return Fault("returned", f"{what}: expected {wanted}, got {describe(got)}")
         if got.keys() != want.keys():
             odd = {"it lacks": want.keys() - got.keys(), "it must not have": got.keys() - want.keys()}
             text = "; ".join(f"{words} {sorted(map(str, names))}" for words, names in odd.items() if names)
