@@ -73,10 +73,10 @@ def words_of(wrong: Mutant) -> str:
 
 
 def told(exercise: Exercise, world_size: int) -> Iterator[Mutant]:
-    """Yield the wrong versions that this number of ranks reveals, and whose words say more than what is seen."""
-    for wrong in exercise.mutants:
+    """Yield the wrong versions whose words say more than what is seen, those last that more ranks reveal for sure."""
+    for wrong in sorted(exercise.mutants, key=lambda wrong: wrong.world > world_size):
         has_words = wrong.does or (isinstance(exercise.drive, Cases) and wrong.fault not in NO_CAUSE | SEEN)
-        if has_words and not (wrong.ends or wrong.fault in NOT_RUN) and wrong.world <= world_size:
+        if has_words and not (wrong.ends or wrong.fault in NOT_RUN):
             yield wrong
 
 

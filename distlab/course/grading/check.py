@@ -145,7 +145,7 @@ def _fault_on(
         drawn = drawn_fault(exercise, fn, reference, ranks, seed, is_wrong=True)
         if drawn is not None and drawn.cause:
             own = own._replace(cause=drawn.cause)
-        elif drawn is not None and drawn.code in SEEN:
+        elif drawn is not None and own.code != "returned" and drawn.code in SEEN:
             smallest = f"the smallest drawn arguments for which it is wrong: {drawn.message}"
             own = own._replace(message=f"{own.message}\n  {smallest}")
     return own, False, ()

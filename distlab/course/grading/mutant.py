@@ -86,7 +86,7 @@ class Mutant:
         return self.edit(old, "")
 
     def body(self, text: str) -> Mutant:
-        """Return this mutant with another body under the reference's signature, for another algorithm."""
+        """Return this mutant with a different body under the reference's signature, for a different algorithm."""
         return replace(self, new_body=_plain(text))
 
     def known(self, does: str) -> Mutant:

@@ -180,7 +180,7 @@ WRONG_BACKWARD = (
     ),
 )
 WRONG_CLIP = (
-    Mutant("zero gradients", "nan", "0 divided by 0", seen="zero gradients").edit(
+    Mutant("zero gradients", "nan", "NaN of", seen="zero gradients").edit(
         "gradient *= factor", "gradient.copy_(gradient / norm * norm.clamp(max=max_norm))"
     ),
     Mutant("a shard at least", "raised", "non-empty TensorList", seen="empty lists").edit(

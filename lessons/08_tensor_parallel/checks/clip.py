@@ -140,7 +140,7 @@ WRONG_CLIP = (
             square += sum(one.square().sum() for one in every)
         """,
     ),
-    Mutant("zero gradients", "nan", "0 divided by 0", seen="zero gradients").edit(
+    Mutant("zero gradients", "nan", "NaN of", seen="zero gradients").edit(
         "gradient *= factor", "gradient.copy_(gradient / norm * norm.clamp(max=max_norm))"
     ),
     Mutant("a part at least", "raised", "non-empty TensorList", seen="empty lists").edit(

@@ -180,7 +180,7 @@ WRONG_DROPOUT = (
     Mutant("rows dropped", "rows dropped", "each number is dropped by itself: draw torch.rand(x.shape)").edit(
         "torch.rand(x.shape,", "torch.rand(x.shape[:1] + (1,) * (x.dim() - 1),"
     ),
-    Mutant("a quarter", "values", "what stays, divided by x", seen="one set of arguments").edit(
+    Mutant("a quarter", "scale", "the share that is dropped", seen="one set of arguments").edit(
         "own = ", "p = 0.3\nown = "
     ),
     Mutant("float64 written down", "dtype", "expected dtype").edit("kept.to(x.device)", "kept.double()"),

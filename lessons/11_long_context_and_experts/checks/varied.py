@@ -166,7 +166,7 @@ WRONG_RING = (
     Mutant("own position hidden", "own position hidden", "a query sees its own position too: >= and not >", 1).edit(
         "[:, None] < theirs", "[:, None] <= theirs"
     ),
-    Mutant("positions ignored", "values", "right for", 2, "one set of arguments").edit(
+    Mutant("positions ignored", "values", "ring_attend(", 2, "one set of arguments").edit(
         _POSITIONS, _POSITIONS + _ZIGZAG
     ),
     Mutant("float64 written down", "mismatch", "the receive that takes it do not fit", 2, "one dtype", races=True).edit(

@@ -96,10 +96,8 @@ def failure_shards(error: RankError, world_size: int) -> Fault | None:
     if "barrier" in text and "all_reduce" in text:
         return not_every_rank
     if NAMED in text:
-        words = (
-            f"on {world_size} ranks one still used the folder when it had its name: rank 0, alone, gives it its name"
-        )
-        return Fault("published too soon", f"{words} after every rank has written; dist.barrier() makes it wait")
+        words = f"on {world_size} ranks one still used the folder when it had its name: it gets its name once, after"
+        return Fault("published too soon", f"{words} every rank has written; dist.barrier() makes a rank wait for all")
     if "FileExistsError" in text or "File exists" in text:
         words = "the folder is there already: a killed save left it, or a different rank made it"
         return Fault("folder", f"{words}. Rank 0 alone removes what is left, and makes it anew")
@@ -161,7 +159,7 @@ WRONG_SHARDS = (
     .without(_CLEAN)
     .edit("mkdir()", "mkdir(exist_ok=True)"),
     Mutant("must be new", "folder", "is there already", 1, 44).without(_CLEAN),
-    Mutant("all rename it", "published too soon", "rank 0, alone", 3).edit(_PUBLISH, _NAME),
+    Mutant("all rename it", "published too soon", "it gets its name once", 3).edit(_PUBLISH, _NAME),
     Mutant("one file", "missing", "never gets rank-1.pt", 2).edit('f"rank-{rank}.pt"', '"rank-0.pt"'),
     Mutant("only rank 0 saves", "missing", "a file of its own", 2, 41).edit(_WRITE, f"if rank == 0:\n    {_WRITE}"),
     Mutant("barrier of rank 0", "not every rank", "that the others never reach", 2, 5).edit(

@@ -80,7 +80,6 @@ WRONG_DEAREST = (
     Mutant("a share", "share", "return seconds, not a share of the step", 1).edit(
         "return cause, shorter[cause]", "return cause, shorter[cause] / (work + network)"
     ),
-    Mutant("the least", "cheapest", "that costs least; return what costs most", 1).edit("cause = max(", "cause = min("),
     Mutant("mean compute", "mean compute", "a slow rank is in the mean; compare with the lower median", 1).edit(
         "statistics.median_low(", "statistics.fmean("
     ),
@@ -114,6 +113,9 @@ WRONG_DIVERGENCE = (
     .edit('"-"', '"extra"'),
     Mutant("shape as operation", "operation blamed", "the operation is the same; its shape is another", 1).edit(
         '"other shape" if mine[0][0] == theirs[0][0] else "other operation"', '"other operation"'
+    ),
+    Mutant("the longest is right", "longest believed", "a rank may make one call more: most ranks are right", 1).edit(
+        "max(turns, key=turns.count)", "max(calls, key=len)[number]"
     ),
     Mutant(
         "last difference", "last difference", "what differs later follows from the first difference: report that one", 1

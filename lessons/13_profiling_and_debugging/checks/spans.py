@@ -85,9 +85,6 @@ WRONG_EXPOSED = (
     Mutant("not sorted", "nothing hidden", "that is the sum of the calls; go through all times in order", 1).edit(
         "sorted(cuts)", "cuts"
     ),
-    Mutant("idle time", "idle", "a rank that neither computes nor sends is idle, not exposed", 1).edit(
-        "moving > 0 and", "moving == 0 and"
-    ),
     Mutant("equal cuts once", "begun together", "two calls that begin at one time are two: both must end", 1).edit(
         "sorted(cuts)", "sorted(set(cuts))"
     ),
@@ -111,8 +108,14 @@ WRONG_LATE = (
     Mutant(
         "waiting added up", "added over ranks", "ranks wait at the same time: seconds of all of them do not add up", 1
     ).edit("last - second", "sum(last - time for time in times)"),
-    Mutant("how often", "counted", "return seconds, not the number of calls to which a rank came last", 1).edit(
-        "+= last - second", "+= 1.0"
+    Mutant("all since the first", "all blamed", "only the rank that comes last holds a call up, and no other", 1).edit(
+        _COSTS, "costs = [cost + time - min(times) for cost, time in zip(costs, times)]"
+    ),
+    Mutant("all since the mean", "all blamed", "a call waits for its last rank alone: no other costs or saves", 1).edit(
+        _COSTS, "costs = [cost + time - sum(times) / len(times) for cost, time in zip(costs, times)]"
+    ),
+    Mutant("largest alone", "largest alone", "add up over the calls; the dearest call alone is kept", 1).edit(
+        _COSTS, "costs[times.index(last)] = max(costs[times.index(last)], last - second)"
     ),
     Mutant("per call", "mean", "return the sum over all calls, not the mean", 1).edit(
         "last - second", "(last - second) / len(arrivals[0])"
@@ -152,9 +155,10 @@ WRONG_CLOCKS = (
     Mutant("whole numbers", "rounded", "return the offset as it is: rounding moves each time", 1).edit(
         "append(min(max(apart, least), most))", "append(int(min(max(apart, least), most)))"
     ),
-    Mutant("last rank's clock", "other clock", "bring all to rank 0's clock: its own offset is 0", 1)
-    .edit("ends[0]", "ends[-1]", times=2)
-    .edit("starts[0]", "starts[-1]"),
+    Mutant("middles", "middles", "a rank that comes late has a later middle: compare ends", 1).edit(
+        "there - here for there, here in zip(ends[0], own_ends, strict=True)",
+        "(sum(there) - sum(here)) / 2 for there, here in zip(zip(starts[0], ends[0]), zip(own_starts, own_ends))",
+    ),
 )
 
 drive_exposed, drive_late, drive_clocks = Cases(EXPOSED), Cases(LATE), Cases(CLOCKS, use_clocks)

@@ -145,10 +145,10 @@ def versions(function: ast.FunctionDef) -> Iterator[Version]:
         yield Version(step.body, words, step.line, _risk(original, step.body))
 
 
-def first_line(text: str) -> str:
-    """Return the first line of a text, at most SHORT characters."""
+def first_line(text: str, most: int = SHORT) -> str:
+    """Return the first line of a text, at most so many characters."""
     text = text.partition("\n")[0]
-    return text if len(text) <= SHORT else text[: SHORT - 3] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class Scope(NamedTuple):

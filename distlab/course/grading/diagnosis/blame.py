@@ -127,7 +127,7 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str, ex
             text = f"what it returned, or left behind, could not be used: the check {summary}{words}"
         return Fault("returned", f"{who}{text}")
     if root.is_noise:
-        return Fault("raised", f"{who}it {summary} (another rank had gone){where}")
+        return Fault("raised", f"{who}it {summary} (a different rank had gone){where}")
     return Fault("raised", f"{who}it {summary}{words}{where}")
 
 

@@ -35,7 +35,7 @@ _MEANINGS = {  # a pattern of the error's text, and what it means: the first tha
     r"must be Tensor, not (\w+)|expected Tensor as element \d+ in argument \d+, but got (\w+)": (
         "torch wants a tensor here, and got a {0}: torch.tensor makes one of numbers, torch.stack one of tensors"
     ),
-    r"[Ee]xpected parameter `?(\w+)`?.* (?:torch\.)?Tensor": (
+    r"Invalid function argument. Expected parameter `?(\w+)`?.* (?:torch\.)?Tensor": (
         "torch.distributed sends tensors, and here `{0}` is something else: put numbers into torch.tensor(...)"
     ),
     r"have the same dtype|dtypes match|expected scalar type|dtype did not match": _DTYPES,

@@ -35,7 +35,7 @@ def explain_sum(
         contributions: each rank's tensor before, in the order of ranks.
         expected: how often each should be in it: 1 each for a sum, 1/n each for a mean.
         what: a name for it in the message.
-        rank: whose result it is, to recognise a tensor that never met another.
+        rank: whose result it is, to recognise a tensor that never met those of others.
     """
     shape = contributions[0].shape
     parts = torch.stack([part.detach().to(torch.float64).flatten() for part in contributions])
@@ -86,7 +86,7 @@ def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int
 
 
 def _by_element(found: Tensor, parts: Tensor, tolerance: float, what: str) -> Fault | None:
-    """Say so where each element comes from the ranks' elements by another reduction than a sum, maybe divided."""
+    """Say so where each element comes from the ranks' elements by a different reduction than a sum, maybe divided."""
     n = len(parts)
     if n == 1:
         return None

@@ -53,11 +53,12 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
         return _form(got, want, what) or _compare_tensors(got.detach(), want.detach(), what, world_size)
     if isinstance(want, dict):
         if not isinstance(got, dict):
-            return Fault("returned", f"{what}: expected the names {sorted(map(str, want))}, got {describe(got)}")
+            wanted = f"the names {sorted(map(str, want))}" if want else "an empty dict"
+            return Fault("returned", f"{what}: expected {wanted}, got {describe(got)}")
         if got.keys() != want.keys():
-            odd = {"lacks": want.keys() - got.keys(), "has, and must not have,": got.keys() - want.keys()}
-            text = " and ".join(f"{verb} {sorted(map(str, names))}" for verb, names in odd.items() if names)
-            return Fault("returned", f"{what} {text}")
+            odd = {"it lacks": want.keys() - got.keys(), "it must not have": got.keys() - want.keys()}
+            text = "; ".join(f"{words} {sorted(map(str, names))}" for words, names in odd.items() if names)
+            return Fault("returned", f"{what}: {text}")
         pairs = [(f"{what}[{key!r}]", got[key], want[key]) for key in want]
     elif isinstance(want, list | tuple):
         is_list = isinstance(got, list | tuple)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from distlab.comm import device
 from distlab.comm.launch.worker import environment
 from distlab.course.grading.cases import AFTER, RESULT, plain
-from distlab.course.grading.causes.places import first_line
+from distlab.course.grading.causes.places import SHORT, first_line
 from distlab.course.grading.diagnosis.values import in_python_numbers, near
 from distlab.course.grading.variation.draw import IN_CALL, Keywords, Vary
 
@@ -85,7 +85,7 @@ class DrawnCalls:
             first = first or list(drawn)
             positional, keywords = split(drawn)
             own = named(takes, positional, keywords)
-            words = ", ".join(f"{name}={first_line(said(value))}" for name, value in own.items()) + again
+            words = ", ".join(f"{name}={first_line(said(value), 2 * SHORT)}" for name, value in own.items()) + again
             owned = {name: value for name, value in own.items() if name not in vary.scratch}
             before = _leaves(owned)
             _seed_all(self.seed + number)
