@@ -49,8 +49,9 @@ def write_safetensors(directory: str | Path, state: Mapping[str, Tensor]) -> Pat
             else:
                 aliases[name] = first
         data = library.save(tensors, metadata={"format": "pt", **aliases})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"safetensors refuses the state ({type(error).__name__}: {error}); convert it") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"safetensors refuses the state ({what}); convert it") from None
     try:
         files.write_bytes(directory, f".saving-{MODEL}", data)
         (directory / f".saving-{MODEL}").rename(directory / MODEL)

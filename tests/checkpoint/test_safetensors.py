@@ -61,9 +61,15 @@ def test_nothing_is_overwritten_and_what_is_odd_or_damaged_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has model.safetensors already; nothing is overwritten"):
         write_safetensors(tmp_path, {"weight": torch.rand(2)})
     assert path.read_bytes() == data
-    for value, words in ((torch.rand(2, dtype=torch.complex128), "complex128"), (3, "int")):
+    row = torch.rand(3)
+    for value, words in (
+        (row.to(torch.complex128), "complex128"),
+        (3, "int"),
+        (row[:2], "share memory"),
+        (row.to("meta"), "no data"),
+    ):
         with pytest.raises(ValueError, match=f"safetensors refuses the state .*{words}"):
-            write_safetensors(tmp_path / "other", {"weight": value})
+            write_safetensors(tmp_path / "other", {"weight": value, "row": row})
     assert sorted(os.listdir(tmp_path)) == [MODEL, "other"]
     for damaged in (b"", (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"\xff\xff", data[:-1]):
         path.write_bytes(damaged)
