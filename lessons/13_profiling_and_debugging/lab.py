@@ -95,6 +95,9 @@ def run(lab: Lab[Settings]) -> None:
     if hidden.kind == "skipped call":
         hang(lab, hidden)
     seen = train(lab, hidden)
+    steps, middle = lab.member.spans.trace(), int(seen.profile.step_s.argsort()[lab.settings.steps // 2])
+    steps = steps.select(steps.is_word("kind", "step"))
+    lab.mark_step(int(steps.start_ns[middle]), int(steps.end_ns[middle]))
     lab.report.say("\n\n".join(report(seen.profile).split("\n\n")[:2]))  # what was found in it would tell the fault
     look(lab, seen, hidden)
     lab.report.measured("step, median", statistics.median(seen.profile.step_s.tolist()), "s")
