@@ -278,6 +278,7 @@ def _refuse_to_save_a_part(layer: Any, prefix: str, keep_vars: bool) -> None:
         num_parts = dist.get_world_size(layer.group)
         raise RuntimeError(
             f"rank {dist.get_rank()}: this rank holds one of {num_parts} parts of {prefix}weight, and state_dict() "
-            "would save it as the whole. Call full_state_dict(model, group) of distlab.tensor_parallel on all ranks "
-            "and save what it returns; state_dict(keep_vars=True) is the part"
+            "would save it as the whole. Save what full_state_dict(model, group) of distlab.tensor_parallel returns, "
+            "called on all ranks; to a checkpoint pass a Hybrid, or of a pipeline a StageState. "
+            "state_dict(keep_vars=True) is the part"
         )
