@@ -276,7 +276,7 @@ def _refuse_to_save_a_part(layer: Any, prefix: str, keep_vars: bool) -> None:
     """Let a cut layer give its state to those alone who ask for the parameters themselves, not for values to save."""
     if not keep_vars:
         num_parts = dist.get_world_size(layer.group)
-        raise RuntimeError(
+        raise ValueError(
             f"rank {dist.get_rank()}: this rank holds one of {num_parts} parts of {prefix}weight, and state_dict() "
             "would save it as the whole. Save what full_state_dict(model, group) of distlab.tensor_parallel returns, "
             "called on all ranks; to a checkpoint pass a Hybrid, or of a pipeline a StageState. "

@@ -214,7 +214,7 @@ def ways_to_save(folder):
             ways = partial(save, folder / name / "at once", 1, parts=parts), partial(saves.save, 1, parts=parts)
             said = [refused(way) for way in ways]
         dist.barrier()
-        found[name] = said, [os.listdir(one) for one in (folder / name).iterdir()]
+        found[name] = said, [os.listdir(one) for one in (folder / name).glob("*")]
         dist.barrier()
     return found
 

@@ -111,7 +111,6 @@ def _check(
         if any(hasattr(module, "splits") for module in model.modules()):
             raise ValueError("the model is cut already; pass one that is not")
         styles = find_styles(model, plan, dist.get_world_size(group))
-        find_inside(model, styles)
         heads, ties = find_heads(model, styles, dist.get_world_size(group)), check_ties(model, styles)
         if not has_example and not is_own(plan):
             raise ValueError(
