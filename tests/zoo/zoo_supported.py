@@ -44,6 +44,7 @@ Not supported, without a try:
   `ShardedOptimizer(split="tensors")`; one that looks at all parameters at once (LBFGS, SAM) is refused.
 - FullyShard: one optimizer for two models that name a tensor alike (build one for each); a state saved or
   loaded inside of `summon()` or of forward.
+- torch.compile of the step of a `ShardedOptimizer`, or of an optimizer of FullyShard's shards; others' steps compile.
 - Offload of the optimizer alone: `FullyShard(offload=True)` keeps shards, gradients and state in the host's memory.
 - FullyShard of a module on the meta device: its shards are zeros. Give each of `model.units` its values with `fill`,
   one unit after the other on every rank, or load a state; buffers are set before.
