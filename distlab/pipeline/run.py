@@ -202,12 +202,7 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages, each once."""
-        seen: set[int] = set()
-        for stage in self._stages.values():
-            for parameter in stage.module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        yield from dict.fromkeys(one for stage in self._stages.values() for one in stage.module.parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this rank's stages."""
