@@ -195,7 +195,7 @@ def cases():
     yield SAME, lambda: cut(Small(), BOTH, (INPUTS + rank,))
     yield SAME, lambda: cut(Small())(INPUTS + rank)
     yield "the shapes of the inputs of tensor ranks", lambda: cut(Small())(torch.ones(2 + rank, 4))
-    yield "first the gradient of blocks.0.attn.q_norm.weight", lambda: train_fused_vit(PLANS["ViT"])
+    yield "first the gradient of blocks.0.attn.temperature", lambda: train_fused_vit(PLANS["ViT"])
     yield "first the gradient of blocks.0.norm1.weight", lambda: train_fused_vit(FUSED | {"blocks.*.norm1": "inside"})
     yield "ValueError: rank {rank}: this rank holds one of 2 parts of up.weight", lambda: cut(Small()).state_dict()
     yield (
