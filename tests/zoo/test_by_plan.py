@@ -14,11 +14,7 @@ from zoo_techniques import UPDATES, adamw
 
 from distlab.comm import recorded
 from distlab.rng import generator
-from distlab.tensor_parallel import (
-    PLANS,
-    parallelize_module,
-    splits_of,
-)
+from distlab.tensor_parallel import PLANS, parallelize_module, splits_of
 
 WIDTH = 8
 BOTH = {"up": "column", "down": "row"}

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from distlab.plan import (
-    ScheduleError,
-    add_communication,
-    gpipe,
-    make_schedule,
-    one_f_one_b,
-    parse_schedule,
-    validate,
-)
+from distlab.plan import ScheduleError, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule, validate
 from simulator import CompiledSchedule, arrays_of
 
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 20))
