@@ -81,7 +81,7 @@ def own_state(parts: Parts) -> dict[str, Any]:
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    state = module.state_dict(keep_vars=True)
+    state = module.state_dict()
     return {name: state[name] for name, _ in module.named_buffers() if name in state}
 
 

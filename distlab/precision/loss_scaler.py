@@ -110,9 +110,7 @@ class LossScaler:
     def step(self, optimizer: Steps, parameters: Iterable[nn.Parameter]) -> bool:
         """Step the optimizer if the gradients are finite on all ranks; return whether it was done.
 
-        Args:
-            optimizer: of these parameters.
-            parameters: all that it updates: those of `unscale_`, or others, which are unscaled here.
+        The parameters are all that it updates: those of `unscale_`, or others, which are unscaled here.
 
         Raises:
             ValueError: before any message: the optimizer updates others too, whose gradients are still scaled; or as

@@ -195,9 +195,7 @@ def test_two_optimizers_of_one_scaler_step_and_skip_alone_as_under_torchs():
     for overflowed, unscaled in product(some, (*some, (1, 0))):
         assert two_optimizers(True, overflowed, unscaled) == two_optimizers(False, overflowed, unscaled)
     table, scaler = nn.Embedding(5, 2, sparse=True), LossScaler(8.0)
-    pair = {
-        "both": (table(torch.tensor([1, 1, 2])).sum(), table(torch.tensor([2])).sum())
-    }  # as torch's, in any container
+    pair = {"both": (table(torch.tensor([1, 1, 2])).sum(), table(torch.tensor([2])).sum())}
     sum(scaler.scale(pair)["both"]).backward()
     assert scaler.unscale_(table.parameters())
     assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [2, 2], [0, 0], [0, 0]]

@@ -70,10 +70,17 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> ScheduleRepor
     if schedule.has_communication:
         _check_messages_once(schedule, messages)
     _check_order(schedule, messages)
-    need = _needs(schedule, messages)
     sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, len(schedule))
     peaks = (_peaks(schedule, (F,), (B, W)), _peaks(schedule, (I,), (W,)))
-    return ScheduleReport(*sizes, *peaks, _longest_chain(schedule, need))
+    return ScheduleReport(*sizes, *peaks, int(_slots(schedule, _needs(schedule, messages)).max()) + 1)
+
+
+def slots_of(schedule: Schedule) -> Rows:
+    """Return the slot in which each action runs if every one takes one: causes come before consequences.
+
+    The schedule must be valid, as `validate` says.
+    """
+    return _slots(schedule, _needs(schedule, _find_messages(schedule)))
 
 
 class ScheduleMessages(NamedTuple):
@@ -265,24 +272,24 @@ def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:
     return need
 
 
-def _longest_chain(schedule: Schedule, need: Rows) -> int:
-    """Slot by slot, let every rank run its next action if its inputs are there; return the number of slots.
+def _slots(schedule: Schedule, need: Rows) -> Rows:
+    """Slot by slot, let every rank run its next action if its inputs are there; return the slot of each action.
 
     Raises:
         ScheduleError: deadlock, with who waits for whom.
     """
-    done = np.zeros(len(schedule) + 1, np.bool_)
-    done[-1] = True  # what an action without a need reads: row -1
+    slots = np.full(len(schedule) + 1, len(schedule), np.int64)  # of what has not run
+    slots[-1] = -1  # what an action without a need reads: row -1
     need = np.append(need, -1)
-    place, stop, slots = schedule.offsets[:-1].copy(), schedule.offsets[1:], 0
+    place, stop, slot = schedule.offsets[:-1].copy(), schedule.offsets[1:], 0
     while (left := place < stop).any():
-        ready = done[need[place]] & left
+        ready = (slots[need[place]] < slot) & left
         if not ready.any():
             raise _deadlock(schedule, need, place, left)
-        done[place[ready]] = True
+        slots[place[ready]] = slot
         place += ready
-        slots += 1
-    return slots
+        slot += 1
+    return slots[:-1]
 
 
 def _deadlock(schedule: Schedule, need: Rows, place: Rows, left: NDArray[np.bool_]) -> ScheduleError:

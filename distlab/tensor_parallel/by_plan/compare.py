@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def compare(
         group: the ranks.
 
     It sends what a step of the cut model sends, two exchanges of 40 bytes and an all-reduce of 8; the rank holds its
-    parts twice meanwhile. In half precision no backward runs: rounding would hide what it looks for.
+    parts twice meanwhile. No backward runs in half precision, whose rounding would hide what it looks for, nor where
+    the whole model has none in eval mode.
 
     Raises:
         ValueError: on every rank: inputs differ, they compute something else, the cut model alone raises, or there is
@@ -69,6 +71,8 @@ def compare(
     whole, twin = _copy(model, layers), _copy(model, layers)
     cut(twin)
     expected = _run(whole, layers, example, [])
+    with suppress(RuntimeError):  # some layers of torch run backward in training alone
+        expected += _gradients(whole, expected)
     if unread := [name for name in (*layers, OUTPUT) if name not in dict(expected)]:
         raise ValueError(
             f"{where} the example gives no numbers to compare of {', '.join(unread[:4])}; pass inputs of a forward "
@@ -76,8 +80,10 @@ def compare(
         )
     try:
         got = _run(twin, layers, example, running)
+        if expected[-1][0].startswith(GRADIENT):
+            got += _gradients(twin, got)
     except Exception as error:  # whatever a foreign forward raises
-        inside = running[-1]
+        inside = (running or [""])[-1]
         near = [name for name in styles if name.startswith(inside + ".")] or [*styles]
         raise ValueError(
             f"{where} {inside or 'the model'} ({type(model.get_submodule(inside)).__name__}) fails in the cut "
@@ -107,10 +113,7 @@ def _copy(model: nn.Module, layers: Sequence[str]) -> nn.Module:
 
 
 def _run(model: nn.Module, layers: Sequence[str], example: Sequence[Any], running: list[str]) -> Read:
-    """Return what layers read in one forward, the output, and gradients that its first tensor brings.
-
-    An error leaves the modules that ran in `running`.
-    """
+    """Return what layers read in one forward, and the output; an error leaves the modules that ran in `running`."""
     read: Read = []
 
     def enter(name: str) -> Any:
@@ -129,13 +132,19 @@ def _run(model: nn.Module, layers: Sequence[str], example: Sequence[Any], runnin
         module.register_forward_hook(leave)
     with keep_random_state():
         output = model(*copy.deepcopy(tuple(example)))
-    made = [one for one in find(output)[0] if one.is_floating_point()]
-    if made and made[0].requires_grad:  # others may be of the own heads, such as a cache of keys
-        made[0].backward(torch.arange(made[0].numel()).to(made[0]).cos().view_as(made[0]))
-    grads = [(GRADIENT + name, one.grad) for name, one in every_parameter(model) if one.grad is not None]
-    return [*read, *((OUTPUT, one.detach()) for one in made), *grads]
+    return read + [(OUTPUT, one) for one in find(output)[0] if one.is_floating_point()]
 
 
+def _gradients(model: nn.Module, read: Read) -> Read:
+    """Return the gradients that the output's first tensor brings; others may be of the own heads, such as a cache."""
+    first = next((one for name, one in read if name == OUTPUT), None)
+    if first is not None and first.requires_grad:
+        first.backward(torch.arange(first.numel()).to(first).cos().view_as(first))
+    named = every_parameter(model)
+    return [(GRADIENT + name, one.grad.to_dense()) for name, one in named if one.grad is not None]
+
+
+@torch.no_grad()
 def _first_difference(
     got: Read, expected: Read, styles: Mapping[str, str], rounding: float, group: ProcessGroup | None
 ) -> tuple[int, float]:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.gradient_hook import LinearHook
 from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.moved import mark_moved
-from distlab.blocks.replicate import broadcast_each
+from distlab.blocks.replicate import broadcast_each, parameter_facts
 from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.by_plan.compare import compare, watch
@@ -39,12 +39,7 @@ from distlab.tensor_parallel.by_plan.plan import (
     is_own,
     parent_of,
 )
-from distlab.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    agree_on,
-    shapes_of,
-)
+from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
 
 
@@ -89,7 +84,7 @@ def parallelize_module(
     """
     before = dict(every_parameter(model))
     facts = {"plan": dict(plan), "example": example is not None}
-    tensors = shapes_of({**before, **dict(model.named_buffers())}.items())
+    tensors = parameter_facts({**before, **dict(model.named_buffers())}.items())
     agree_on("the model or plan of parallelize_module", group, **facts, tensors=tensors)
     styles, heads, ties = _check(model, plan, group, has_example=example is not None)
     with torch.no_grad():
@@ -111,7 +106,6 @@ def _check(
         if any(hasattr(module, "splits") for module in model.modules()):
             raise ValueError("the model is cut already; pass one that is not")
         styles = find_styles(model, plan, dist.get_world_size(group))
-        find_inside(model, styles)
         heads, ties = find_heads(model, styles, dist.get_world_size(group)), check_ties(model, styles)
         if not has_example and not is_own(plan):
             raise ValueError(

@@ -166,21 +166,11 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
 
 
 def find_inside(model: nn.Module, styles: Mapping[str, str]) -> list[nn.Parameter]:
-    """Return the parameters whose gradients are summed, each once; of a module that holds cut layers its own alone.
-
-    Raises:
-        ValueError: a module of style "inside" has none.
-    """
+    """Return the parameters whose gradients are summed, each once; of a module that holds cut layers its own alone."""
     found: dict[nn.Parameter, None] = {}
     for name in [name for name, style in styles.items() if style == "inside"]:
         holds = any(other.startswith(f"{name}.") for other, style in styles.items() if style in LAYERS)
-        own = dict.fromkeys(model.get_submodule(name).parameters(recurse=not holds))
-        if not own:
-            raise ValueError(
-                f"{name} has style 'inside' and no parameters beside those of the modules in it; give the style to "
-                "those modules that work on the own features, heads or positions"
-            )
-        found |= own
+        found |= dict.fromkeys(model.get_submodule(name).parameters(recurse=not holds))
     return list(found)
 
 

@@ -5,16 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from distlab.plan import (
-    ActionTimes,
-    automatic,
-    make_schedule,
-    one_f_one_b,
-    validate,
-    zb_1p,
-    zb_2p,
-    zb_h1,
-)
+from distlab.plan import ActionTimes, automatic, make_schedule, one_f_one_b, validate, zb_1p, zb_2p, zb_h1
 from distlab.plan.schedules.automatic import can_run, find_steady, schedule_of, tile
 from distlab.plan.schedules.grammar import F, I
 from distlab.plan.schedules.rules import PassCosts, Rules, follow_rules
