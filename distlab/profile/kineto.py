@@ -51,8 +51,8 @@ class KinetoEvent(NamedTuple):
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a call of nccl or gloo that is under way."""
-        return self.category != "cpu_op" and self.name.startswith(("nccl", "gloo:"))
+        """Whether it is a call of nccl, gloo or shared that is under way."""
+        return self.category != "cpu_op" and self.name.startswith(("nccl", "gloo:", "shared:"))
 
 
 class Range(NamedTuple):

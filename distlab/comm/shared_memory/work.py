@@ -6,6 +6,7 @@ import functools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
@@ -21,7 +22,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class End:
-    """Whether and how a call has ended. It holds none of the call's tensors, whose memory is the caller's to free."""
+    """Whether and how a call has ended. It holds none of the call's tensors, whose memory is the caller's to free.
+
+    Attributes:
+        event: ends an event of torch's profiler with the call (`forms.event_of`).
+    """
+
+    event: Future[None] | None = None
 
     def __init__(self) -> None:
         self.is_over, self.error = False, cast("BaseException | None", None)
@@ -31,6 +38,8 @@ class End:
     def come(self, error: BaseException | None = None) -> None:
         """Say that the call is over, with its error if it failed."""
         self.error, self.is_over = error, True
+        if self.event is not None:
+            self.event.set_result(None)
         self._latch.release()
 
     def stand(self, limit_s: float) -> bool:
@@ -47,15 +56,23 @@ class SharedWork(dist.Work):
         end: whether and how the call has ended.
         source: which rank of the group a message came from.
         until_s: the moment, on the monotonic clock, before which the call is not over; 0: there is none.
+        was_waited: whether somebody has waited for it.
     """
 
-    source, until_s = -1, 0.0
+    source, until_s, was_waited = -1, 0.0, False
 
-    def __init__(self, results: Tensors, end: End | None = None) -> None:
+    def __init__(self, results: Tensors) -> None:
         super().__init__()
-        self.end = End() if end is None else end
+        self.end = End()
         self._results = results
         self._future: Future[Tensors] | None = None
+
+    def __del__(self) -> None:
+        """Live on for a while: torch's C++ may hold its half alone, and wait for it. Tensors go if somebody waited."""
+        end, until_s, results = self.end, self.until_s, [] if self.was_waited else self._results
+        (_KNOWN if self.was_waited else _LEFT).append(self)
+        vars(self).clear()
+        self.end, self.until_s, self._results, self._future = end, until_s, results, None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is over; raise what it raised.
@@ -63,6 +80,7 @@ class SharedWork(dist.Work):
         Raises:
             RuntimeError: it is not over in time.
         """
+        self.was_waited = True
         error = self._outcome(0.0 if timeout is None else timeout.total_seconds())
         if error is not None:
             raise error
@@ -144,13 +162,16 @@ class CallQueue:
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], End] | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
 
-    def run(self, call: Callable[[], None], results: Tensors, *, is_async: bool) -> SharedWork:
-        """Do a call, or have it done; whatever it raises here or in its work's `wait` is the call's own."""
+    def run(self, call: Callable[[], None], results: Tensors, *, is_async: bool) -> SharedWork | None:
+        """Do a call, or have it done; whatever it raises here or in its work's `wait` is the call's own.
+
+        Nobody needs a work of a call that is over when this returns: there is none, as torch has it.
+        """
         if not is_async and self._turn.acquire(blocking=False):
             try:
                 if not self._pending:
                     call()
-                    return SharedWork(results, _OVER)
+                    return None
             finally:
                 self._turn.release()
         work = SharedWork(results)
@@ -159,9 +180,10 @@ class CallQueue:
             if not self.threads:
                 self.threads.append(start_thread(self._serve, self.name))
             self._calls.put((call, work.end))
-        if not is_async:
-            work.wait()
-        return work
+        if is_async:
+            return work
+        work.wait()
+        return None
 
     def close(self) -> None:
         """Let the thread end after the calls that it has."""
@@ -183,8 +205,9 @@ class CallQueue:
             del end, error
 
 
-_OVER = End()
-_OVER.come()
+# The last works that nobody in Python holds any more. DDP's join drops one for which its reducer waits in C++ later.
+_LEFT: deque[SharedWork] = deque(maxlen=256)  # nobody in Python waited for it
+_KNOWN: deque[SharedWork] = deque(maxlen=256)
 
 
 def keep_untraced(*kinds: type) -> None:
