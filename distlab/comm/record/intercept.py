@@ -37,7 +37,7 @@ from distlab.comm.record.operations import (
     tensors_in,
     terms_of,
 )
-from distlab.comm.shared_memory.forms import Unmoved, with_options
+from distlab.comm.shared_memory.forms import OTHER_NAMES, Unmoved, with_options
 from distlab.comm.shared_memory.group import SharedGroup
 from distlab.comm.shared_memory.work import SharedWork, untraced
 from distlab.comm.where.frames import blocks_rank, find_site
@@ -285,14 +285,7 @@ class FrontEnd:
 
 # Methods of the group: the operators' own names, and newer ones. What a rank contributes stands where it stands in the
 # operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
-NEWER = {
-    "all_gather_single": "_allgather_base_",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    "reduce_scatter_single": "_reduce_scatter_base_",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
-    "all_to_all_single": "alltoall_base_",
-    "recv_anysource": "recv_any_source_",
-}
+NEWER = {name: f"{old}_" for old, name in OTHER_NAMES.items()} | {"recv_anysource": "recv_any_source_"}
 _BY_OPERATOR = {operation.operator: operation for operation in OPERATIONS}
 _NAMES = {operator.removesuffix("_"): operator for operator in _BY_OPERATOR} | NEWER
 METHODS = tuple(

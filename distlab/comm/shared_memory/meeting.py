@@ -193,7 +193,7 @@ class Meeting:
             reason = self.failure or self.arena.why_gone(rank, self.members)
             if now > deadline:
                 whom, call = self.members[rank], self._posted.text
-                reason = f"timed out waiting {self._limit_s() * 1000:.0f} ms for rank {whom} to make its call of {call}"
+                reason = f"Timed out waiting {self._limit_s() * 1000:.0f} ms for rank {whom} to make its call of {call}"
             if reason and self._is_behind(rank):
                 raise RuntimeError(f"rank {self.me}: {self._posted.text}: {reason}")
 

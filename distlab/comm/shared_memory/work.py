@@ -18,6 +18,7 @@ from torch._C._dynamo import eval_frame
 from torch.futures import Future
 
 Tensors = list[torch.Tensor]
+KEPT_BYTES = 4096  # of a work's results, that may outlive the work
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -68,8 +69,10 @@ class SharedWork(dist.Work):
         self._future: Future[Tensors] | None = None
 
     def __del__(self) -> None:
-        """Live on for a while: torch's C++ may hold its half alone, and wait for it. Tensors go if somebody waited."""
-        end, until_s, results = self.end, self.until_s, [] if self.was_waited else self._results
+        """Live on for a while: torch's C++ may hold its half alone, wait for it and ask for its tensors."""
+        end, until_s, results = self.end, self.until_s, self._results
+        if self.was_waited and sum(tensor.nbytes for tensor in results) > KEPT_BYTES:
+            results = []
         (_KNOWN if self.was_waited else _LEFT).append(self)
         vars(self).clear()
         self.end, self.until_s, self._results, self._future = end, until_s, results, None
@@ -89,7 +92,7 @@ class SharedWork(dist.Work):
     def _outcome(self, limit_s: float = 0.0) -> BaseException | None:
         """Wait until the call is over, or for a limit above 0; return what it raised."""
         if not (self.end.is_over or self._stand(limit_s)):
-            return RuntimeError(f"timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
+            return RuntimeError(f"Timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
         if self.until_s and (left_s := self.until_s - time.monotonic()) > 0:
             time.sleep(left_s)
         return self.end.error
