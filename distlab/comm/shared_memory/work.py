@@ -18,7 +18,7 @@ from torch._C._dynamo import eval_frame
 from torch.futures import Future
 
 Tensors = list[torch.Tensor]
-KEPT_BYTES = 4096  # of a work's results, that may outlive the work
+KEPT_BYTES = 64  # of results may outlive the work, as the one number of which DDP asks its join
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
