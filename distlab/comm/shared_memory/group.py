@@ -248,7 +248,8 @@ class SharedGroup(dist.ProcessGroup):
         reductions = [self._reduction(op, output, opts) for output in outputs]
 
         def do(sources: Tensors, targets: Tensors) -> None:
-            lists = [sources] if isinstance(inputs[0], list) else [flat.view(size, -1).unbind() for flat in sources]
+            is_list = bool(inputs) and isinstance(inputs[0], list)
+            lists = [sources] if is_list else [flat.view(size, -1).unbind() for flat in sources]
             for target, parts, reduction in zip(targets, lists, reductions, strict=True):
                 self._collectives.reduce_scatter(target, parts, reduction)
 

@@ -57,10 +57,9 @@ class SharedWork(dist.Work):
         end: whether and how the call has ended.
         source: which rank of the group a message came from.
         until_s: the moment, on the monotonic clock, before which the call is not over; 0: there is none.
-        was_waited: whether somebody has waited for it.
     """
 
-    source, until_s, was_waited = -1, 0.0, False
+    source, until_s = -1, 0.0
 
     def __init__(self, results: Tensors) -> None:
         super().__init__()
@@ -71,11 +70,11 @@ class SharedWork(dist.Work):
     def __del__(self) -> None:
         """Live on for a while: torch's C++ may hold its half alone, wait for it and ask for its tensors."""
         end, until_s, results = self.end, self.until_s, self._results
-        if self.was_waited and sum(tensor.nbytes for tensor in results) > KEPT_BYTES:
+        if sum(tensor.nbytes for tensor in results) > KEPT_BYTES:
             results = []
-        (_KNOWN if self.was_waited else _LEFT).append(self)
         vars(self).clear()
         self.end, self.until_s, self._results, self._future = end, until_s, results, None
+        _LET_GO.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is over; raise what it raised.
@@ -83,7 +82,6 @@ class SharedWork(dist.Work):
         Raises:
             RuntimeError: it is not over in time.
         """
-        self.was_waited = True
         error = self._outcome(0.0 if timeout is None else timeout.total_seconds())
         if error is not None:
             raise error
@@ -209,8 +207,7 @@ class CallQueue:
 
 
 # The last works that nobody in Python holds any more. DDP's join drops one for which its reducer waits in C++ later.
-_LEFT: deque[SharedWork] = deque(maxlen=256)  # nobody in Python waited for it
-_KNOWN: deque[SharedWork] = deque(maxlen=256)
+_LET_GO: deque[SharedWork] = deque(maxlen=1024)
 
 
 def keep_untraced(*kinds: type) -> None:
