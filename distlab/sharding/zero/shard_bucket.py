@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradients.flat_gradients import GradientSlots
-from distlab.blocks.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
+from distlab.blocks.gradients.gradient_status import MOVED, NOT_FINITE, ON_THEIR_WAY, SPARSE, UNUSED, USED
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm.p2p import started
 from distlab.plan import FlatLayout
-from distlab.sharding.part import NO_MEANS, OwnPiece, absent, as_part, replaced
+from distlab.sharding.part import NO_MEANS, OwnPiece, as_part, nowhere, replaced
 from distlab.trace import SpanWriter
 
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
@@ -124,9 +124,8 @@ class ShardBucket(GradientSlots):
         self.shard = self._buffer[own] if self._buffer is not None else torch.zeros_like(self.whole[own])
         self.held = False
         self.has_gradient = [False] * len(named)
-        self._is_marked = [False] * len(named)  # with a mark (`absent`), since `hand_out`
         self._carried: Tensor | None = None
-        self._absent = [absent(parameter, self.shard, NO_MEANS) for parameter in self.parameters]
+        self._marks = [nowhere(parameter, self.shard, NO_MEANS) for parameter in self.parameters]
         pool.reserve(("gradients", self.kind), self.whole.numel())
         pool.reserve(("arriving", self.kind), self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
@@ -134,6 +133,24 @@ class ShardBucket(GradientSlots):
     def num_bytes(self) -> int:
         """Bytes of the buffer, padding included."""
         return self.whole.numel() * self.whole.element_size()
+
+    def reset(self) -> None:
+        """Be ready for the next step."""
+        super().reset()
+        self._is_marked = [False] * len(self.parameters)  # since `pack`, or since `hand_out`: see the mark's reason
+        self._was_touched = False
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether a gradient that is on its way was replaced or forgotten."""
+        slots = range(len(self.parameters))
+        return self._was_touched or any(self._comes(one) and not self._has_mark(one) for one in slots)
+
+    def _comes(self, slot: int) -> bool:
+        return self._is_marked[slot] and self._marks[slot].reason is ON_THEIR_WAY
+
+    def _has_mark(self, slot: int) -> bool:
+        return self.parameters[slot].grad is self._marks[slot]
 
     def forget(self, *, to_none: bool = True) -> None:
         """Forget all gradients; or let those that there are be zeros, where no other comes."""
@@ -146,17 +163,19 @@ class ShardBucket(GradientSlots):
     def forget_sums(self) -> None:
         """Forget gradients that were summed; those that this backward pass has brought stay."""
         self.held, self._carried = False, None
-        self.has_gradient, self._is_marked = ([False] * len(self.parameters) for _ in range(2))
+        self.has_gradient = [False] * len(self.parameters)
+        self._is_marked = [self._comes(slot) for slot in range(len(self.parameters))]
         for piece in self.pieces:
             piece.parameter.grad = None
 
     def take_mark(self, slot: int) -> None:
         """Remove a parameter's mark; where `module.zero_grad()` has done so, forget what was summed."""
-        parameter = self.parameters[slot]
-        if self.lost_mark(slot):
+        if self._has_mark(slot):
+            self.parameters[slot].grad = None
+        elif self._comes(slot):
+            self._was_touched = True
+        elif self.lost_mark(slot):
             self.forget_sums()
-        elif parameter.grad is self._absent[slot]:
-            parameter.grad = None
         elif self._is_marked[slot]:
             self._replace_sum(slot)
         self._is_marked[slot] = False
@@ -190,7 +209,11 @@ class ShardBucket(GradientSlots):
             view.zero_()
         else:  # divided before it is summed, so that half precision cannot overflow
             torch.mul(gradient.detach(), 1 / self.num_ranks, out=view)
-        parameter.grad = None
+        self._put_mark(slot, ON_THEIR_WAY)
+
+    def _put_mark(self, slot: int, reason: str) -> None:
+        mark = self._marks[slot]
+        mark.reason, self.parameters[slot].grad, self._is_marked[slot] = reason, mark, True
 
     def start(self, spans: SpanWriter | None) -> None:
         """Begin to sum the bucket over the ranks, and to draw that; do not wait."""
@@ -248,11 +271,12 @@ class ShardBucket(GradientSlots):
         ]
 
     def hand_out(self, used: Sequence[bool]) -> None:
-        """Set the pieces' gradients, None where no rank has one; the whole parameters get a mark (`absent`)."""
+        """Set the pieces' gradients, None where no rank has one; the whole parameters get a mark."""
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
-        for parameter, nothing, has_gradient in zip(self.parameters, self._absent, self.has_gradient, strict=True):
-            parameter.grad = nothing if has_gradient else None
-        self._is_marked = list(self.has_gradient)
+        for slot, parameter in enumerate(self.parameters):
+            parameter.grad = None
+            if self.has_gradient[slot]:
+                self._put_mark(slot, NO_MEANS)
         self.mark_gradients(True)
 
     def mark_gradients(self, refusing: bool) -> None:
