@@ -102,6 +102,20 @@ class OwnPiece(NamedTuple):
     parameter: nn.Parameter
 
 
+class Piece(nn.Parameter):
+    """A part of a parameter of ZeRO, between steps: a change of it through `.data` is seen too."""
+
+    @property
+    def data(self) -> Tensor:
+        """Itself without a graph; a change of it counts as one."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(values)
+
+
 class FlatShard(Part, nn.Parameter):
     """A parameter in which several whole ones lie end to end, this rank's part of them.
 

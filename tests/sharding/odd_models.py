@@ -127,6 +127,20 @@ class Frozen(Odd):
         return x + (nearest - x).detach() + 0.1 * x @ self.code
 
 
+class FrozenLater(Odd):
+    """Parameters that are frozen in some passes, as adapters are that are switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.blocks[1].requires_grad_(self.calls % 3 > 0)
+        self.blocks[2].bias.requires_grad = self.calls % 2 > 0
+        return super().forward(x)
+
+
 class GradientPenalty(Odd):
     """A loss of gradients: backward runs twice through one graph."""
 
@@ -218,7 +232,7 @@ class Penalties(Odd):
         return fit + sum(block.penalty for block in getattr(model, "module", model).blocks)
 
 
-EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Hiding, Features, Penalties)
+EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Hiding, Features, Penalties, FrozenLater)
 
 
 class ReadsOthers(Odd):

@@ -27,8 +27,8 @@ STOP, STEPS = 3, 7
 class Encoder(nn.Module):
     """As BERT: a pooler that no loss needs. `sometimes` is used in a few steps, and `late` from the third on.
 
-    A matrix is tied, a bias frozen, a scale without dimensions. `never` has the last elements: the last rank may hold
-    nothing that was updated.
+    A matrix is tied, a bias frozen, a scale without dimensions, a vector of complex numbers. `never` has the last
+    elements: the last rank may hold nothing that was updated.
     """
 
     def __init__(self, seed=0):
@@ -40,13 +40,14 @@ class Encoder(nn.Module):
         self.layers[1]["up"].bias.requires_grad_(False)
         self.down, self.sometimes, self.late = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 5)
         self.scale, self.empty = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(0, 3))
+        self.pairs = nn.Parameter(torch.ones(5, 2))
         self.head = nn.Linear(5, 11)
         self.head.weight = self.embedding.weight
         self.never = nn.Linear(5, 40)
         self.double()
 
     def forward(self, tokens, step):
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) * torch.view_as_complex(self.pairs).abs()
         for layer in self.layers:
             x = x + self.scale * self.down(layer["up"](x).tanh())
         x = x + self.sometimes(x).tanh() if step in (1, 4) else x

@@ -8,8 +8,8 @@ been gathered again. No tensor is copied. All views share one version counter, b
 changed since it was saved: it is `HERE` from the end of a gather until the unit is freed. So backward cannot read what
 is not there.
 
-The autograd part is one function (`FreedByFullyShard`). Its forward returns the views, so the graph of backward ends there. Its
-backward is called when the gradients of all views exist: the unit is done, and their reduce-scatter starts.
+The autograd part is one function (`FreedByFullyShard`). Its forward returns the views, so the graph of backward ends
+there. Its backward is called when the gradients of all views exist: the unit is done, and their reduce-scatter starts.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Unit:
         self._version = -1
 
     def _set_version(self, version: int) -> None:
-        torch._C._autograd._unsafe_set_version_counter((self._full,), (version,))  # type: ignore[attr-defined]
+        torch._C._autograd._unsafe_set_version_counter((self._full,), (version,))
 
     def views(self, on_gradients: OnGradients | None = None) -> tuple[Tensor, ...]:
         """Return the whole parameters.
@@ -355,12 +355,14 @@ class FreedByFullyShard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, unit: Unit, on_gradients: OnGradients) -> tuple[Tensor, ...]:
+        """Return the whole parameters."""
         ctx.unit, ctx.on_gradients = unit, on_gradients
         ctx.set_materialize_grads(False)
         return unit._make_views()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        """Hand over their gradients."""
         ctx.on_gradients(ctx.unit, gradients)
         return None, None, None
 

@@ -155,10 +155,11 @@ class WatchedModule:
             unit.free()
 
     def show(self, views: Sequence[Sequence[Any]]) -> None:
-        """Put tensors where the modules look for their parameters."""
-        for unit, tensors in zip(self.units, views, strict=True):
+        """Put tensors where the modules look for their parameters; those of frozen ones leave the graph."""
+        for unit, tensors, resharded in zip(self.units, views, self._resharded, strict=True):
             for place in unit.members.places:
-                put(place.module, place.attribute, tensors[place.tensor])
+                one, trains = tensors[place.tensor], resharded[place.tensor].trains
+                put(place.module, place.attribute, one if trains or not one.requires_grad else one.detach())
 
     def hide(self) -> None:
         """Put a `ReshardedParameter` where the modules look for each parameter."""

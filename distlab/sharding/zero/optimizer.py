@@ -90,8 +90,9 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         optimizer.zero_grad()
 
     The group's first rank gives its parameters and buffers to all at construction. From then on parameters are views
-    of buckets. Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`).
-    Those of the module's parameters then have a shape and no values: torch's `clip_grad_norm_` is refused in words.
+    of buckets, which safetensors' save_model refuses: `distlab.checkpoint.write_safetensors` takes `state_dict()`.
+    Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`). Those of the
+    module's parameters have a shape and no values, from backward on: torch's `clip_grad_norm_` is refused in words.
 
     Gradients add up until `zero_grad()`. To accumulate micro-batches either call `synchronize()` after each backward,
     or run all but the last under `no_sync()`.
