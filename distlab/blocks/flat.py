@@ -32,11 +32,11 @@ def same_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
     return list(kinds.values())
 
 
-MOST_ALIGNED = 16
+MOST_ALIGNED = 4
 
 
 def alignment(tensor: Tensor) -> int:
-    """Return the largest power of two, up to 16, that divides a tensor's number of elements.
+    """Return the largest power of two, up to 4, that divides a tensor's number of elements.
 
     End to end in an order of falling alignment, each tensor begins at a multiple of its own: a view of it as longer
     numbers (`torch.view_as_complex`) may begin there.
