@@ -93,7 +93,7 @@ class Bucket(GradientSlots):
         )
         self.views = self.flat.views[: len(parameters)]
         self.flags = self.flat.views[len(parameters) :]
-        self._marks = [absent(view, ON_THEIR_WAY) for view in self.views]
+        self.marks = [absent(view, ON_THEIR_WAY) for view in self.views]
         self._scale = 1 / num_ranks
         self._check_finite = check_finite
         self._sum_dtype = torch.float32 if self.flat.buffer.dtype in HALF else None  # a sum may exceed float16's range
@@ -103,7 +103,6 @@ class Bucket(GradientSlots):
         """Be ready for the next step."""
         super().reset()
         self._sums: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._is_marked = [False] * len(self.parameters)
         self._work: TimedWork | None = None
 
     def pack(self, slot: int) -> None:
@@ -126,7 +125,7 @@ class Bucket(GradientSlots):
                 torch.mul(gradient, self._scale, out=view)  # one pass, also when the gradient is the view
             if self._check_finite:  # now, while it is in the cache: NaN and infinities survive in a sum
                 self._sums[slot] = view.sum(dtype=self._sum_dtype)
-            parameter.grad, self._is_marked[slot] = self._marks[slot], True  # frees backward's own tensor
+            parameter.grad, self.comes[slot] = self.marks[slot], True  # frees backward's own tensor
 
     def start(self, group: ProcessGroup | None, spans: SpanWriter | None = None) -> None:
         """Begin to exchange the bucket, and to draw that; do not wait."""
@@ -141,18 +140,12 @@ class Bucket(GradientSlots):
             return work
         return self.hook.start(GradientBucket(self.index, self.flat.buffer, self.views), group)
 
-    @property
-    def is_touched(self) -> bool:
-        """Whether a gradient that is on its way was replaced or forgotten."""
-        rows = zip(self.parameters, self._marks, self._is_marked, strict=True)
-        return any(is_marked and parameter.grad is not mark for parameter, mark, is_marked in rows)
-
     def wait(self) -> None:
         """Wait until the buffer holds the mean; gradients are views of it now."""
         assert self._work is not None, "a bucket is started before anything waits for it"
         self._work.wait()
-        for parameter, view, is_marked in zip(self.parameters, self.views, self._is_marked, strict=True):
-            if is_marked:
+        for parameter, view, comes in zip(self.parameters, self.views, self.comes, strict=True):
+            if comes:
                 parameter.grad = view
 
     def nan_flag(self) -> torch.Tensor:

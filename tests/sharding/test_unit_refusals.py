@@ -175,6 +175,7 @@ def looks():
     assert (weight.shape, weight.dtype, weight.device.type) == ((4, 4), torch.float32, "cpu")
     assert (weight.requires_grad, weight.numel(), weight.dim(), isinstance(weight, nn.Parameter)) == (True, 16, 2, True)
     assert "1.linear.weight" in repr(weight)
+    assert "(linear): Linear(in_features=4" in repr(model)
     frozen = FullyShard(Block().requires_grad_(False)).module.requires_grad_(False)
     state, gradient, lost = "full_state_dict(model)", "its gradient is in the shard", "a change of it would be lost"
     refused = [

@@ -129,8 +129,9 @@ class ShardBucket(GradientSlots):
         self.shard = self._buffer[own] if self._buffer is not None else torch.zeros_like(self.whole[own])
         self.held = False
         self.has_gradient = [False] * len(named)
+        self._is_marked = [False] * len(named)  # since `hand_out`
         self._carried: Tensor | None = None
-        self._marks = [nowhere(parameter, self.shard, NO_MEANS) for parameter in self.parameters]
+        self.marks = [nowhere(parameter, self.shard, NO_MEANS) for parameter in self.parameters]
         pool.reserve(("gradients", self.kind), self.whole.numel())
         pool.reserve(("arriving", self.kind), self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
@@ -138,24 +139,6 @@ class ShardBucket(GradientSlots):
     def num_bytes(self) -> int:
         """Bytes of the buffer, padding included."""
         return self.whole.numel() * self.whole.element_size()
-
-    def reset(self) -> None:
-        """Be ready for the next step."""
-        super().reset()
-        self._is_marked = [False] * len(self.parameters)  # since `pack`, or since `hand_out`: see the mark's reason
-        self._was_touched = False
-
-    @property
-    def is_touched(self) -> bool:
-        """Whether a gradient that is on its way was replaced or forgotten."""
-        slots = range(len(self.parameters))
-        return self._was_touched or any(self._comes(one) and not self._has_mark(one) for one in slots)
-
-    def _comes(self, slot: int) -> bool:
-        return self._is_marked[slot] and self._marks[slot].reason is ON_THEIR_WAY
-
-    def _has_mark(self, slot: int) -> bool:
-        return self.parameters[slot].grad is self._marks[slot]
 
     def forget(self, *, to_none: bool = True) -> None:
         """Forget all gradients; or let those that there are be zeros, where no other comes."""
@@ -168,22 +151,21 @@ class ShardBucket(GradientSlots):
     def forget_sums(self) -> None:
         """Forget gradients that were summed; those that this backward pass has brought stay."""
         self.held, self._carried = False, None
-        self.has_gradient = [False] * len(self.parameters)
-        self._is_marked = [self._comes(slot) for slot in range(len(self.parameters))]
+        self.has_gradient, self._is_marked = ([False] * len(self.parameters) for _ in range(2))
         for piece in self.pieces:
             piece.parameter.grad = None
 
     def take_mark(self, slot: int) -> None:
         """Remove a parameter's mark; where `module.zero_grad()` has done so, forget what was summed."""
-        if self._has_mark(slot):
+        if self.has_mark(slot):
             self.parameters[slot].grad = None
-        elif self._comes(slot):
-            self._was_touched = True
+        elif self.comes[slot]:
+            self.was_touched = True
         elif self.lost_mark(slot):
             self.forget_sums()
         elif self._is_marked[slot]:
             self._replace_sum(slot)
-        self._is_marked[slot] = False
+        self._is_marked[slot] = self.comes[slot] = False
 
     def _replace_sum(self, slot: int) -> None:
         """Forget one parameter's sum: a gradient that was set by hand stands for all that was summed before."""
@@ -214,11 +196,11 @@ class ShardBucket(GradientSlots):
             view.zero_()
         else:  # divided before it is summed, so that half precision cannot overflow
             torch.mul(gradient.detach(), 1 / self.num_ranks, out=view)
+        self.comes[slot] = True
         self._put_mark(slot, ON_THEIR_WAY)
 
     def _put_mark(self, slot: int, reason: str) -> None:
-        mark = self._marks[slot]
-        mark.reason, self.parameters[slot].grad, self._is_marked[slot] = reason, mark, True
+        self.marks[slot].reason, self.parameters[slot].grad = reason, self.marks[slot]
 
     def start(self, spans: SpanWriter | None) -> None:
         """Begin to sum the bucket over the ranks, and to draw that; do not wait."""
@@ -282,6 +264,7 @@ class ShardBucket(GradientSlots):
             parameter.grad = None
             if self.has_gradient[slot]:
                 self._put_mark(slot, NO_MEANS)
+        self._is_marked = list(self.has_gradient)
         self.mark_gradients(True)
 
     def mark_gradients(self, refusing: bool) -> None:
