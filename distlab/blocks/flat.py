@@ -6,6 +6,7 @@ views of the buffer nothing has to be packed before the send, nor unpacked after
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -38,13 +39,11 @@ MOST_ALIGNED = 4
 def alignment(tensor: Tensor) -> int:
     """Return the largest power of two, up to 4, that divides a tensor's number of elements.
 
-    End to end in an order of falling alignment, each tensor begins at a multiple of its own: a view of it as longer
-    numbers (`torch.view_as_complex`) may begin there.
+    In an order of falling alignment each tensor begins where `torch.view_as_complex` of it may.
 
     Shapes: any
     """
-    size = tensor.numel()
-    return min(size & -size or MOST_ALIGNED, MOST_ALIGNED)
+    return math.gcd(tensor.numel(), MOST_ALIGNED)
 
 
 class FlatBuffer:
