@@ -6,6 +6,7 @@ views of the buffer nothing has to be packed before the send, nor unpacked after
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -30,6 +31,19 @@ def same_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(kinds.values())
+
+
+MOST_ALIGNED = 4
+
+
+def alignment(tensor: Tensor) -> int:
+    """Return the largest power of two, up to 4, that divides a tensor's number of elements.
+
+    In an order of falling alignment each tensor begins where `torch.view_as_complex` of it may.
+
+    Shapes: any
+    """
+    return math.gcd(tensor.numel(), MOST_ALIGNED)
 
 
 class FlatBuffer:

@@ -28,9 +28,18 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradient_hook import GradientBucket, GradientHook, Pending
 from distlab.blocks.gradients.flat_gradients import HALF, GradientSlots, SendInBackward, TimedWork, refuse_second
-from distlab.blocks.gradients.gradient_status import NOT_FINITE, SPARSE, UNUSED, USED, Reports, gather_reports
+from distlab.blocks.gradients.gradient_status import (
+    NOT_FINITE,
+    ON_THEIR_WAY,
+    SPARSE,
+    TOUCHED,
+    UNUSED,
+    USED,
+    Reports,
+    gather_reports,
+)
 from distlab.blocks.modules.every_parameter import every_parameter
-from distlab.blocks.modules.moved import NotCopied
+from distlab.blocks.modules.moved import NotCopied, absent
 from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.comm import device
 from distlab.comm.p2p import can_move_cpu_tensors, needs_batches
@@ -84,6 +93,7 @@ class Bucket(GradientSlots):
         )
         self.views = self.flat.views[: len(parameters)]
         self.flags = self.flat.views[len(parameters) :]
+        self.marks = [absent(view, ON_THEIR_WAY) for view in self.views]
         self._scale = 1 / num_ranks
         self._check_finite = check_finite
         self._sum_dtype = torch.float32 if self.flat.buffer.dtype in HALF else None  # a sum may exceed float16's range
@@ -96,7 +106,7 @@ class Bucket(GradientSlots):
         self._work: TimedWork | None = None
 
     def pack(self, slot: int) -> None:
-        """Copy a parameter's gradient to its place and make that place the gradient; where there is none, zeros."""
+        """Copy a parameter's gradient to its place, which a mark stands for until the mean is there; or zeros."""
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
         if gradient is not None and gradient is not view and self.statuses[slot] == UNUSED:  # set by hand
@@ -115,7 +125,7 @@ class Bucket(GradientSlots):
                 torch.mul(gradient, self._scale, out=view)  # one pass, also when the gradient is the view
             if self._check_finite:  # now, while it is in the cache: NaN and infinities survive in a sum
                 self._sums[slot] = view.sum(dtype=self._sum_dtype)
-            parameter.grad = view  # frees backward's own tensor; undone by zero_grad(), redone here
+            parameter.grad, self.comes[slot] = self.marks[slot], True  # frees backward's own tensor
 
     def start(self, group: ProcessGroup | None, spans: SpanWriter | None = None) -> None:
         """Begin to exchange the bucket, and to draw that; do not wait."""
@@ -131,9 +141,12 @@ class Bucket(GradientSlots):
         return self.hook.start(GradientBucket(self.index, self.flat.buffer, self.views), group)
 
     def wait(self) -> None:
-        """Wait until the buffer holds the mean."""
+        """Wait until the buffer holds the mean; gradients are views of it now."""
         assert self._work is not None, "a bucket is started before anything waits for it"
         self._work.wait()
+        for parameter, view, comes in zip(self.parameters, self.views, self.comes, strict=True):
+            if comes:
+                parameter.grad = view
 
     def nan_flag(self) -> torch.Tensor:
         """Return 0, or NaN if a gradient on this rank is not finite. It stays on the device: the CPU does not wait.
@@ -194,6 +207,8 @@ class DataParallel(NotCopied):
     statistics) go their own way (see `broadcast_buffers`, `convert_sync_batchnorm`). Gradient buckets keep one order
     forever, so a resumed run repeats the uninterrupted one bit for bit. Every bucket but the last is sent during
     backward; the last is full when backward ends, and waits for `synchronize()`: its flag speaks for the whole step.
+
+    Until then gradients refuse to be used.
 
     Args:
         module: the model; frozen parameters are left alone, a tied parameter is sent once.
@@ -342,10 +357,12 @@ class DataParallel(NotCopied):
         Raises:
             NotFiniteError: a gradient was NaN or infinite on some rank (a RuntimeError; check_finite=True).
             RuntimeError: a parameter got no gradient on some rank (unused="error"), or a sparse one, or a second one
-                before this call; or it was added, or frozen, when this was built. Every error is raised on every rank;
-                gradients then hold nothing of use: zero them to go on.
+                before this call; gradients were replaced or forgotten before it; or a parameter was added since this
+                was built, or was frozen then. Every error is raised on every rank; gradients then hold nothing of
+                use: zero them to go on.
         """
         complaints = self._registered.complaints()
+        complaints += [TOUCHED] if any(bucket.is_touched for bucket in self._buckets) else []
         for bucket in self._buckets:
             bucket.take_rest()
         try:

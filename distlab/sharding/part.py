@@ -4,7 +4,6 @@ Work by element is right on a part, and gives a part of the same shape. What giv
 decision about NaN) is not: each rank would get its own answer. So it is refused, on every rank, by one rule: a result
 that is not of the part's shape. Code that knows what it holds asks for the plain tensor: `to_local()`.
 
-A part may also stand where a gradient is not, or not yet: then it has a shape, and its `why` answers everything else.
 An optimizer's step never meets a part: it updates pieces, which are plain parameters (`fsdp.step`).
 """
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distlab.blocks.modules.moved import KNOWN, name_of
+from distlab.blocks.modules.moved import KNOWN, Absent, NotHere, absent, name_of
 from distlab.comm.together import place_in
 
 OWN_CLIP = "call clip_gradients_(max_norm) of FullyShard or ShardedOptimizer"
@@ -52,13 +51,7 @@ MIXES = frozenset(_MIXES.split())  # their results have the part's shape, and nu
 
 
 class Part(Tensor):
-    """A part, or what was computed from parts by element.
-
-    Attributes:
-        why: of what stands in a gradient's place; "" where there are values.
-    """
-
-    why = ""
+    """A part, or what was computed from parts by element."""
 
     def to_local(self) -> Tensor:
         """Return this rank's part as a plain tensor, with the same memory: for code that knows what it holds.
@@ -76,11 +69,12 @@ class Part(Tensor):
         Raises:
             ValueError: the function would take a part for the whole; every rank raises it.
         """
+        if any(issubclass(kind, NotHere) for kind in types):  # which says so itself
+            return NotImplemented
         name, shapes = name_of(func), set()
         if name not in ABOUT or func is torch.autograd.grad:
-            parts = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Part)]
-            shapes = {plain(one).shape for one in parts}
-            text = next((one.why for one in parts if one.why), "") or _refused(func, name)
+            shapes = {plain(one).shape for one in tree_leaves((args, kwargs)) if isinstance(one, Part)}
+            text = _refused(func, name)
             if text:
                 raise ValueError(f"rank {place_in(None)[0]}: {text}")
         with torch._C.DisableTorchFunctionSubclass():
@@ -106,6 +100,20 @@ class OwnPiece(NamedTuple):
     start: int
     stop: int
     parameter: nn.Parameter
+
+
+class Piece(nn.Parameter):
+    """A part of a parameter of ZeRO, between steps: a change of it through `.data` is seen too."""
+
+    @property
+    def data(self) -> Tensor:
+        """Itself without a graph; a change of it counts as one."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(values)
 
 
 class FlatShard(Part, nn.Parameter):
@@ -159,20 +167,18 @@ def replaced(now: Tensor | None, gradient: Tensor) -> Tensor | None:
     return None if now is None else gradient
 
 
-def absent(parameter: Tensor, memory: Tensor, why: str) -> Part:
+def nowhere(parameter: Tensor, memory: Tensor, reason: str) -> Absent:
     """Return what stands for a parameter's gradient while there is none; it takes no memory of its own.
 
     Args:
         parameter: whose gradient it is.
         memory: a tensor of the same dtype and device; one number of it stands for all.
-        why: what it says when it is used.
+        reason: what it says when it is used.
 
     Shapes: any, [E]; the same as the parameter's
     """
     one = memory[:1] if memory.numel() else torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-    nothing = as_part(one.as_strided(parameter.shape, [0] * len(parameter.shape)))
-    nothing.why = why
-    return nothing
+    return absent(one.as_strided(parameter.shape, [0] * len(parameter.shape)), reason)
 
 
 def _refused(func: Any, name: str) -> str:

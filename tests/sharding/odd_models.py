@@ -127,6 +127,20 @@ class Frozen(Odd):
         return x + (nearest - x).detach() + 0.1 * x @ self.code
 
 
+class FrozenLater(Odd):
+    """Parameters that are frozen in some passes, as adapters are that are switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.blocks[1].requires_grad_(self.calls % 3 > 0)
+        self.blocks[2].bias.requires_grad = self.calls % 2 > 0
+        return super().forward(x)
+
+
 class GradientPenalty(Odd):
     """A loss of gradients: backward runs twice through one graph."""
 
@@ -193,7 +207,32 @@ class Features(Odd):
         return F.mse_loss(getattr(model, "module", model).seen, rows.flip(-1))
 
 
-EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Hiding, Features)
+class Penalised(nn.Linear):
+    """Keeps a penalty of its own weight, of a value that it makes after its output or before."""
+
+    comes_last = True
+
+    def forward(self, x):
+        made = super().forward(x) if self.comes_last else None
+        self.penalty = ((self.weight @ self.weight.T).tanh() @ self.weight).square().mean()
+        return super().forward(x) if made is None else made
+
+
+class Penalties(Odd):
+    """Penalties that no output leads to: blocks keep them in attributes."""
+
+    kind = Penalised
+
+    def __init__(self):
+        super().__init__(*(self.kind(WIDTH, WIDTH) for _ in range(3)))
+
+    @staticmethod
+    def loss(model, rows):
+        fit = F.mse_loss(model(rows), rows.flip(-1))
+        return fit + sum(block.penalty for block in getattr(model, "module", model).blocks)
+
+
+EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Hiding, Features, Penalties, FrozenLater)
 
 
 class ReadsOthers(Odd):
@@ -248,7 +287,23 @@ class Functional(Odd):
         return torch.func.functional_call(self.blocks[0], values, (x,))
 
 
+class Early(Penalised):
+    comes_last = False
+
+
+class PenaltiesAlone(Penalties):
+    """Backward through penalties alone, made before the outputs: no gradient of an output gathers their units."""
+
+    kind = Early
+
+    @staticmethod
+    def loss(model, rows):
+        model(rows)
+        return sum(block.penalty for block in getattr(model, "module", model).blocks)
+
+
 REFUSED = {
+    PenaltiesAlone: "is at version 1; expected version 0 instead",
     Threads: "is called in a different thread than its model",
     Functional: "blocks.0.weight (unit 'blocks.0') is not here now",
     ReadsOthers: "blocks.0.weight (unit 'blocks.0') is not here now: its unit frees its parameters outside",

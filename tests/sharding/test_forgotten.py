@@ -141,6 +141,38 @@ def test_a_unit_whose_gradients_are_on_their_way_says_so_and_its_own_zero_grad_f
         assert "torch.autograd.grad by a shard" in others[1]
 
 
+def forgotten(model, where=0):
+    if dist.get_rank() == where:
+        model[0][0].bias.grad = None
+
+
+TOUCHES = (
+    lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    lambda model: [one.grad.data.mul_(0.5) for one in model.parameters() if one.grad is not None],
+    lambda model: setattr(model[2][0].bias, "grad", model[2][0].bias.grad.clone()),
+    lambda model: model.zero_grad(set_to_none=False),
+    forgotten,
+    lambda model: model.zero_grad(),
+    lambda model: setattr(model[2][0].bias, "grad", torch.ones(5).double()),
+)
+
+
+def touched(wrap):
+    """Touch gradients between backward and synchronize; return what was said, and how all goes on."""
+    model, texts = net(), []
+    synchronize, optimizer = wrap(model)
+    for touch in TOUCHES:
+        loss_of(model, 0).backward()
+        texts.append(message(lambda touch=touch: (touch(model), synchronize())))
+        if touch in TOUCHES[:4]:
+            synchronize()
+        optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    synchronize()
+    optimizer.step()
+    return texts, model.state_dict()
+
+
 def by_hand(wrap, zeroes):
     """Gradients from torch.autograd.grad, put where the optimizer looks for them."""
     model = net()
@@ -173,13 +205,20 @@ HANDS = [  # how it is done, and whether gradients are forgotten before
 ]
 
 
-def test_gradients_that_are_set_by_hand_are_averaged(ranks):
+def test_gradients_set_by_hand_are_averaged_and_none_is_touched_on_its_way(ranks):
     def alone(model):
         return lambda: None, adamw(model.parameters())
 
-    for found in ranks(3).run(lambda: [by_hand(*one) for one in HANDS]):
+    for rank, (found, touches) in enumerate(
+        ranks(3).run(lambda: ([by_hand(*one) for one in HANDS], [touched(wrap) for wrap, _ in HANDS]))
+    ):
         for (_, zeroes), got in zip(HANDS, found, strict=True):
             equal(got, by_hand(alone, zeroes))
+        for texts, state in touches:
+            equal(state, touches[0][1])
+            for text in texts:
+                assert text.startswith(f"RuntimeError: rank {rank}: ")
+                assert "gradients are on their way between backward() and synchronize()" in text
 
 
 def around(split):
@@ -197,7 +236,7 @@ def around(split):
             sharded.step()
         with torch.no_grad():
             for _, piece in sharded.named_pieces() if changes else ():
-                piece.mul_(0.5)
+                (piece if split == "elements" else piece.data).mul_(0.5)
     return texts
 
 

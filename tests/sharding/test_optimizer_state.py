@@ -49,7 +49,8 @@ def test_a_step_sends_two_psi(ranks, world_size):
             for op, num_bytes, _ in calls:
                 sent[op] = sent.get(op, 0) + num_bytes
             psi = sum(padded for padded, _ in sizes)
-            assert all(0 <= padded - whole < n * 8 for padded, whole in sizes), "padding: less than an element a rank"
+            most = n * 8 if form[1] == "elements" else n * 4 * 8  # less than an element a rank; or than 4
+            assert all(0 <= padded - whole < most for padded, whole in sizes)
             assert len(sizes) > 2
             assert sum(b for op, b, _ in calls if op == "all_reduce") == 6 * num_wanting
             buckets = {f"bucket {index}" for index in range(len(sizes))}
@@ -195,6 +196,9 @@ def test_a_rank_may_own_nothing_and_the_first_rank_gives_its_values(ranks):
         model = Net(dist.get_rank())
         ShardedOptimizer(model, adam).close()
         assert same(Net(0).state_dict(), model.state_dict()), "weights and buffers"
+        pairs = nn.ParameterList([torch.ones(3), torch.ones(2, 2), torch.ones(1)])
+        ShardedOptimizer(pairs, adam, split="tensors").close()
+        assert torch.view_as_complex(pairs[1]).tolist() == [1 + 1j] * 2
         return more_ranks_than_elements()
 
     assert len(set(ranks(3).run(both))) == 1

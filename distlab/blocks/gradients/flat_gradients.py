@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.flat import all_gather_single, same_kind
 from distlab.blocks.gradient_hook import GradientBucket, Pending
 from distlab.blocks.gradients.gradient_status import TWICE, UNUSED, USED
+from distlab.blocks.modules.moved import Absent
 from distlab.trace import SpanWriter
 
 HALF = (torch.float16, torch.bfloat16)
@@ -36,10 +37,14 @@ class GradientSlots:
 
     Attributes:
         parameters: whose gradients travel together.
+        marks: stand in the place of gradients that are on their way.
+        comes: whether its gradient is.
         statuses: what became of each parameter's gradient in this step (`GradientStatus`).
         packed: whether its gradient is in the bucket.
         num_packed: how many are.
     """
+
+    marks: Sequence[Absent] = ()
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -48,12 +53,23 @@ class GradientSlots:
     def reset(self) -> None:
         """Be ready for the next step."""
         self.statuses: list[int] = [UNUSED] * len(self.parameters)
+        self.comes, self.was_touched = [False] * len(self.parameters), False
         self.empty()
 
     def empty(self) -> None:
         """Be ready for the next backward pass of the same step."""
         self.packed = [False] * len(self.parameters)
         self.num_packed = 0
+
+    def has_mark(self, slot: int) -> bool:
+        """Whether the mark stands in the gradient's place."""
+        return self.parameters[slot].grad is self.marks[slot]
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether a gradient that is on its way was replaced or forgotten."""
+        lost = (comes and not self.has_mark(slot) for slot, comes in enumerate(self.comes))
+        return self.was_touched or any(lost)
 
     @property
     def full(self) -> bool:

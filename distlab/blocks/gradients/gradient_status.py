@@ -41,7 +41,8 @@ FAULTS = {
     TWICE: (
         "got a second gradient before synchronize()",
         "Call synchronize() after each backward, also of a step that you skip; or run all but the last backward "
-        "inside `with no_sync():`",
+        "inside `with no_sync():`. Where one backward brings two (a layer that several of torch's reentrant "
+        "checkpoints use), pass use_reentrant=False to checkpoint",
     ),
     MOVED: (
         "left the buckets: the parameter's memory was replaced since construction",
@@ -49,10 +50,17 @@ FAULTS = {
     ),
     UNUSED: (
         "got no gradient on some rank of the group",
-        'Use them in the loss on every rank, freeze them with requires_grad_(False), or pass unused="zeros"',
+        "Use them in the loss on every rank; or build this one (anew, after close()) when they are frozen, or with "
+        'unused="zeros"',
     ),
     NOT_FINITE: ("got a gradient that is not finite (NaN or infinite)", "Skip the update, or lower the learning rate"),
 }
+ON_THEIR_WAY = (
+    "gradients are on their way between backward() and synchronize(), where nothing may read, change or forget them. "
+    "Call synchronize() after backward(), also of a step that you skip; then clip, scale, step or zero_grad(). One "
+    "rank's own gradients are there after a backward inside `with no_sync():`"
+)
+TOUCHED = f"a gradient was replaced or forgotten: {ON_THEIR_WAY}"
 COMPLAINS = 2  # in the table of statuses: a rank has sentences to tell
 
 

@@ -32,9 +32,10 @@ class NotHere(Tensor):
 
     Attributes:
         label: its name in the model.
+        known: what it tells.
     """
 
-    label = ""
+    label, known = "", KNOWN
 
     @classmethod
     def __torch_function__(
@@ -46,7 +47,7 @@ class NotHere(Tensor):
             RuntimeError: the function wants values, or a gradient.
         """
         name = name_of(func)
-        if name in KNOWN:
+        if name in cls.known:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         one = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, NotHere))
@@ -59,6 +60,34 @@ class NotHere(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Say what is known."""
         return f"{type(self).__name__}({self.label}, shape {list(self.shape)})"
+
+
+class Absent(NotHere):
+    """What stands for a gradient that is not there, or not yet.
+
+    Attributes:
+        reason: what it says when it is used.
+    """
+
+    reason, known = "", KNOWN | {"data_ptr", "untyped_storage", "is_leaf", "_version"}
+
+    def why(self, use: str) -> str:
+        """Return what it says."""
+        return self.reason
+
+
+def absent(values: Tensor, reason: str) -> Absent:
+    """Return what stands for a gradient while there is none to use: backward may still add to its memory.
+
+    Args:
+        values: give it a shape and memory.
+        reason: what it says when it is used.
+
+    Shapes: any; the same
+    """
+    one = values.detach().as_subclass(Absent)
+    one.reason = reason
+    return one
 
 
 class MovedParameter(NotHere, nn.Parameter):

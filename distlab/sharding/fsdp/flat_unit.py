@@ -4,10 +4,12 @@ Between uses a rank keeps its shard: one part of a flat buffer in which all para
 use them, the ranks gather their shards into a full buffer, and the module's parameters are views of it
 (`Unit.start_gather`, `Unit.finish_gather`). To free them (`Unit.free`), the *storage* of the full buffer shrinks to
 nothing. The views stay: autograd saved such views for backward, and they are right again as soon as the storage has
-been gathered again. No tensor is copied.
+been gathered again. No tensor is copied. All views share one version counter, by which autograd knows that a tensor
+changed since it was saved: it is `HERE` from the end of a gather until the unit is freed. So backward cannot read what
+is not there.
 
-The autograd part is one function (`_Whole`). Its forward returns the views, so the graph of backward ends there. Its
-backward is called when the gradients of all views exist: the unit is done, and their reduce-scatter starts.
+The autograd part is one function (`FreedByFullyShard`). Its forward returns the views, so the graph of backward ends
+there. Its backward is called when the gradients of all views exist: the unit is done, and their reduce-scatter starts.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from distlab.sharding.fsdp.wrapping import UnitMembers, dtype_of
 from distlab.sharding.part import FlatShard, OwnPiece, plain
 from distlab.trace import OpenCall, SpanWriter
 
+HERE, FREED = 0, 1  # versions of the whole parameters
 OnGradients = Callable[["Unit", Sequence[Tensor | None]], None]
 
 
@@ -186,13 +189,18 @@ class Unit:
         self._gathering.finish()
         device.wait_in_stream(self._copied, self.options.device)
         self._gathering = self._copied = None
+        self._set_version(HERE)
         self._draw("all_gather", "gather", self._call)
 
     def free(self) -> None:
         """Free the whole parameters; the shard stays."""
         self.finish_gather()
         self._full.untyped_storage().resize_(0)
+        self._set_version(FREED)
         self._version = -1
+
+    def _set_version(self, version: int) -> None:
+        torch._C._autograd._unsafe_set_version_counter((self._full,), (version,))
 
     def views(self, on_gradients: OnGradients | None = None) -> tuple[Tensor, ...]:
         """Return the whole parameters.
@@ -201,16 +209,17 @@ class Unit:
             on_gradients: is called once backward has computed the gradients of all that are used (None for others).
         """
         if on_gradients is not None and self.shard.requires_grad and torch.is_grad_enabled():
-            views: tuple[Tensor, ...] = _Whole.apply(self.shard, self, on_gradients)  # type: ignore[no-untyped-call]
+            views: tuple[Tensor, ...] = FreedByFullyShard.apply(  # type: ignore[no-untyped-call]
+                self.shard, self, on_gradients
+            )
             for number, hook in self._hooks:
                 views[number].register_hook(hook)
             return views
         return self._make_views()
 
     def _make_views(self) -> tuple[Tensor, ...]:
-        # `data`: autograd must not take a gather for a change of the parameters, nor a change of one for one of all.
         parts = self._full.split(self._parts)[:-1]
-        return tuple([part.view(shape).data for part, shape in zip(parts, self.layout.shapes, strict=True)])
+        return tuple([part.view(shape).detach() for part, shape in zip(parts, self.layout.shapes, strict=True)])
 
     @property
     def buffer(self) -> Tensor:
@@ -338,17 +347,22 @@ class Unit:
             call.draw(f"{kind} unit {self.index}", kind, lane=lane, num_bytes=size * dtype.itemsize)
 
 
-class _Whole(torch.autograd.Function):
-    """Forward: return the whole parameters. Backward: hand their gradients, which all exist now, to the unit."""
+class FreedByFullyShard(torch.autograd.Function):
+    """Forward: return the whole parameters. Backward: hand their gradients, which all exist now, to the unit.
+
+    Autograd names it where backward would read a parameter that its unit has freed.
+    """
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, unit: Unit, on_gradients: OnGradients) -> tuple[Tensor, ...]:
+        """Return the whole parameters."""
         ctx.unit, ctx.on_gradients = unit, on_gradients
         ctx.set_materialize_grads(False)
         return unit._make_views()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        """Hand over their gradients."""
         ctx.on_gradients(ctx.unit, gradients)
         return None, None, None
 

@@ -165,6 +165,8 @@ class FullyShard(NotCopied, nn.Module):
         for one in self._watched:
             if one.is_busy:
                 one.abandon()
+            elif one.stays:
+                one.hide()
         refuse_others(names_of_others(self.module, self.units, self.shards))
         self.free_finished(root=True)
         self.order.start_pass()
@@ -195,7 +197,7 @@ class FullyShard(NotCopied, nn.Module):
     def free_finished(self, *, root: bool = False) -> None:
         """Free units whose gradients exist, once the next begins: backward has passed their inputs. The root stays."""
         for one in self.finished:
-            if one.open == 0 and (one.name or root):
+            if one.open == 0 and (one.name or root) and not one.stays:
                 one.free()
         self.finished = [one for one in self.finished if not one.name and not root]
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm.device import CopyStream, event, host_memory_for, wait_for_event
 from distlab.comm.shared_memory.group import buffer_of
 from distlab.plan import FlatLayout
-from distlab.sharding.part import FlatShard, absent, as_part, plain
+from distlab.sharding.part import FlatShard, as_part, nowhere, plain
 
 ON_THEIR_WAY = (
     "the gradients of FullyShard's shards are on their way, or no_sync() keeps them whole. Run the last backward of a "
@@ -130,7 +130,7 @@ class PendingGradient:
     def __init__(self, shard: FlatShard) -> None:
         self.whole: Tensor | None = None
         self.summed: Tensor | None = None
-        self._shard, self._mark, self._is_marked = shard, absent(shard, plain(shard), ON_THEIR_WAY), False
+        self._shard, self._mark, self._is_marked = shard, nowhere(plain(shard), plain(shard), ON_THEIR_WAY), False
 
     def begin(self) -> None:
         """Put the mark in the gradient's place: a sum will come, or a gradient is about to be kept whole."""

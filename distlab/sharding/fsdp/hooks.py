@@ -91,11 +91,19 @@ class ForwardCall:
 
 
 class Running(NamedTuple):
-    """A call that runs, the whole parameters that it uses, and how often they had been changed when it began."""
+    """A call that runs.
+
+    Attributes:
+        call: itself.
+        views: the whole parameters that it uses.
+        versions: how often they had been changed when it began.
+        first: number of the first node of autograd's graph that it may make.
+    """
 
     call: ForwardCall
     views: Views
     versions: list[int]
+    first: int
 
 
 class WatchedModule:
@@ -147,10 +155,11 @@ class WatchedModule:
             unit.free()
 
     def show(self, views: Sequence[Sequence[Any]]) -> None:
-        """Put tensors where the modules look for their parameters."""
-        for unit, tensors in zip(self.units, views, strict=True):
+        """Put tensors where the modules look for their parameters; those of frozen ones leave the graph."""
+        for unit, tensors, resharded in zip(self.units, views, self._resharded, strict=True):
             for place in unit.members.places:
-                put(place.module, place.attribute, tensors[place.tensor])
+                one, trains = tensors[place.tensor], resharded[place.tensor].trains
+                put(place.module, place.attribute, one if trains or not one.requires_grad else one.detach())
 
     def hide(self) -> None:
         """Put a `ReshardedParameter` where the modules look for each parameter."""
@@ -202,7 +211,8 @@ class WatchedModule:
         call = ForwardCall(self, model.running[-1] if model.running else None)
         views = [unit.views(call.on_gradients) for unit in self.units]
         model.order.note_graph(self.units, views)
-        running = Running(call, views, [sum(one._version for one in tensors) for tensors in views])
+        versions = [sum(one._version for one in tensors) for tensors in views]
+        running = Running(call, views, versions, torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._calls.append(running)
         model.running.append(running)
         self.show(views)
@@ -268,8 +278,10 @@ class WatchedModule:
             hooked = [one for one in made if one.requires_grad and not one.is_leaf]
             for one in hooked:
                 one.register_hook(lambda _: running.call.begin_backward(running.views))
-            is_trained = any(one.shard.requires_grad for one in self.units)
-            self.stays |= is_hidden or (is_trained and not hooked)  # it may be kept elsewhere: in an attribute
+            nodes = [one.grad_fn._sequence_nr() for one in hooked if one.grad_fn is not None]
+            end = 1 + max([running.first - 1, *nodes])
+            # It computed on, after its output: that may be kept elsewhere, in an attribute.
+            self.stays |= is_hidden or end < torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def put(module: nn.Module, attribute: str, value: Any) -> None:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from distlab.blocks.modules.moved import NotHere
 from distlab.comm.together import place_in
 from distlab.sharding.by_element import what_it_needs
-from distlab.sharding.part import WHOLE, FlatShard, Part, plain
+from distlab.sharding.part import WHOLE, FlatShard, plain
 
 Optimizer = torch.optim.Optimizer
 
@@ -40,9 +41,8 @@ def step_on_pieces() -> None:
         shards = [one for group in optimizer.param_groups for one in group["params"] if isinstance(one, FlatShard)]
         if not shards:
             return
-        why = next((one.grad.why for one in shards if isinstance(one.grad, Part) and one.grad.why), "")
-        if why:
-            raise RuntimeError(f"rank {place_in(None)[0]}: {why}")
+        for mark in (one.grad for one in shards if isinstance(one.grad, NotHere)):
+            raise RuntimeError(f"rank {place_in(None)[0]}: {mark.why('step')}")
         if optimizer not in checked:
             _check(optimizer, shards)
             checked.add(optimizer)

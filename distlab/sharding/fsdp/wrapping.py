@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from distlab.blocks.flat import alignment
 from distlab.blocks.modules.blocks import Choice, find_blocks, is_called
 
 ROOT = ""
@@ -106,7 +107,7 @@ def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[
                 owners.setdefault(parameter, []).append(owner)
                 uses.setdefault(parameter, []).append((one, attribute, f"{path}.{attribute}" if path else attribute))
     found = {(unit, frozen): UnitMembers() for unit in (ROOT, *units) for frozen in (False, True)}
-    for parameter, users in owners.items():
+    for parameter, users in sorted(owners.items(), key=lambda pair: -alignment(pair[0])):
         owner = users[0] if len(set(users)) == 1 else ROOT
         if owner == ROOT and ROOT not in users and not automatic:
             paths = " and ".join(path for _, _, path in uses[parameter])

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradients.flat_gradients import refuse_second
-from distlab.blocks.gradients.gradient_status import find_faults
+from distlab.blocks.gradients.gradient_status import TOUCHED, find_faults
 from distlab.blocks.modules.moved import NotCopied
 from distlab.blocks.modules.named_parts import SavedShard, apart, per_element, whole_shard
 from distlab.blocks.replicate import Registered, agree_on_build
@@ -90,8 +90,9 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         optimizer.zero_grad()
 
     The group's first rank gives its parameters and buffers to all at construction. From then on parameters are views
-    of buckets. Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`).
-    Those of the module's parameters then have a shape and no values: torch's `clip_grad_norm_` is refused in words.
+    of buckets, which safetensors' save_model refuses: `distlab.checkpoint.write_safetensors` takes `state_dict()`.
+    Between `synchronize()` and `zero_grad()` mean gradients are those of the pieces (`named_pieces()`). Those of the
+    module's parameters have a shape and no values, from backward on: torch's `clip_grad_norm_` is refused in words.
 
     Gradients add up until `zero_grad()`. To accumulate micro-batches either call `synchronize()` after each backward,
     or run all but the last under `no_sync()`.
@@ -224,8 +225,9 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         Raises:
             NotFiniteError: a mean gradient is NaN or infinite (a RuntimeError; check_finite=True).
             RuntimeError: a parameter got no gradient on some rank (unused="error"), a sparse one, or a second one
-                before this call; its memory was replaced; or it was added, or frozen, when this was built. Every error
-                is raised on every rank; gradients then hold nothing of use: `zero_grad()` to go on.
+                before this call; gradients were replaced or forgotten before it; its memory was replaced; or it was
+                added since this was built, or was frozen then. Every error is raised on every rank; gradients then
+                hold nothing of use: `zero_grad()` to go on.
         """
         self._has_means = False
         self._scattering.finish_pass()
@@ -237,6 +239,7 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
             told = self._registered.complaints()
             if self._versions != [bucket.whole._version for bucket in self.buckets]:
                 told.append(CHANGED)
+            told += [TOUCHED] if any(bucket.is_touched for bucket in self.buckets) else []
             found = find_faults(
                 statuses, self._names, self.group, unused=self.unused, step=self.step_number, complaints=told
             )

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.flat import MOST_ALIGNED, alignment
 from distlab.blocks.gradients.flat_gradients import GradientSlots
-from distlab.blocks.gradients.gradient_status import MOVED, NOT_FINITE, SPARSE, UNUSED, USED
+from distlab.blocks.gradients.gradient_status import MOVED, NOT_FINITE, ON_THEIR_WAY, SPARSE, UNUSED, USED
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm.p2p import started
 from distlab.plan import FlatLayout
-from distlab.sharding.part import NO_MEANS, OwnPiece, absent, as_part, replaced
+from distlab.sharding.part import NO_MEANS, OwnPiece, Piece, as_part, nowhere, replaced
 from distlab.trace import SpanWriter
 
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
@@ -101,9 +102,11 @@ class ShardBucket(GradientSlots):
         self.index, self.group, self.keep, self.pool = index, group, keep, pool
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.equal = owners is None
-        if owners is not None:  # what one rank owns lies side by side
-            in_order = sorted(zip(owners, named, strict=True), key=lambda pair: pair[0])
-            owners, named = [owner for owner, _ in in_order], [one for _, one in in_order]
+        # What one rank owns lies side by side, and each tensor where a longer type may begin.
+        in_order = sorted(
+            zip(owners or [0] * len(named), named, strict=True), key=lambda pair: (pair[0], -alignment(pair[1][1]))
+        )
+        owners, named = owners and [owner for owner, _ in in_order], [one for _, one in in_order]
         self.names = tuple(name for name, _ in named)
         self._scatter: DirectScatter | None = None
         self._landing: Tensor | None = None
@@ -111,12 +114,14 @@ class ShardBucket(GradientSlots):
         super().__init__([parameter for _, parameter in named])
         shapes = tuple(tuple(parameter.shape) for parameter in self.parameters)
         self.layout = FlatLayout(self.names, shapes, self.num_ranks if self.equal else 1)
-        self.edges = self._edges(owners)
+        self.edges, offsets = self._cut(owners)
         self.bounds = self.edges[self.rank], self.edges[self.rank + 1]
         first = self.parameters[0]
         self.kind: Kind = (first.dtype, first.device)
-        self._places = list(zip(self.layout.offsets, self.layout.sizes, shapes, strict=True))
-        self.whole = torch.zeros(self.layout.padded_size, dtype=first.dtype, device=first.device)
+        self._places = list(zip(offsets, self.layout.sizes, shapes, strict=True))
+        ends = [*offsets[1:], self.edges[-1]]
+        self._gaps = [slice(at + size, end) for (at, size, _), end in zip(self._places, ends, strict=True)]
+        self.whole = torch.zeros(self.edges[-1], dtype=first.dtype, device=first.device)
         self._move_in()
         self.pieces = self._own_pieces()
         self._buffer = torch.zeros_like(self.whole) if keep else None
@@ -124,9 +129,9 @@ class ShardBucket(GradientSlots):
         self.shard = self._buffer[own] if self._buffer is not None else torch.zeros_like(self.whole[own])
         self.held = False
         self.has_gradient = [False] * len(named)
-        self._is_marked = [False] * len(named)  # with a mark (`absent`), since `hand_out`
+        self._is_marked = [False] * len(named)  # since `hand_out`
         self._carried: Tensor | None = None
-        self._absent = [absent(parameter, self.shard, NO_MEANS) for parameter in self.parameters]
+        self.marks = [nowhere(parameter, self.shard, NO_MEANS) for parameter in self.parameters]
         pool.reserve(("gradients", self.kind), self.whole.numel())
         pool.reserve(("arriving", self.kind), self.layout.shard_size * (self.num_ranks - 1) if self.equal else 0)
 
@@ -152,14 +157,15 @@ class ShardBucket(GradientSlots):
 
     def take_mark(self, slot: int) -> None:
         """Remove a parameter's mark; where `module.zero_grad()` has done so, forget what was summed."""
-        parameter = self.parameters[slot]
-        if self.lost_mark(slot):
+        if self.has_mark(slot):
+            self.parameters[slot].grad = None
+        elif self.comes[slot]:
+            self.was_touched = True
+        elif self.lost_mark(slot):
             self.forget_sums()
-        elif parameter.grad is self._absent[slot]:
-            parameter.grad = None
         elif self._is_marked[slot]:
             self._replace_sum(slot)
-        self._is_marked[slot] = False
+        self._is_marked[slot] = self.comes[slot] = False
 
     def _replace_sum(self, slot: int) -> None:
         """Forget one parameter's sum: a gradient that was set by hand stands for all that was summed before."""
@@ -190,7 +196,11 @@ class ShardBucket(GradientSlots):
             view.zero_()
         else:  # divided before it is summed, so that half precision cannot overflow
             torch.mul(gradient.detach(), 1 / self.num_ranks, out=view)
-        parameter.grad = None
+        self.comes[slot] = True
+        self._put_mark(slot, ON_THEIR_WAY)
+
+    def _put_mark(self, slot: int, reason: str) -> None:
+        self.marks[slot].reason, self.parameters[slot].grad = reason, self.marks[slot]
 
     def start(self, spans: SpanWriter | None) -> None:
         """Begin to sum the bucket over the ranks, and to draw that; do not wait."""
@@ -248,16 +258,19 @@ class ShardBucket(GradientSlots):
         ]
 
     def hand_out(self, used: Sequence[bool]) -> None:
-        """Set the pieces' gradients, None where no rank has one; the whole parameters get a mark (`absent`)."""
+        """Set the pieces' gradients, None where no rank has one; the whole parameters get a mark."""
         self.has_gradient = [before or now for before, now in zip(self.has_gradient, used, strict=True)]
-        for parameter, nothing, has_gradient in zip(self.parameters, self._absent, self.has_gradient, strict=True):
-            parameter.grad = nothing if has_gradient else None
+        for slot, parameter in enumerate(self.parameters):
+            parameter.grad = None
+            if self.has_gradient[slot]:
+                self._put_mark(slot, NO_MEANS)
         self._is_marked = list(self.has_gradient)
         self.mark_gradients(True)
 
     def mark_gradients(self, refusing: bool) -> None:
-        """Let the pieces' gradients refuse torch's tools, or be plain ones, for the optimizer's own step."""
+        """Let pieces tell of changes, and their gradients refuse torch's tools; or be plain ones, for the own step."""
         for piece in self.pieces:
+            piece.parameter.__class__ = Piece if refusing else nn.Parameter
             if self.has_gradient[piece.slot]:
                 gradient = self.gradient_of(piece)
                 piece.parameter.grad = as_part(gradient) if refusing else replaced(piece.parameter.grad, gradient)
@@ -279,7 +292,8 @@ class ShardBucket(GradientSlots):
         """Have a buffer for the gradients that are about to come."""
         if self._buffer is None:
             self._buffer = self.pool.take(("gradients", self.kind))
-            self._buffer[self.layout.num_elements : self.whole.numel()].zero_()  # padding travels too
+            for gap in self._gaps:
+                self._buffer[gap].zero_()  # padding travels too
         elif self.held:  # the own part of the buffer is about to be written, and holds what was summed before
             self._carried = self.shard.clone()
 
@@ -293,13 +307,17 @@ class ShardBucket(GradientSlots):
         parts = [(owner, flat[self.edges[owner] : self.edges[owner + 1]]) for owner in range(self.num_ranks)]
         return [(owner, part) for owner, part in parts if part.numel()]
 
-    def _edges(self, owners: Sequence[int] | None) -> list[int]:
+    def _cut(self, owners: Sequence[int] | None) -> tuple[list[int], list[int]]:
+        """Return where each rank's part begins, and the end; and where each tensor begins."""
         if owners is None:
-            return [shard * self.layout.shard_size for shard in range(self.num_ranks + 1)]
-        owned = [0] * self.num_ranks
-        for owner, size in zip(owners, self.layout.sizes, strict=True):
-            owned[owner] += size
-        return list(accumulate(owned, initial=0))
+            return [shard * self.layout.shard_size for shard in range(self.num_ranks + 1)], [*self.layout.offsets]
+        edges, offsets = [0], []
+        for rank in range(self.num_ranks):
+            sizes = [size for owner, size in zip(owners, self.layout.sizes, strict=True) if owner == rank]
+            *starts, end = accumulate(sizes, initial=edges[-1])
+            offsets += starts
+            edges.append(-(-end // MOST_ALIGNED) * MOST_ALIGNED)
+        return edges, offsets
 
     @torch.no_grad()
     def _move_in(self) -> None:
@@ -316,5 +334,5 @@ class ShardBucket(GradientSlots):
             start, stop = max(offset, low), min(offset + size, high)
             if start < stop:
                 values = self.whole[start:stop] if self.equal else self.whole[start:stop].view(shape)
-                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, nn.Parameter(values)))
+                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, Piece(values)))
         return found
