@@ -120,9 +120,12 @@ def shared():
     return model
 
 
-def hooked():
+def hooked(patched=False):
     model = Small()
-    model.up.register_forward_hook(lambda *_: None)
+    if patched:
+        model.up.forward = model.down.forward
+    else:
+        model.up.register_forward_hook(lambda *_: None)
     return model
 
 
@@ -174,6 +177,7 @@ def cases():
     yield "norm is a LayerNorm; style 'column' cuts an nn.Linear or", lambda: cut(Small(), BOTH | {"norm": "column"})
     yield "norm is a LayerNorm; style 'vocabulary' cuts an", lambda: cut(Small(), BOTH | {"norm": "vocabulary"})
     yield "up has hooks", lambda: cut(hooked())
+    yield "or a forward of its own, which a cut layer would lose", lambda: cut(hooked(patched=True))
     yield "up (column) has 5 output features, which 2 ranks do not divide", lambda: cut(Small(5))
     yield "down (Linear) fails in the cut model and not in the whole", lambda: cut(Small(), {"up": "column"})
     yield "RowParallelLinear got [2, 4]; expected 2 features in the", lambda: cut(Small(), {"down": "row"})
