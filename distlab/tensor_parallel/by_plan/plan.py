@@ -123,8 +123,8 @@ def _check_layer(name: str, module: nn.Module, style: str, num_ranks: int) -> No
     is_changed = hasattr(module, "parametrizations") or "forward" in vars(module)
     if module._forward_hooks or module._forward_pre_hooks or is_changed:
         raise ValueError(
-            f"{name} has hooks, parametrizations (weight_norm, spectral_norm) or a forward of its own, which a cut layer "
-            "would lose; remove them, or leave it out of the plan"
+            f"{name} has hooks, parametrizations (weight_norm, spectral_norm) or a forward of its own, which a cut "
+            "layer would lose; remove them, or leave it out of the plan"
         )
     size = linear_sizes(module)[style != "row"]
     if style in ("column", "row") and size % num_ranks:
