@@ -120,10 +120,11 @@ def _check_layer(name: str, module: nn.Module, style: str, num_ranks: int) -> No
             f"{'an nn.Embedding, ' if style == 'vocabulary' else ''}an nn.Linear or a Conv1D. Leave it out of the "
             "plan (it stays whole), or write it with such layers"
         )
-    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+    is_changed = hasattr(module, "parametrizations") or "forward" in vars(module)
+    if module._forward_hooks or module._forward_pre_hooks or is_changed:
         raise ValueError(
-            f"{name} has hooks or parametrizations (weight_norm, spectral_norm), which a cut layer would lose; "
-            "remove them, or leave it out of the plan"
+            f"{name} has hooks, parametrizations (weight_norm, spectral_norm) or a forward of its own, which a cut "
+            "layer would lose; remove them, or leave it out of the plan"
         )
     size = linear_sizes(module)[style != "row"]
     if style in ("column", "row") and size % num_ranks:
