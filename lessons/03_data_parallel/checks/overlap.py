@@ -103,7 +103,7 @@ def _use(fn: Callable[[list[FlatBucket]], Callable[[], Any]], rank: int, n: int)
         except RuntimeError as error:
             words = f"step {number + 1}, starts {[bucket.starts for bucket in buckets]}, hooks {hooks}"
             raise RuntimeError(f"{error}; {words}") from error
-        if n > 1 or any(bucket.starts for bucket in buckets):  # one rank need send nothing
+        if n > 1:  # one rank need send nothing
             seen |= {f"{name}: gradients there when bucket {at} starts": b.starts[:] for at, b in enumerate(buckets)}
         seen |= {f"{name}: gradient of layer {key}": gradient_of(one) for key, one in layers.named_parameters()}
         backward_ns = min(begun_ns.values()), end_ns
@@ -307,7 +307,7 @@ WRONG_OVERLAP = (
         "a bucket leaves before all its gradients are there; count each of them, in a hook that runs when it is "
         "written "
         "(register_post_accumulate_grad_hook, not register_hook)",
-        1,
+        2,
     ).edit("register_post_accumulate_grad_hook", "register_hook"),
     Mutant(
         "forgets to finish", "unfinished", "the means never come into the gradients; start and finish() each bucket", 2

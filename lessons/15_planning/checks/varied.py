@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from distlab_lesson_15.checks.capstone import BUDGETS, faults_of
+from distlab_lesson_15.checks.capstone import Budget, faults_of
 
+from distlab.course.grading.exercise import Refused
 from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Mutant
 from distlab.plan import Cluster, Device, Link, Plan, Protocol, Sharding
@@ -92,15 +93,18 @@ def _draw_cheapest(draw: Draw) -> tuple[Any, ...]:
 
 
 def _draw_capstone(draw: Draw) -> tuple[Any, ...]:
-    return draw.number(70_000, 100_000), draw.one_of(20.0, 9.0, 4.5, 2.5) + draw.number(0.0, 1.0)
+    days = draw.one_of(15.0, draw.one_of(9.0, 4.5, 2.5))  # 64 GPUs take 15.94
+    return draw.number(70_000, 100_000), days + draw.number(0.0, 0.9)
 
 
-def _use_capstone(fn: Callable[..., Any], dollars: float, days: float) -> list[str]:
+def _use_capstone(fn: Callable[..., Any], dollars: float, days: float) -> None:
     """Say what is wrong with the plan: right answers differ in what costs nothing."""
-    return [fault.code for fault in faults_of(BUDGETS[0]._replace(dollars=dollars, days=days), fn(dollars, days))]
+    budget = Budget(f"{dollars:,.0f} dollars and {days:.2f} days", dollars, days)
+    for fault in faults_of(budget, fn(dollars, days)):
+        raise Refused(fault.code, fault.message)
 
 
-vary_capstone = Vary(_draw_capstone, use=_use_capstone, num_calls=2)  # a call simulates
+vary_capstone = Vary(_draw_capstone, use=_use_capstone, num_calls=3)  # a call simulates
 vary_fits = Vary(_draw_fits, num_calls=16)
 vary_step = Vary(_draw_step, num_calls=16)
 vary_choose = Vary(_draw_choice, use=_use_choice)
