@@ -17,7 +17,7 @@ EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 BY_FILE := --maxprocesses 8 --dist loadfile --max-worker-restart 0
 SIDE_BY_SIDE := --numprocesses $(shell expr 2 \* $(CORES)) $(BY_FILE)
-BESIDE := build/beside.txt
+BESIDE := build/beside
 # Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
 BY_NAME := --no-loadscope-reorder
 SLOWEST := --durations 10 --durations-min 1
@@ -65,10 +65,10 @@ test-files: setup
 
 test-screens: setup
 	@mkdir -p $(dir $(BESIDE))
-	@echo "Browsers and notebooks run beside the tests; what they say stands in $(BESIDE), and here at their end."
-	@failed=0; { $(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST) -m "not soak" || failed=1; \
-		$(BIN)/python -m pytest --numprocesses $(CORES) $(BY_FILE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS) || failed=1; \
-	} >$(BESIDE) 2>&1; cat $(BESIDE); exit $$failed
+	@echo "Browsers and notebooks run beside the tests; what they say stands in $(BESIDE)_*, and here at their end."
+	@$(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST) -m "not soak" >$(BESIDE)_browser.txt 2>&1 & browser=$$!; \
+	$(BIN)/python -m pytest --numprocesses $(CORES) $(BY_FILE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS) \
+		>$(BESIDE)_cells.txt 2>&1; cells=$$?; wait $$browser; browser=$$?; cat $(BESIDE)_*.txt; exit $$((browser + cells))
 
 # The tests of what is built on groups, over gloo's sockets: also those of scripts in other processes.
 GROUPS := collectives comm data_parallel sharding tensor_parallel context_parallel expert_parallel pipeline hybrid checkpoint

@@ -78,7 +78,6 @@ from simulator.runs.failures import (
     RATES as RATES,
     Failures as Failures,
     Goodput as Goodput,
-    best_by_trial as best_by_trial,
     best_s as best_s,
     checkpoint_bytes as checkpoint_bytes,
     daly_s as daly_s,

@@ -33,7 +33,7 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
@@ -118,6 +118,20 @@ class PlanFile:
                 return self.workload.workload(), machine
             except OSError as error:
                 raise ValueError(f"config {error.filename}: {error.strerror}") from None
+
+    def changed(self, plan: Plan, samples: int) -> PlanFile:
+        """Return this with a different plan and so many samples in a micro-batch."""
+        cluster = replace(self.cluster, num_devices=self.cluster.num_devices and plan.world_size)
+        return replace(self, workload=self.workload.with_microbatch(samples), cluster=cluster, plan=plan)
+
+    def difference(self, other: PlanFile) -> str:
+        """Say what to write in this file to make it the other."""
+        found = []
+        for table in ("workload", "cluster", "plan"):
+            old, new = getattr(self, table), getattr(other, table)
+            keys = [each.name for each in fields(new) if getattr(old, each.name) != getattr(new, each.name)]
+            found += [f"{key} = {_toml(getattr(new, key))} in [{table}]" for key in keys]
+        return " and ".join(found)
 
     def text(self) -> str:
         """Return the file: what differs from defaults, and reads back as this."""

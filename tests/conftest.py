@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import psutil
 import pytest
+from hypothesis import settings
 
 from distlab.comm.command import put_on_path
 from distlab.comm.launch import fork_client
@@ -51,9 +52,10 @@ TECHNIQUES = (
 )
 # A run that a shell put in the background ignores interrupts, and all that it starts would too: tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.modules.setdefault(
-    "rfc3987_syntax", None
-)  # nbformat's checker of addresses: no test has any, and it loads for 1.2 s
+sys.modules.setdefault("rfc3987_syntax", None)  # nbformat's checker of addresses loads for 1.2 s: no test has any
+# Property tests repeat the same examples each run, and are not timed: the machine is shared.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeatable")
 put_on_path()  # messages write commands as they are where the lessons are read
 
 
@@ -91,14 +93,12 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
         gc.freeze()
 
 
-COLLECTED = pytest.StashKey[list[str]]()
 LONGEST = ("test_mutants.py", "test_zoo.py")  # a worker has one file at a time: begun last, these would run on alone
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `soak_where` names, begin with the longest."""
-    config.stash[COLLECTED] = [item.nodeid for item in items]
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if item.get_closest_marker("on_ranks"):
@@ -107,12 +107,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             given = item.callspec.params  # type: ignore[attr-defined]
             if all(given[name] in values for name, values in mark.kwargs.items()):
                 item.add_marker(pytest.mark.soak)
-
-
-@pytest.fixture
-def collected(request: pytest.FixtureRequest) -> list[str]:
-    """Name every test that was collected, also those that -m left out."""
-    return request.config.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ nor are the options of tests/architecture/options_allowed.toml, each of which sa
 """
 
 import ast
+import math
 import subprocess
 import tomllib
 from collections import defaultdict
@@ -20,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = ROOT / "tests" / "architecture" / "options_allowed.toml"
 COUNTED = ("distlab/", "simulator/")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Given = tuple[list[ast.expr], list[ast.keyword]]
 
 
 class Option(NamedTuple):
@@ -38,9 +38,18 @@ class Option(NamedTuple):
         return f"{self.file} {self.function}({self.name})"
 
 
+class Given:
+    """What all calls of one name give together: keywords (None for `**options`), and how many arguments at most."""
+
+    def __init__(self) -> None:
+        self.keywords: set[str | None] = set()
+        self.places = 0.0
+
+
 def trees() -> dict[str, ast.Module]:
-    """Return the syntax trees of all tracked files of Python."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """Return the syntax trees of all tracked files of Python but those of tests."""
+    command = ["git", "ls-files", "*.py", ":!tests"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {name: ast.parse((ROOT / name).read_text()) for name in listed.split() if (ROOT / name).is_file()}
 
 
@@ -68,32 +77,32 @@ def _options_of(node: Function, file: str, name: str, *, is_method: bool) -> Ite
             yield Option(file, node.lineno, name, option, place)
 
 
-def calls_in(files: dict[str, ast.Module]) -> dict[str, list[Given]]:
+def calls_in(files: dict[str, ast.Module]) -> dict[str, Given]:
     """Return what is given to each name that is called, or handed on with arguments after it, as to `partial`."""
-    calls: dict[str, list[Given]] = defaultdict(list)
+    calls: dict[str, Given] = defaultdict(Given)
     for node in (node for tree in files.values() for node in ast.walk(tree) if isinstance(node, ast.Call)):
         handed = [(called, node.args[place + 1 :]) for place, called in enumerate(node.args)]
-        for called, given in [(node.func, node.args), *handed]:
+        for called, arguments in [(node.func, node.args), *handed]:
             if isinstance(called, ast.Name | ast.Attribute):
-                calls[called.id if isinstance(called, ast.Name) else called.attr].append((given, node.keywords))
+                given = calls[called.id if isinstance(called, ast.Name) else called.attr]
+                given.keywords.update(keyword.arg for keyword in node.keywords)
+                is_starred = any(isinstance(argument, ast.Starred) for argument in arguments)
+                given.places = max(given.places, math.inf if is_starred else len(arguments))
     return calls
 
 
 def is_passed(option: Option, given: Given) -> bool:
-    """Say whether a call's arguments hold the option."""
-    arguments, keywords = given
-    if any(keyword.arg in (option.name, None) for keyword in keywords):
-        return True
-    starred = any(isinstance(argument, ast.Starred) for argument in arguments)
-    return option.place is not None and (starred or len(arguments) > option.place)
+    """Say whether the calls of a name give the option."""
+    is_placed = option.place is not None and given.places > option.place
+    return is_placed or not given.keywords.isdisjoint((option.name, None))
 
 
 def never_passed() -> list[Option]:
     """Return the options that no call outside tests passes, also those that are allowed."""
     files = trees()
-    calls = calls_in({name: tree for name, tree in files.items() if not name.startswith("tests/")})
+    calls = calls_in(files)
     options = [one for name, tree in files.items() if name.startswith(COUNTED) for one in options_in(tree, name)]
-    return [one for one in options if not any(is_passed(one, given) for given in calls[one.function])]
+    return [one for one in options if not is_passed(one, calls[one.function])]
 
 
 def allowed() -> dict[str, str]:

@@ -17,8 +17,8 @@ from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.comm import agree
 
 
-def parameter_facts(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Return what must be equal on all ranks of a model's parameters, apart from their values."""
+def parameter_facts(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return what must be equal on all ranks of a model's parameters, or buffers, apart from their values."""
     return [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
 
 

@@ -49,8 +49,9 @@ def write_safetensors(directory: str | Path, state: Mapping[str, Tensor]) -> Pat
             else:
                 aliases[name] = first
         data = library.save(tensors, metadata={"format": "pt", **aliases})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"safetensors refuses the state ({type(error).__name__}: {error}); convert it") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"safetensors refuses the state ({what}); convert it") from None
     try:
         files.write_bytes(directory, f".saving-{MODEL}", data)
         (directory / f".saving-{MODEL}").rename(directory / MODEL)
@@ -66,8 +67,8 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     Error: exact.
 
     Raises:
-        ValueError: something is missing or damaged; the text names it. The format has no checksums, so a flipped bit in
-            a number is not seen.
+        ValueError: something is missing, damaged, or of a kind that torch has not (F6); the text names it. The format
+            has no checksums, so a flipped bit in a number is not seen.
     """
     import safetensors
 
@@ -79,5 +80,6 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path} is not an intact safetensors file ({type(error).__name__}: {error})") from None
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is damaged, or has numbers of a kind that torch has not ({what})") from None
     return state | {other: state[name] for other, name in names.items() if name in state and other not in state}

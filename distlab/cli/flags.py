@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from dataclasses import fields
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
@@ -165,16 +166,15 @@ def _tables(arguments: argparse.Namespace) -> dict[str, Any]:
     return tables
 
 
-def changed_flags(before: Plan, after: Plan) -> list[str]:
-    """Return the flags that make one plan of a different one."""
+def changed_flags(after: PlanFile, before: PlanFile | None = None) -> str:
+    """Return the flags that make what the flags say a different plan; None: what no flag says."""
 
     def value(record: Any, path: str) -> Any:
-        for name in path.split(".")[1:]:
-            record = getattr(record, name, None)
-        return record
+        return reduce(lambda part, name: getattr(part, name, None), path.split("."), record)
 
-    pairs = [(flag, value(before, path), value(after, path)) for path, flag in _flags().items()]
-    return [f"{flag.name} {new}" for flag, old, new in pairs if new != old]
+    before = before or tables_said(argparse.Namespace())
+    changed = [(flag, new) for path, flag in _flags().items() if (new := value(after, path)) != value(before, path)]
+    return " ".join(flag.name if new is True else f"{flag.name} {shlex.quote(str(new))}" for flag, new in changed)
 
 
 def cluster_of(said: ClusterDescription, num_ranks: int) -> Cluster:

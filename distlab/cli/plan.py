@@ -8,15 +8,17 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number
-from distlab.cli.flags import add_flags, cluster_of, tables_said
-from distlab.cli.simulate import check_size
+from distlab.cli.flags import add_flags, changed_flags, cluster_of, tables_said
+from distlab.cli.simulate import check_size, counted
 from distlab.course.flags import number
 
 if TYPE_CHECKING:
+    from distlab.plan import Plan
     from simulator import Bill, Curve, PlanFile, Question, Run, Search
 
 DRAWN = 2_000_000  # failures, over all drawn runs
@@ -100,12 +102,11 @@ def plan(arguments: argparse.Namespace) -> int:
             print("interrupted: better plans may be left", file=sys.stderr)
             break
     if not found:
-        raise ValueError(_why_none(one, too_long))
+        raise ValueError(_why_none(arguments, one, too_long))
 
-    def weight(pair: tuple[Search, Bill]) -> float:
-        return pair[1].price if arguments.wish == "cheapest" else pair[1].days
-
-    ranked = sorted(((one, bill) for one, bills in found for bill in bills), key=weight)[: arguments.top]
+    weight = attrgetter("price" if arguments.wish == "cheapest" else "days")
+    pairs = [(one, bill) for one, bills in found for bill in bills]
+    ranked = sorted(pairs, key=lambda pair: weight(pair[1]))[: arguments.top]
     bests = [bills[0] for _, bills in found]
     _save(arguments, *ranked[0], bests)
     said = _facts(ranked[0][0], [bill for _, bill in ranked], bests, has_tokens=arguments.tokens is not None)
@@ -113,16 +114,33 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _why_none(last: Search, too_long: list[float]) -> str:
+def _why_none(arguments: argparse.Namespace, last: Search, too_long: list[float]) -> str:
+    from simulator import words_of
+    from simulator.memory.advice import NOTHING, find_change
     from simulator.units import format_bytes
 
     if too_long:
         return f"no plan ends in time: the shortest takes {min(too_long):.3g} days; use more devices or more --days"
     if not last.is_complete:
         return "no plan that fits had been found when the search was interrupted; let it run longer"
-    least, free = last.least_bytes, last.found.question.device.memory_bytes
-    holds = f"on {last.found.question.cluster.num_devices} devices each holds at least {format_bytes(least)}"
-    return f"no plan fits: {holds} and has {format_bytes(free)} for it; use more devices, or devices with more memory"
+    question, row = last.found.question, last.leanest
+    plan, workload, flat = last.found.plan(row), last.found.workload(row), question.cluster.software.flat_buffers
+    said = _file(arguments, question, plan, workload.samples)
+    change = find_change(workload, plan, question.device, flat_buffers=flat, run=counted(said, None))
+    least, free = format_bytes(last.needs(row)), format_bytes(question.device.memory_bytes)
+    why = f"no plan fits: on {plan.world_size} devices the leanest ({words_of(plan, workload.samples)}) needs {least}"
+    if change is None:
+        return f"{why} and has {free} for it; {NOTHING}"
+    less = change.why if change.plan.sharding.offload == "none" else "plan does not search offload, and with it "
+    flags = changed_flags(said.changed(change.plan, workload.samples // change.split))
+    return f"{why} and has {free} for it; {less}`distlab simulate {flags}` needs {change.holds}"
+
+
+def _file(arguments: argparse.Namespace, question: Question, plan: Plan, samples: int) -> PlanFile:
+    from simulator import ClusterDescription, PlanFile
+
+    machine = ClusterDescription(question.cluster.name, plan.world_size, arguments.stack)
+    return PlanFile(question.model.with_microbatch(samples), machine, plan)
 
 
 def _questions(arguments: argparse.Namespace) -> list[Question]:
@@ -156,15 +174,12 @@ def _tell(name: str) -> Callable[[int, int, float], None] | None:
 
 def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bill]) -> None:
     """Write the best plan as a file, and draw the cost curve, each where a file is named."""
-    from simulator import ClusterDescription, PlanFile, curve
+    from simulator import curve
     from simulator.viz import draw_cost_curve
 
     if arguments.save:
-        question, step = own.found.question, best.step
-        model = question.model.with_microbatch(step.workload.samples)
-        machine = ClusterDescription(step.cluster.name, step.cluster.num_devices, arguments.stack)
-        file = PlanFile(model, machine, step.plan, run=best.run if arguments.tokens else None)
-        arguments.save.write_text(file.text(), encoding="utf-8")
+        file = _file(arguments, own.found.question, best.step.plan, best.step.workload.samples)
+        arguments.save.write_text(replace(file, run=best.run if arguments.tokens else None).text(), encoding="utf-8")
     if arguments.curve:
         draw_cost_curve(curve(bests)).figure.savefig(arguments.curve, dpi=150)
 

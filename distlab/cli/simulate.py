@@ -14,7 +14,8 @@ from distlab.cli.flags import add_description, changed_flags, cluster_of, preset
 from distlab.plan import SCHEDULES, Cluster, Plan, Workload
 
 if TYPE_CHECKING:
-    from simulator import Memory, Step
+    from simulator import Memory, PlanFile, Step
+    from simulator.memory.advice import Run
 
 SHOWN = 8
 MOST_RANKS = 1_000_000
@@ -32,9 +33,8 @@ def check_size(plan: Plan) -> None:
         raise ValueError(f"the plan has {plan.world_size:,} ranks; simulate takes at most {MOST_RANKS:,}")
     passes = plan.pipeline * plan.stages_per_rank * plan.num_microbatches
     if passes > MOST_PASSES:
-        raise ValueError(
-            f"the plan runs {passes:,} passes (stages x micro-batches); simulate takes at most {MOST_PASSES:,}"
-        )
+        runs = f"the plan runs {passes:,} passes (stages x micro-batches)"
+        raise ValueError(f"{runs}; simulate takes at most {MOST_PASSES:,}")
     if passes > MANY_PASSES:
         print(f"simulating {passes:,} passes; this takes up to a minute", file=sys.stderr, flush=True)
 
@@ -60,11 +60,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     said = said_by(arguments)
     plan = said.plan
     with told_of(arguments.file):
-        check_size(plan)
-        if arguments.file is None:
-            cluster, workload = cluster_of(said.cluster, plan.world_size), said.workload.workload()
-        else:
-            workload, cluster = said.made()
+        workload, cluster = _made(said, arguments.file)
     for name in ("timeline", "memory", "trace"):
         check_output(f"--{name}", getattr(arguments, name), picture=name != "trace")
     why_no_time = why_not_timed(plan)
@@ -76,7 +72,8 @@ def simulate(arguments: argparse.Namespace) -> int:
     _save(arguments, step, memory, cluster)
     found: dict[str, Any] = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
     found |= {"parameters": workload.num_parameters} | (_facts(step) if step else {})
-    found |= _memory_facts(workload, plan, cluster, memory)
+    found |= _memory_facts(cluster, memory)
+    found["why_not"] = "" if found["fits"] else _why_not(said, workload, cluster, arguments.file)
     found["notes"] = _notes(workload, plan, found)
     if arguments.json:
         print(json.dumps(found, indent=2))
@@ -114,31 +111,52 @@ def _facts(step: Step) -> dict[str, object]:
     }
 
 
-def _memory_facts(workload: Workload, plan: Plan, cluster: Cluster, memory: Memory) -> dict[str, Any]:
-    """Return what fills the fullest rank as JSON-ready values, and what to change where it does not fit."""
-    from simulator import DoesNotFitError, check_fit
-    from simulator.memory.memory import KINDS
-    from simulator.units import format_bytes
+def _made(said: PlanFile, file: str | None) -> tuple[Workload, Cluster]:
+    """Return the model and the cluster; what a flag names may be a calibration."""
+    check_size(said.plan)
+    return said.made() if file else (said.workload.workload(), cluster_of(said.cluster, said.plan.world_size))
 
-    device, why = cluster.device, ""
-    try:
-        check_fit(workload, plan, device, flat_buffers=cluster.software.flat_buffers, memory=memory)
-    except DoesNotFitError as error:
-        why = str(error)
-        if error.change is not None:
-            change = changed_flags(plan, error.change.plan)  # a micro-batch that is cut makes more of fewer samples
-            change += [f"--microbatch {workload.samples // error.change.split}"] if error.change.split > 1 else []
-            needs = format_bytes(error.change.max_bytes)
-            why = f"{error.args[0]}; add {' '.join(change)}, and it needs {needs}"
-    kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
+
+def _memory_facts(cluster: Cluster, memory: Memory) -> dict[str, Any]:
+    """Return what fills the fullest rank as JSON-ready values."""
+    from simulator.memory.memory import KINDS
+
     return {
         "max_memory_bytes": memory.max_bytes,
-        "device_memory_bytes": device.memory_bytes,
-        "memory_bytes_by_kind": dict(zip(KINDS, kinds, strict=True)),
+        "device_memory_bytes": cluster.device.memory_bytes,
+        "memory_bytes_by_kind": dict(zip(KINDS, memory.at_peak_bytes[memory.fullest_stage].tolist(), strict=True)),
         "host_memory_bytes": memory.host_bytes,
-        "fits": memory.fits(device),
-        "why_not": why,
+        "fits": memory.fits(cluster.device),
     }
+
+
+def counted(said: PlanFile, file: str | None) -> Run:
+    """Return what counts a changed plan as this command does: by its step, where the plan has one."""
+    from simulator import memory_of, simulate, why_not_timed
+
+    def run(workload: Workload, plan: Plan) -> Memory:
+        workload, cluster = _made(said.changed(plan, workload.samples), file)
+        if why_not_timed(said.plan):
+            return memory_of(workload, plan, flat_buffers=cluster.software.flat_buffers)
+        return simulate(workload, cluster, plan, order=said.order).memory
+
+    return run
+
+
+def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | None) -> str:
+    """Return why a plan does not fit, and what makes it fit, in flags or in words of its file; "": it fits."""
+    from simulator import DoesNotFitError, check_fit
+
+    how: Any = {"flat_buffers": cluster.software.flat_buffers, "run": counted(said, file)}
+    try:
+        check_fit(workload, said.plan, cluster.device, **how)
+    except DoesNotFitError as error:
+        if (change := error.change) is None:
+            return str(error)
+        after = said.changed(change.plan, workload.samples // change.split)
+        words = f"add {changed_flags(after, said)}" if file is None else f"write {said.difference(after)}"
+        return f"{error.args[0]}; {change.why}{words}, and it needs {change.holds}"
+    return ""
 
 
 def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def tour(arguments: argparse.Namespace) -> int:
     result = RunResult(training, reports)
     overlay = overlay_of_run(result)
     said = _facts(result, one_process, records, overlay)
-    _say("3 of 3: draw the picture")
+    print("3 of 3: draw the picture", file=sys.stderr, flush=True)
     files = [str(file) for file in _write(arguments.output, said, overlay)]
     said |= {"files": files, "seconds": time.monotonic() - start}
     saved = f"Saved {' and '.join(files)} in {said['seconds']:.0f} s."
@@ -73,11 +74,6 @@ def prepare(arguments: argparse.Namespace) -> tuple[TrainingRun, bytes]:
     return TrainingRun(model, plan, batch_size, num_updates=NUM_UPDATES, device=arguments.device), data
 
 
-def _say(part: str) -> None:
-    """Say on standard error which part begins; a tour takes a minute or more."""
-    print(part, file=sys.stderr, flush=True)
-
-
 def run_training(
     num_ranks: int, training: TrainingRun, data: bytes, *, echo: bool
 ) -> tuple[RankReport, list[RankReport], Records]:
@@ -89,9 +85,10 @@ def run_training(
 
     backend = "cpu" if training.device == "cpu" else None
     alone = replace(training, plan=replace(training.plan, data=1), num_windows=0)
-    _say(f"1 of 3: load torch, and train {training.num_updates} updates in one process")
+    say = partial(print, file=sys.stderr, flush=True)  # a tour takes a minute or more
+    say(f"1 of 3: load torch, and train {training.num_updates} updates in one process")
     one_process = run(time_training, 1, args=(alone, data), timeout_s=600.0, backend=backend, echo=echo)[0]
-    _say(
+    say(
         f"2 of 3: train the same updates on {num_ranks} ranks, then measure this machine and time steps in turn "
         f"(about {training.budget_s:.0f} s)"
     )

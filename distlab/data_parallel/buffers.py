@@ -240,7 +240,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, group: ProcessGroup | None = None) -> nn.Module:
-    """Put a SyncBatchNorm in the place of every batch norm of torch, and return the module.
+    """Put a SyncBatchNorm in the place of every batch norm, and return the module.
 
     Parameters and buffers stay the same objects, so an optimizer or a `DataParallel` that was built before stays valid;
     a layer that is used in two places stays one. Hooks of the old layers are not taken over: register them afterwards.
@@ -248,7 +248,7 @@ def convert_sync_batchnorm(module: nn.Module, group: ProcessGroup | None = None)
     Cost: agreement (40 bytes).
 
     Raises:
-        ValueError: a lazy layer has no size yet, or ranks have different layers.
+        ValueError: a lazy layer has no size yet, a layer has a forward of its own, or ranks have different layers.
     """
     layers = {
         name: layer
@@ -258,6 +258,13 @@ def convert_sync_batchnorm(module: nn.Module, group: ProcessGroup | None = None)
     lazy = [name for name, layer in layers.items() if isinstance(layer, _LazyNormBase)]
     if lazy:
         raise ValueError(f"{', '.join(lazy)}: a lazy layer has no channels yet; run one batch through the model first")
+    torchs = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    own = [name for name, layer in layers.items() if type(layer).forward not in torchs or "forward" in vars(layer)]
+    if own:
+        raise ValueError(
+            f"{', '.join(own[:4]) or 'the module'} ({type(layers[own[0]]).__name__}) has a forward of its own, which "
+            "would be lost; write it as a torch.nn.BatchNorm and a module behind it, or convert the others one by one"
+        )
     new = {layer: SyncBatchNorm.of(layer, group) for layer in layers.values()}
     facts = {name: new[layer].facts() for name, layer in layers.items()}
     agree(facts, group, what="batch norms (features, eps, momentum, tracking, what is trained)")

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from distlab.measure.machine.fit import MIN_BLOCKS as MIN_BLOCKS, interleave as interleave
     from distlab.measure.machine.ranks import device_of as device_of, on_first_rank as on_first_rank
     from distlab.measure.machine.rates import (
-        Rates as Rates,
+        best_device as best_device,
         device_for as device_for,
-        measure_rates as measure_rates,
+        operator_host_s as operator_host_s,
         operators_of as operators_of,
     )
     from distlab.measure.machine.speed import (

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.pipeline.route import made, needed, other_end
 from distlab.plan import Action, Schedule
+from distlab.plan.schedules.validate import slots_of
 
 
 class StageError(RuntimeError):
@@ -82,7 +82,7 @@ def raise_together(
         return
     action, error = failure if failure is not None else (None, None)
     text = "" if action is None else f"{action} {type(error).__name__}: {error}"
-    slots = slots_of(schedule)
+    slots = {str(schedule.action(row)): slot for row, slot in enumerate(slots_of(schedule).tolist())}
     failed = []
     for rank, told in enumerate(gather_texts(text, group)):
         if told:
@@ -105,30 +105,3 @@ def _left() -> str:
 
 
 _WORDS = {"F": "forward", "B": "backward", "I": "the input's gradient", "W": "the weights' gradients"}
-
-
-def slots_of(schedule: Schedule) -> dict[str, int]:
-    """Return the slot in which each action would run if every action took one: causes come before consequences."""
-    waiting = [
-        [action for action in schedule.actions(rank) if action.kind in _WORDS] for rank in range(schedule.num_ranks)
-    ]
-    slots: dict[str, int] = {}
-    done: set[Action] = set()
-    slot = 0
-    while any(waiting):
-        ready = [actions[0] for actions in waiting if actions and _is_ready(actions[0], done, schedule.num_stages)]
-        assert ready, "a valid schedule has no deadlock"
-        for actions in waiting:
-            if actions and actions[0] in ready:
-                slots[str(actions.pop(0))] = slot
-        for action in ready:
-            sent = made(action, schedule.num_stages)
-            if sent is not None:
-                done.add(other_end(sent))
-        slot += 1
-    return slots
-
-
-def _is_ready(action: Action, done: set[Action], num_stages: int) -> bool:
-    receive = needed(action, num_stages)
-    return receive is None or receive in done

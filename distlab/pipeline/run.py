@@ -19,9 +19,8 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.pipeline.agreement.batch import Batch, cut_batch, join
 from distlab.pipeline.agreement.negotiate import check_schedule, check_sizes, negotiate, wrong_stages
-from distlab.pipeline.agreement.shapes import ValueLayout
+from distlab.pipeline.agreement.shapes import Batch, ValueLayout, cut_batch, join
 from distlab.pipeline.execute import Execution, Loss, mean_of
 from distlab.pipeline.faults import gather_numbers, raise_together, refuse_together
 from distlab.pipeline.model.tied import TiedGradients, TiedParameter
@@ -203,12 +202,7 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages, each once."""
-        seen: set[int] = set()
-        for stage in self._stages.values():
-            for parameter in stage.module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        yield from dict.fromkeys(one for stage in self._stages.values() for one in stage.module.parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this rank's stages."""

@@ -47,7 +47,6 @@ from distlab.plan.schedules.turns import (
     zb_h2 as zb_h2,
 )
 from distlab.plan.schedules.v_shaped import (
-    dualpipe as dualpipe,
     dualpipe_v as dualpipe_v,
     v_half as v_half,
     v_min as v_min,

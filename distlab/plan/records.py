@@ -11,7 +11,6 @@ from distlab.plan.schedules.families import SCHEDULES
 from distlab.plan.sharding import Precision, Sharding
 
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
-ONE_COPY_SCHEDULES = tuple(name for name, family in SCHEDULES.items() if family.placement != "copies")
 RECOMPUTES = ("none", "selective", "operators", "full")
 RECOMPUTE_METHODS = ("uniform", "block", "every")
 FLOAT8 = ("none", "products", "gathers")
@@ -30,7 +29,7 @@ class Plan:
         data: replicas of the model.
         pipeline: ranks that the model's stages are spread over.
         num_microbatches: micro-batches a replica runs in one step.
-        schedule: order in which a rank runs its micro-batches; one of ONE_COPY_SCHEDULES.
+        schedule: order in which a rank runs its micro-batches; one of SCHEDULES.
         stages_per_rank: stages of the pipeline on each of its ranks: 2 where they lie as a V, any number in a loop.
         gradient_sync: how replicas average gradients; one of GRADIENT_SYNCS.
         bucket_bytes: capacity of a gradient bucket.
@@ -80,7 +79,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_count("Plan", **{name: getattr(self, name) for name in COUNTS})
-        chosen("Plan: schedule", self.schedule, ONE_COPY_SCHEDULES)
+        chosen("Plan: schedule", self.schedule, SCHEDULES)
         SCHEDULES[self.schedule].stages_per_rank(self.stages_per_rank)  # refuses what the schedule has no form for
         chosen("Plan: gradient_sync", self.gradient_sync, GRADIENT_SYNCS)
         require(

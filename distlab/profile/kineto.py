@@ -2,7 +2,8 @@
 
 Sections come from annotations (`record_function("forward")`, "## backward ##"), and else from what torch marks by
 itself: the DataLoader, autograd's functions, `Optimizer.step`. Operators before a backward that no section holds are
-its forward.
+its forward: those of the program's thread, on which steps are marked, or, without marks, most operators run outside of
+autograd's functions. (With a GPU autograd has a thread of its own, which may run most of all.)
 
 On a CPU sections are the host's. It is blocked where none of its operators runs while a call is under way.
 
@@ -37,6 +38,7 @@ Ints = NDArray[np.int64]
 _SECTION = re.compile(r"\W*(data|forward|backward|sync|optimizer)\W*", re.IGNORECASE)
 _STEP = re.compile(r"ProfilerStep\W*(\d+)")
 _AUTOGRAD = "autograd::engine::evaluate_function"
+_CALL = re.compile(rf"nccl|\w+:_?({'|'.join(KINDS)})")  # "gloo:all_reduce", and so of any backend
 
 
 class KinetoEvent(NamedTuple):
@@ -51,8 +53,14 @@ class KinetoEvent(NamedTuple):
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a call of nccl or gloo that is under way."""
-        return self.category != "cpu_op" and self.name.startswith(("nccl", "gloo:"))
+        """Whether it is a call of a backend that is under way."""
+        return _CALL.match(self.name) is not None
+
+    @property
+    def is_autograd(self) -> bool:
+        """Whether it is a function of backward: torch tells in which thread its forward ran."""
+        forward = self.args.get("Fwd thread id", 0)
+        return self.name.startswith(_AUTOGRAD) or (isinstance(forward, int) and forward > 0)
 
 
 class Range(NamedTuple):
@@ -104,17 +112,29 @@ def read_rank(events: Sequence[KinetoEvent], rank: int, world_size: int) -> Trac
     events = sorted(events, key=lambda event: event.start_ns)
     host = [event for event in events if event.category not in ON_GPU and not event.category.startswith("gpu_")]
     kernels = [event for event in events if event.category in ON_GPU]
-    operators = [event for event in host if event.category == "cpu_op"]
-    threads = Counter(event.thread for event in operators if not event.name.startswith("autograd"))
-    program = [event for event in operators if threads and event.thread == threads.most_common(1)[0][0]]
+    operators = [event for event in host if event.category == "cpu_op" and not event.is_call]
+    main = _main_thread(host, operators)
+    program = [event for event in operators if event.thread == main]
     sections = _sections(host, operators, program)
     steps = _steps(host, sections)
     calls = [event for event in kernels or host if event.is_call]
     spans = _on_gpu(kernels, host, sections, steps) if kernels else _on_cpu(program, sections, steps, calls)
     spans += [_call(event, world_size) for event in calls]
     if not spans:
-        raise ValueError("no section, operator or call is in the trace; profile at least one training step")
+        raise ValueError("no section, kernel or call is in the trace; profile at least one training step")
     return Trace.from_spans(span._replace(rank=rank) for span in spans)
+
+
+def _main_thread(host: Sequence[KinetoEvent], operators: Sequence[KinetoEvent]) -> str:
+    """Return the program's thread, "" where nothing tells."""
+    marks = Counter(event.thread for event in host if _STEP.fullmatch(event.name))
+    own, until = Counter[str](), dict[str, int]()  # of each thread: operators, and the end of autograd's function
+    for event in operators:
+        if event.is_autograd:
+            until[event.thread] = max(event.end_ns, until.get(event.thread, 0))
+        elif event.start_ns >= until.get(event.thread, 0):
+            own[event.thread] += 1
+    return next((thread for found in (marks, own) for thread, _ in found.most_common(1)), "")
 
 
 def _call(event: KinetoEvent, world_size: int) -> Span:
@@ -166,7 +186,7 @@ def _backward(operators: Sequence[KinetoEvent], program: Sequence[KinetoEvent]) 
     own = np.array([event.start_ns for event in program], np.int64)
     found: list[Range] = []
     for event in operators:
-        if not event.name.startswith(_AUTOGRAD):
+        if not event.is_autograd:
             continue
         reached = found[-1].end_ns if found else event.start_ns
         if (

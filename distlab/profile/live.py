@@ -20,7 +20,7 @@ from distlab.comm.record.read import Call
 from distlab.comm.together import together
 from distlab.profile.profile import Profile
 from distlab.profile.sections import KIND_OF, STEP
-from distlab.trace import Trace, merge, rank_file, save_clocks, save_trace
+from distlab.trace import SpanWriter, Trace, merge, rank_file, save_clocks, save_trace
 
 Batch = TypeVar("Batch")
 
@@ -47,18 +47,19 @@ class Profiler:
 
     Args:
         device: where this rank computes.
-        skip: steps that warm up, which are not noted.
+        skip: steps that warm up, which are not noted; what `spans` held before is forgotten with them.
+        spans: where sections are marked; None: in spans of its own.
 
     Attributes:
-        spans: where sections are marked.
+        spans: what this rank marks.
 
     Cost: one span per section and step, and what recording costs per call; `benchmarks/profiling.py` measures both.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, skip: int = 1) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, skip: int = 1, spans: SpanWriter | None = None) -> None:
         self._device, self._skip = torch.device(device), skip
         self._rank = dist.get_rank()
-        self.spans = span_writer(self._rank, self._device)
+        self.spans = span_writer(self._rank, self._device) if spans is None else spans
         self._calls: list[Trace] = []
         self._recorder: Recorder | None = None
         self._on, self._count = False, itertools.count()

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from distlab.comm.agree import ranks_in_words
 from distlab.profile.sections import SECTIONS, STEP, SectionMoments, covers, moments_of, windows_of
 from distlab.trace import Trace
 
@@ -168,7 +169,21 @@ class Profile:
         Raises:
             ValueError: it has no spans, or ranks have no step in common.
         """
-        return cls(trace, windows_of(trace), notes)
+        made = cls(trace, windows_of(trace), notes)
+        if not made.unmarked:
+            return made
+        note = (
+            f"{ranks_in_words(made.unmarked)}: no section is marked and no kernel traced, so that nobody can tell what "
+        )
+        note += "makes steps slow; mark sections (distlab.profile.Profiler), or trace with torch.profiler"
+        return replace(made, notes=(note, *notes))
+
+    @cached_property
+    def unmarked(self) -> tuple[int, ...]:
+        """The ranks of which nothing says when they compute: their traces hold calls alone."""
+        trace = self.trace
+        working = trace.select(trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait"))
+        return tuple(rank for rank in self.ranks if rank not in working.ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -218,6 +233,11 @@ class Profile:
     def seconds(self) -> Floats:
         """Seconds by rank, step and section [R, S, 7]."""
         return np.stack([_sums(each, self.num_steps) for each in self.moments.values()])
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the trace says where a step begins or ends; else all of it counts as one."""
+        return bool(self.trace.is_word("kind", STEP, "optimizer").any())
 
     @property
     def num_steps(self) -> int:

@@ -21,8 +21,8 @@ SHOWN_RANKS = 16
 
 
 def find(profile: Profile) -> list[Finding]:
-    """Find what makes the steps slow, the most costly first."""
-    if not np.median(profile.step_s) > 0:
+    """Find what makes the steps slow, the most costly first; nothing where it is not known when ranks compute."""
+    if profile.unmarked or not np.median(profile.step_s) > 0:
         return []
     found = [finding for look in LOOKS for finding in look(profile)]
     return sorted(found, key=lambda finding: -finding.cost_s)
@@ -38,8 +38,9 @@ def report(profile: Profile, predicted: Profile | None = None) -> str:
     lines = [headline(profile), "", *_table(profile, predicted), ""]
     found = find(profile)
     lines += [str(finding) for finding in found]
-    if not found:
-        lines.append(f"Nothing was found that costs {FLOOR * 100:.0f} % of a step or more.")
+    if not found and not profile.unmarked:
+        whole = "a step" if profile.has_steps else "the whole trace"
+        lines.append(f"Nothing was found that costs {FLOOR * 100:.0f} % of {whole} or more.")
     lines += [f"Note: {note}" for note in profile.notes]
     return "\n".join(lines)
 
@@ -48,6 +49,8 @@ def headline(profile: Profile) -> str:
     """Return one sentence: how long a step is, of how many steps and ranks."""
     middle_s = float(np.median(profile.step_s))
     steps = "1 step" if profile.num_steps == 1 else f"the median of {profile.num_steps} steps"
+    if not profile.has_steps:
+        steps = "the whole trace, in which no step is marked"
     ranks = "1 rank" if len(profile.ranks) == 1 else f"{len(profile.ranks)} ranks"
     return f"A step takes {_ms(middle_s)} ms ({steps}, {ranks}). Milliseconds of a step, by section:"
 

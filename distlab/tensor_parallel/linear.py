@@ -17,7 +17,7 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from distlab.blocks.modules.split import Split, is_replaced
-from distlab.blocks.replicate import broadcast_each
+from distlab.blocks.replicate import broadcast_each, parameter_facts
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.functions import (
@@ -242,11 +242,6 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
-def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[object]]:
-    """Return what must be the same on all ranks before tensors are cut: names, shapes, dtypes and what is trained."""
-    return {name: [list(one.shape), str(one.dtype), one.requires_grad] for name, one in tensors}
-
-
 @torch.no_grad()
 def take_parts(
     module: nn.Module, full: nn.Module, *, group: ProcessGroup | None, splits: Mapping[str, Split] | None = None
@@ -257,7 +252,7 @@ def take_parts(
         ValueError: ranks disagree on the parameters.
     """
     num_ranks, rank = dist.get_world_size(group), group_rank(group)
-    facts = shapes_of(full.named_parameters())
+    facts = parameter_facts(full.named_parameters())
     agree_on(f"the layer that a {type(module).__name__} is cut from", group, parameters=facts)
     for name, parameter in list(full._parameters.items()):
         if parameter is None:
@@ -268,3 +263,17 @@ def take_parts(
         if splits and name in splits:
             values = splits[name].cut(values, num_ranks, rank)
         module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    if splits and num_ranks > 1:
+        module.register_state_dict_pre_hook(_refuse_to_save_a_part)
+
+
+def _refuse_to_save_a_part(layer: Any, prefix: str, keep_vars: bool) -> None:
+    """Let a cut layer give its state to those alone who ask for the parameters themselves, not for values to save."""
+    if not keep_vars:
+        num_parts = dist.get_world_size(layer.group)
+        raise ValueError(
+            f"rank {dist.get_rank()}: this rank holds one of {num_parts} parts of {prefix}weight, and state_dict() "
+            "would save it as the whole. Save what full_state_dict(model, group) of distlab.tensor_parallel returns, "
+            "called on all ranks; to a checkpoint pass a Hybrid, or of a pipeline a StageState. "
+            "state_dict(keep_vars=True) is the part"
+        )

@@ -6,7 +6,6 @@ one trace of all ranks).
 
 from distlab.trace.chrome import (
     load_folder as load_folder,
-    load_trace as load_trace,
     merge as merge,
     rank_file as rank_file,
     read_chrome as read_chrome,

@@ -194,21 +194,6 @@ def save_trace(trace: Trace, path: str | Path) -> Path:
     return path
 
 
-def load_trace(path: str | Path) -> Trace:
-    """Load what `save_trace` saved.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, or holds something else.
-    """
-    traces = read_chrome(path)
-    if len(traces) != 1:
-        raise ValueError(
-            f"{path} holds the traces {', '.join(traces) or 'of nobody'}; expected one, as save_trace saves it"
-        )
-    return next(iter(traces.values()))
-
-
 def merge(traces: Iterable[Trace], clock_offsets_ns: Sequence[int] | None = None) -> Trace:
     """Join traces into one on a common clock, sorted by start.
 
@@ -250,10 +235,13 @@ def load_folder(folder: str | Path) -> Trace:
             f"{folder} has no trace of rank {', '.join(map(str, missing))}, of {len(offsets)} ranks in {CLOCKS_FILE}; "
             "did these ranks end before they saved?"
         )
-    traces = [load_trace(path) for path in paths]
-    for rank, trace in enumerate(traces):
-        if set(trace.ranks) - {rank}:
-            raise ValueError(f"{paths[rank]} holds spans of ranks {trace.ranks}; expected rank {rank} only")
+    traces = list[Trace]()
+    for rank, path in enumerate(paths):
+        found = read_chrome(path)
+        if len(found) != 1 or {one for trace in found.values() for one in trace.ranks} - {rank}:
+            told = ", ".join(f"{name} of ranks {trace.ranks}" for name, trace in found.items()) or "nothing"
+            raise ValueError(f"{path} holds {told}; expected one trace, of rank {rank} only, as save_trace saves it")
+        traces += found.values()
     return merge(traces, offsets)
 
 

@@ -75,7 +75,6 @@ class SpanWriter:
         *,
         lane: str = "compute",
         num_bytes: int = 0,
-        microbatch: int = -1,
     ) -> None:
         """Note a span whose times are known already, or are moments of this writer's clock.
 
@@ -84,7 +83,7 @@ class SpanWriter:
         """
         if isinstance(start_ns, int) and isinstance(end_ns, int) and end_ns < start_ns:
             raise ValueError(f"rank {self.rank}: span {name!r} ends at {end_ns} ns, before its start at {start_ns} ns")
-        self._rows.append((self.rank, lane, name, kind, start_ns, end_ns, num_bytes, -1, microbatch))
+        self._rows.append((self.rank, lane, name, kind, start_ns, end_ns, num_bytes, -1, -1))
 
     def call(self) -> OpenCall:
         """Note that a call of torch.distributed starts now; `OpenCall.draw` makes it a span."""

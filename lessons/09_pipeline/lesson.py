@@ -518,6 +518,27 @@ losses, gaps = zip(*ranks.run(compare_with_one_process), strict=True)
 print(f"loss {losses[-1]:.4f}; gradients differ by at most {max(gaps):.0e} of the largest, the rounding of float32")
 
 # %% [markdown]
+# GPipe needs no list of actions. The library's `plain_step` is GPipe by hand on one screen: all micro-batches forward,
+# then all of them backward. Look for the four things that go wrong, and for the line that prevents each:
+
+# %%
+import inspect
+
+from distlab.pipeline.plain import plain_step
+
+print(inspect.getsource(plain_step).rpartition('"""\n')[2])
+
+
+# %%
+def on_one_screen():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    stage, between = split_gpt(new_gpt(), n)[rank], (CONFIG.context, CONFIG.hidden_size)
+    return plain_step(stage, CORPUS.batch(0, 16), loss_fn=GPT.loss, num_microbatches=8, between=between).item()
+
+
+print(f"loss {ranks.run(on_one_screen)[-1]:.4f} on one screen")
+
+# %% [markdown]
 # ### Measured over predicted
 #
 # Above, the prediction took the sleeps that we asked for. A real sleep is longer, messages take time, and autograd has

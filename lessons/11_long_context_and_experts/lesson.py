@@ -215,9 +215,21 @@ show(draw_context(4))
 # %% exercise="11.ring"
 
 # %% [markdown]
-# It is exact: not an approximation of attention, the same numbers in a different order. Next the library's version. It
-# differs in three ways. Keys travel *while* a block is computed. Halves of blocks that the mask hides are not
-# computed. And it has a backward pass, where the gradients of keys and values travel round behind them.
+# It is exact: not an approximation of attention, the same numbers in a different order. The library's
+# `plain_ring_attention` is the same on one screen. It can be trained too: `PassOn` hands a tensor to the next rank, and
+# in backward hands its gradient to the rank before.
+
+# %%
+import inspect
+
+from distlab.context_parallel import plain_ring_attention
+
+print(inspect.getsource(plain_ring_attention).rpartition('"""\n')[2])
+
+# %% [markdown]
+# Next the library's fast version. It differs in three ways. Keys travel *while* a block is computed. Halves of blocks
+# that the mask hides are not computed. And it keeps no block of scores: its own backward pass sends keys and values
+# round once more, with their gradients behind them.
 
 
 # %%
@@ -255,7 +267,8 @@ def spread(attention):
 
 # %%
 ranks, sent_mb = Ranks(4), {}
-for name, attention in (("ring", ring_attention), ("all-to-all", all_to_all_attention)):
+ATTENTIONS = {"ring": ring_attention, "all-to-all": all_to_all_attention, "plain ring": plain_ring_attention}
+for name, attention in ATTENTIONS.items():
     sent, gaps = zip(*ranks.run(spread, attention), strict=True)
     print(f"{name:10} sent {sent[0] / 1e6:.2f} MB a rank, {sent[0] / BLOCK:.2f} times the keys of the whole sequence")
     print(f"{'':10} output and gradients differ from one process by {max(gaps):.0e}")
@@ -267,7 +280,8 @@ show_bars(sent_mb, "MB", "Sent per rank, forward and backward", "four ranks, as 
 # %% [markdown]
 # Read the first number. With $K$ the bytes of the keys of the whole sequence, a rank's part is $K/n$. Forward sends
 # keys and values $n-1$ times: $2\frac{n-1}{n}K$. Backward sends them again, and their gradients: $4\frac{n-1}{n}K$.
-# Together $6\frac{n-1}{n}K = 4.5\,K$ for four ranks. The second line is explained below.
+# Together $6\frac{n-1}{n}K = 4.5\,K$ for four ranks. The all-to-all is explained below. The plain ring sends only
+# gradients in backward, $3\,K$ in all, and pays with memory: it keeps all $n$ blocks of scores.
 
 # %% [markdown]
 # ## When is the ring free?

@@ -389,6 +389,40 @@ show_bars(starts, "steps", "Of ten steps two were made twice", "steps that each 
 # %% [markdown]
 # Steps 6 and 7 were run twice, and the weights show no trace of that. Each depends on three things alone: on what the
 # checkpoint holds, on the step's number, and on the rank.
+#
+# The idea needs no more than a loop. The library's `plain_train` has it on one screen: take the newest checkpoint, make
+# the steps that are left, save now and then. The same kill, with the loop:
+
+# %%
+import inspect
+
+from distlab.elastic import plain_train
+
+print(inspect.getsource(plain_train).rpartition('"""\n')[2])
+
+
+# %%
+def train_plainly(folder, kills=()):
+    model, faults = GPT(CONFIG, torch.Generator().manual_seed(0)), Faults(kills, Path(folder) / "marks")
+    replicas, optimizer = DataParallel(model), torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def train_step(number):
+        faults.before_step(number, dist.get_rank(), 2)
+        seed_rank(number, dist.get_rank())  # dropout: of the step's number and of the rank
+        inputs, targets = CORPUS.batch(number, 12, rank=dist.get_rank(), world_size=2)
+        GPT.loss(model(inputs), targets).backward()
+        (replicas.synchronize(), optimizer.step(), optimizer.zero_grad())
+
+    parts = {"model": model, "optimizer": optimizer}
+    first = plain_train(train_step, 10, directory=folder, parts=parts, save_every=3)
+    return torch.cat([one.detach().flatten() for one in model.parameters()]), first
+
+
+# %%
+with tempfile.TemporaryDirectory() as name:
+    quiet, _ = run_elastic(train_plainly, 2, args=(f"{name}/quiet",))[0]
+    killed, first = run_elastic(train_plainly, 2, args=(f"{name}/killed", (Fault("kill", 7, 1),)), echo=False)[0]
+print(f"the second start began with step {first}; weights equal to the last bit:", torch.equal(quiet, killed))
 
 # %% [markdown]
 # ## One checkpoint of all ranks

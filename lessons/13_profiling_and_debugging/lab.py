@@ -95,6 +95,9 @@ def run(lab: Lab[Settings]) -> None:
     if hidden.kind == "skipped call":
         hang(lab, hidden)
     seen = train(lab, hidden)
+    steps, middle = lab.member.spans.trace(), int(seen.profile.step_s.argsort()[lab.settings.steps // 2])
+    steps = steps.select(steps.is_word("kind", "step"))
+    lab.mark_step(int(steps.start_ns[middle]), int(steps.end_ns[middle]))
     lab.report.say("\n\n".join(report(seen.profile).split("\n\n")[:2]))  # what was found in it would tell the fault
     look(lab, seen, hidden)
     lab.report.measured("step, median", statistics.median(seen.profile.step_s.tolist()), "s")
@@ -111,7 +114,7 @@ def train(lab: Lab[Settings], hidden: Hidden) -> Seen:
     rank, n, device = lab.member.rank, lab.member.world_size, lab.member.device
     model = GPT(CONFIG, torch.Generator().manual_seed(0)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    profiler, sums, loss = Profiler(device, skip=SKIPPED), [], torch.zeros(())
+    profiler, sums, loss = Profiler(device, skip=SKIPPED, spans=lab.member.spans), [], torch.zeros(())
     for number, (inputs, targets) in enumerate(profiler.steps(batches(lab, hidden))):
         pretended_s = lab.settings.work_ms / 1e3 * (1.6 if (hidden.kind, hidden.rank) == ("slow rank", rank) else 1.0)
         with profiler.section("forward"):

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from distlab.plan import Cluster, Plan
 from simulator.advisor.question import Candidates, Question, Shape
-from simulator.advisor.search import Choice, Search, search
-from simulator.memory.memory import memory_of
+from simulator.advisor.search import COUNTED, Choice, Search, search
 from simulator.models.description import ModelDescription
 from simulator.units import counted, format_bytes, format_s
 
@@ -34,7 +33,6 @@ RULES = {
     "alone": "Do not distribute: one device holds it all, and nothing needs to be sent.",
 }
 MOST_TRIED = 30  # steps to simulate for one reason
-COUNTED = 20  # plans that do not fit, of which the memory is counted exactly
 
 
 class Reason(NamedTuple):
@@ -111,17 +109,13 @@ def near_fit(search: Search) -> str:
     """Return which faster plan lacks least memory, in words; "": all that could be faster fit."""
     found = search.found
     free = found.question.device.memory_bytes
-    flat = found.question.cluster.software.flat_buffers
-    needs = {
-        row: memory_of(found.workload(row), found.plan(row), flat_buffers=flat).max_bytes
-        for row in search.too_large()[:COUNTED]
-    }
-    row = min((row for row, size in needs.items() if size > free), key=lambda row: needs[row], default=None)
+    large = [row for row in search.too_large()[:COUNTED] if search.needs(row) > free]
+    row = min(large, key=search.needs, default=None)
     if row is None:
         return ""
     return (
-        f"{words_of(found.plan(row), found.workload(row).samples)} needs {format_bytes(needs[row])} of the "
-        f"{format_bytes(free)} that a device has for it, {needs[row] / free - 1:.1%} too much; it could take "
+        f"{words_of(found.plan(row), found.workload(row).samples)} needs {format_bytes(search.needs(row))} of the "
+        f"{format_bytes(free)} that a device has for it, {search.needs(row) / free - 1:.1%} too much; it could take "
         f"{format_s(float(found.bound_s[row]))}"
     )
 

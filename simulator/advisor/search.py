@@ -21,8 +21,9 @@ from distlab.plan import AXES, Plan, Workload
 from simulator.advisor.bounds import Pipelines, bounds_s
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.hardware.rank_layout import RankLayout
+from simulator.memory.memory import memory_of
 from simulator.memory.stage import kept_by_layers
-from simulator.stage.local_layer import check_divides, time_layers
+from simulator.stage.local_layer import divides, time_layers
 from simulator.stage.recomputed import recomputed
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
@@ -57,7 +58,7 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
         wanted = [base._replace(**recompute) for recompute in _recomputes(question, workload)]
         wanted = [shape for shape in wanted if keep is None or keep(shape)]
         rows = _rows(question, base, workload)
-        if not (len(rows) and wanted and _divides(base, workload)):
+        if not (len(rows) and wanted and divides(workload, base.plan())):
             continue
         known: dict[str, Seconds] = {}
         for shape in wanted:
@@ -100,14 +101,6 @@ def _recomputes(question: Question, workload: Workload) -> list[dict[str, Any]]:
         names += ["operators"] if any(layer.operator_bytes for layer in workload.layers) else []
     some = [{"recompute": "full", "recompute_layers": number} for number in EVERY if question.partial_recompute]
     return [*({"recompute": name} for name in names), *some, {"recompute": "full"}]
-
-
-def _divides(shape: Shape, workload: Workload) -> bool:
-    try:
-        check_divides(workload, shape.plan())
-    except ValueError:
-        return False
-    return True
 
 
 def _bases(question: Question) -> Iterator[tuple[Shape, Workload]]:
@@ -167,6 +160,7 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
 
 ROUGH, TIGHT, RUN, EXACT = range(4)
 TELL_EVERY = 25
+COUNTED = 20  # plans that do not fit, of which the memory is counted exactly
 Tell = Callable[[int, int, float], None]
 
 
@@ -209,6 +203,7 @@ class Search:
     num_simulated: int = 0
     is_complete: bool = True
     _exact: dict[int, Choice | None] = field(default_factory=dict)
+    _needs: dict[int, int] = field(default_factory=dict)
 
     @cached_property
     def pipelines(self) -> Pipelines:
@@ -275,6 +270,7 @@ class Search:
             question = self.found.question
             step = simulate(self.found.workload(row), question.cluster, self.found.plan(row))
             self.num_simulated += 1
+            self._needs[row] = step.memory.max_bytes
             self._exact[row] = Choice(question, step.plan, step) if step.memory.fits(question.device) else None
         return self._exact[row]
 
@@ -286,10 +282,19 @@ class Search:
         """Return a time that a row's step is not below: by its passes and messages."""
         return self.pipelines.bound_s(row) if self.found.pipeline[row] > 1 else 0.0
 
+    def needs(self, row: int) -> int:
+        """Return what a row's fullest rank holds, where its step was not simulated as `memory_of` counts it."""
+        if row not in self._needs:
+            flat = self.found.question.cluster.software.flat_buffers
+            memory = memory_of(self.found.workload(row), self.found.plan(row), flat_buffers=flat)
+            self._needs[row] = memory.max_bytes
+        return self._needs[row]
+
     @property
-    def least_bytes(self) -> float:
-        """Bytes that a device holds at least under the plan that needs least."""
-        return min(map(self.pipelines.least_bytes, range(len(self.found))))
+    def leanest(self) -> int:
+        """The row that needs least memory, of those that were simulated and the COUNTED with the lowest bounds."""
+        rows = sorted(range(len(self.found)), key=self.pipelines.least_bytes)[:COUNTED]
+        return min([*self._needs, *rows], key=self.needs)
 
     def too_large(self) -> list[int]:
         """Return rows that do not fit and could be faster than the best, those that lack least memory first."""

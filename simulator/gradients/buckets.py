@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from distlab.plan import Bucket, Cluster, Layer, Plan, Work, assign_buckets
+from distlab.plan import Cluster, Layer, Plan, Work, assign_buckets
 from distlab.plan.compression import Exchange, exchanges
 from simulator.gradients.compression import CodecTimes, MeasuredCodec, codec_times
 from simulator.hardware.cost import compute_s
@@ -173,10 +173,8 @@ def _capacities(plan: Plan, cluster: Cluster, bytes_per_parameter: int) -> tuple
     return plan.bucket_bytes, plan.first_bucket_bytes if small_first else None
 
 
-@lru_cache(maxsize=64)
-def _buckets(sizes: tuple[int, ...], bucket_bytes: int, first_bucket_bytes: int | None) -> tuple[Bucket, ...]:
-    """Return the buckets of a stage: stages in the middle of a model are alike, and so are those of the next plan."""
-    return assign_buckets(sizes, bucket_bytes, first_bucket_bytes)
+# Stages in the middle of a model are alike, and so are those of the next plan.
+_buckets = lru_cache(maxsize=64)(assign_buckets)
 
 
 def _compressed(plain: BucketCost, times: CodecTimes, calls: Sequence[Exchange], group: Group) -> BucketCost:

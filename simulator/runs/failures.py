@@ -225,20 +225,6 @@ def goodput_by_trial(
     return np.asarray(kept.sum(axis=1) / uptime.sum(), np.float64)
 
 
-def best_by_trial(save_s: float, mtbf_s: float, *, restart_s: float = 0.0, seed: int = 0) -> float:
-    """Return the interval with the largest goodput among drawn failures: the top of a parabola over log intervals.
-
-    Error: where a save takes at most 1 % of M, the mean of five seeds is within 4 % of the best interval. The goodput
-        of each is within 0.02 points of the best.
-    """
-    around = np.geomspace(0.4, 2.5, 25)
-    first = min(young_s(save_s, mtbf_s), mtbf_s)
-    found = goodput_by_trial(save_s, mtbf_s, around * first, restart_s=restart_s, seed=seed)
-    bend, slope, _ = np.polyfit(np.log(around), found, 2)
-    top = -slope / (2 * bend) if bend < 0 else math.log(around[int(found.argmax())])
-    return float(first * np.exp(np.clip(top, math.log(around[0]), math.log(around[-1]))))
-
-
 def draw_runs(
     work_s: float,
     mtbf_s: float,

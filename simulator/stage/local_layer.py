@@ -28,6 +28,15 @@ def is_shared(plan: Plan) -> bool:
     return plan.tensor * plan.context * plan.expert > 1
 
 
+def divides(workload: Workload, plan: Plan) -> bool:
+    """Return whether the ranks can divide heads and positions; see `check_divides`."""
+    try:
+        check_divides(workload, plan)
+    except ValueError:
+        return False
+    return True
+
+
 def check_divides(workload: Workload, plan: Plan) -> None:
     """Refuse heads and positions that the ranks cannot divide.
 

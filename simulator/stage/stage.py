@@ -172,9 +172,7 @@ def cut_layers(workload: Workload, plan: Plan, costs: Sequence[float], num_stage
     return _balanced(tuple(costs), num_stages) if num_stages > 1 else ((0, len(costs)),)
 
 
-@lru_cache(maxsize=1024)
-def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int], ...]:
-    return balance(costs, num_stages)
+_balanced = lru_cache(maxsize=1024)(balance)
 
 
 def _messages(

@@ -72,11 +72,6 @@ class Step:
         return self.timing.order.num_ranks
 
     @property
-    def pipeline_s(self) -> float:
-        """Seconds from the step's start to the end of the last backward."""
-        return to_s(int(self.timing.end_ns.max()))
-
-    @property
     def bubble_fraction(self) -> float:
         """Idle over total time of the compute lanes, from the step's start to the end of the last backward.
 

@@ -31,7 +31,10 @@ PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 def step_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
     """Return the spans of all ranks; `ranks` has a row of numbers for each rank of the pipeline [P, R]."""
     closing = _closing(stages, timing) + [span for span in _sharding_calls(timing) if span.lane != "compute"]
-    return _on_all_ranks([_passes(timing), Trace.from_spans(closing)], stages, timing, ranks)
+    order, alone = timing.order, timing.order.num_ranks == 1 and not timing.order.stage.any()
+    names = [PASSES[LETTERS[kind]] for kind in order.kind.tolist()] if alone else []
+    passes = spans_of_actions(order, timing.start_ns, timing.end_ns, names)
+    return _on_all_ranks([passes, Trace.from_spans(closing)], stages, timing, ranks)
 
 
 def layer_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
@@ -55,12 +58,6 @@ def layer_trace(stages: Sequence[Stage], timing: Timing, ranks: Ints) -> Trace:
     spans += _sharding_calls(timing)
     kept = [span for span in spans if span.end_ns > span.start_ns]
     return _on_all_ranks([Trace.from_spans(kept)], stages, timing, ranks)
-
-
-def _passes(timing: Timing) -> Trace:
-    order, alone = timing.order, timing.order.num_ranks == 1 and not timing.order.stage.any()
-    names = [PASSES[LETTERS[kind]] for kind in order.kind.tolist()] if alone else []
-    return spans_of_actions(order, timing.start_ns, timing.end_ns, names)
 
 
 def _messages(stages: Sequence[Stage], timing: Timing) -> Trace:

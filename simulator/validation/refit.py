@@ -130,18 +130,14 @@ def _least_squares(slopes: Slopes, constants: Sequence[Constant], weights: Float
         rest = right - left[:, ~free] @ moves[~free]
         moves[free] = np.linalg.lstsq(left[:, free], rest, rcond=None)[0]
         values = slopes.start + moves
-        bounded = np.array([_bounded(each, value) for each, value in zip(constants, values, strict=True)])
+        bounded = np.array([each.clip(value) for each, value in zip(constants, values, strict=True)])
+        bounded = np.array([1 / one if each.is_rate else one for each, one in zip(constants, bounded, strict=True)])
         outside = free & ~np.isclose(bounded, values, rtol=1e-9, atol=1e-15)
         if not outside.any():
             break
         moves[outside] = (bounded - slopes.start)[outside]
         free &= ~outside
     return moves
-
-
-def _bounded(constant: Constant, linear: float) -> float:
-    value = constant.clip(linear)
-    return 1 / value if constant.is_rate else value
 
 
 def fit_stack(cases: Sequence[Case], stack: Stack, constants: Sequence[Constant]) -> Stack:

@@ -126,8 +126,7 @@ def play(
     plan = make_schedule(
         name, num_ranks, num_microbatches, stages_per_rank=stages, times=times, memory_limit=memory_limit
     )
-    copies = " (two copies of the model)" if family.placement == "copies" else ""
-    return run_schedule(family.title + copies, plan, times)
+    return run_schedule(family.title, plan, times)
 
 
 HEADING = 1.0  # the room for a heading, in heights of a row

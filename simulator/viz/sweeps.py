@@ -63,7 +63,13 @@ def draw_compression(sweep: CompressionSweep, at_bytes_per_s: float) -> Picture:
             ring: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 2.6, "zorder": 7}
             axes.plot(*place, marker="o", markersize=11, markeredgecolor=look["color"], gid="break-even", **ring)
     axes.axvline(at_bytes_per_s, color=INK, linewidth=1.3, linestyle=(0, (4, 3)), gid="chosen")
-    _label(axes, sweep)
+    every = [*sweep.plain_s, sweep.alone_s, *(value for line in sweep.lines for value in line.duration_s)]
+    scale, unit = time_unit(min(every))
+    axes.set_ylim(min(every) / 1.6, max(every) * 1.15)
+    mark_ticks(axes.xaxis, LogLocator(10), format_bytes_per_s)
+    mark_ticks(axes.yaxis, LogLocator(10, subs=(1.0, 2.0, 5.0)), lambda value: f"{value * scale:,.6g}")
+    axes.grid(color=plot.GRID, linewidth=0.6, zorder=0)
+    name_axes(axes, "bandwidth between replicas, one way", f"step ({unit})")
     _name_lines(axes, sweep)
     ways = [("uncompressed", _between(sweep, sweep.plain_s, at_bytes_per_s))]
     ways += [(name, _between(sweep, line.duration_s, at_bytes_per_s)) for name, line in named.items()]
@@ -92,16 +98,6 @@ def stops(line: CompressionLine) -> str:
 def _between(sweep: CompressionSweep, seconds: Sequence[float], bytes_per_s: float) -> float:
     """Return the height of a curve at one bandwidth, between the points that were computed (straight in log-log)."""
     return float(np.exp(np.interp(np.log(bytes_per_s), np.log(sweep.bytes_per_s), np.log(seconds))))
-
-
-def _label(axes: Axes, sweep: CompressionSweep) -> None:
-    every = [*sweep.plain_s, sweep.alone_s, *(value for line in sweep.lines for value in line.duration_s)]
-    scale, unit = time_unit(min(every))
-    axes.set_ylim(min(every) / 1.6, max(every) * 1.15)
-    mark_ticks(axes.xaxis, LogLocator(10), format_bytes_per_s)
-    mark_ticks(axes.yaxis, LogLocator(10, subs=(1.0, 2.0, 5.0)), lambda value: f"{value * scale:,.6g}")
-    axes.grid(color=plot.GRID, linewidth=0.6, zorder=0)
-    name_axes(axes, "bandwidth between replicas, one way", f"step ({unit})")
 
 
 def _name_lines(axes: Axes, sweep: CompressionSweep) -> None:

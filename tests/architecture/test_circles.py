@@ -5,19 +5,9 @@ import grimp
 
 def circles(graph: grimp.ImportGraph) -> set[frozenset[str]]:
     """Return the groups of modules in which each one reaches every other one by imports."""
-    reached = {module: reachable(graph, module) for module in graph.modules}
-    groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in reached}
+    reached = {module: graph.find_upstream_modules(module) for module in graph.modules}
+    groups = {frozenset({one, *(other for other in reached[one] if one in reached[other])}) for one in reached}
     return {group for group in groups if len(group) > 1}
-
-
-def reachable(graph: grimp.ImportGraph, module: str) -> set[str]:
-    found, todo = set(), [module]
-    while todo:
-        for other in graph.find_modules_directly_imported_by(todo.pop()):
-            if other not in found:
-                found.add(other)
-                todo.append(other)
-    return found
 
 
 def test_modules_do_not_import_in_circles():

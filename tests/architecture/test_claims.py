@@ -1,11 +1,16 @@
-"""Cost and Error lines are claims: the registry names their tests, and these tests exist."""
+"""Cost and Error lines are claims; so are promises. Tables name the tests of each, and these tests exist.
+
+Whether the tests of a promise reach its bar, and the pages, is what the kept results say.
+"""
 
 import ast
 import functools
+import os
 from collections import Counter
 from pathlib import Path
 
 import claims_table
+import promises
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,14 +25,17 @@ def test_each_registered_claim_stands_in_a_docstring():
     assert not gone, f"tests/claims.toml names claims that no docstring makes: {sorted(gone)}"
 
 
-def test_each_named_test_exists():
-    for claim, tests in claims_table.tests_of_claims().items():
+def test_each_named_test_exists_and_every_promise_is_there():
+    made = promises.promises()
+    assert list(made) == [*(f"R{number}" for number in range(1, 15)), "S1", "S2", "S3"]
+    assert all(promise["least"] >= 1 for promise in made.values())
+    for claim, tests in (claims_table.tests_of_claims() | {name: made[name]["tests"] for name in made}).items():
         assert tests, f"{claim} has an empty list of tests"
         for test in tests:
-            file, name = test.split("::")
+            file, _, name = test.partition("::")
             path = ROOT / "tests" / file
             assert path.is_file(), f"{claim}: there is no tests/{file}"
-            assert name in functions_of(path), f"{claim}: tests/{file} has no {name}"
+            assert name in functions_of(path) or not name, f"{claim}: tests/{file} has no {name}"
 
 
 def test_complete_packages_have_a_test_for_every_claim():
@@ -41,5 +49,40 @@ def test_the_number_of_claims_without_a_test_only_falls():
     assert not more, f"new claims without a test; name their tests in tests/claims.toml: {more}"
 
 
-def test_the_table_is_what_the_registry_says():
+def test_the_pages_are_what_the_registry_and_the_kept_results_say():
     assert claims_table.TABLE.read_text() == claims_table.text(), "run tools/claims_table.py"
+    assert promises.TABLE.read_text() == promises.page(), "run tools/promises.py --table"
+
+
+def test_a_promise_holds_only_where_all_of_enough_tries_hold_in_time():
+    promise = {"least": 3, "limit_s": 2}
+    good = {"failed": [], "tried": 3, "held": 3, "slowest_s": 1.9}
+    assert promises.holds(promise, good)
+    for change in ({"failed": ["a"]}, {"held": 2}, {"tried": 2, "held": 2}, {"slowest_s": 2.1}):
+        assert not promises.holds(promise, good | change), change
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="counts" time="9"><properties><property name="tried" value="5" />
+<property name="held" value="4" /><property name="seconds" value="1.5" /></properties></testcase>
+<testcase classname="a" name="one" time="8" />
+<testcase classname="a" name="fails" time="8"><failure message="no" /></testcase>
+<testcase classname="a" name="cannot" time="0"><skipped message="no GPU" /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_counts_are_added_up_and_a_failure_or_a_skip_never_counts_as_held():
+    found = promises.counted(promises.ElementTree.fromstring(REPORT).iter("testcase"))
+    assert (found["tried"], found["held"]) == (7, 5)
+    assert found["slowest_s"] == 8, "of a test that times a part of itself that part, of others all"
+    assert (found["failed"], found["skipped"]) == (["a::fails"], ["no GPU"])
+
+
+def test_a_run_that_ends_without_a_report_is_a_failure_and_no_end_of_all(tmp_path):
+    file = tmp_path / "test_ends.py"
+    file.write_text("import os\n\n\ndef test_it():\n    os._exit(1)\n")
+    result = promises.attempt([os.path.relpath(file, ROOT / "tests")])
+    assert result["failed"] == ["pytest ended with status 1"]
+    promise = {"promise": "none", "tries": "tries", "limit_s": 2}
+    assert not promises.holds(promise, result)
+    assert "FAILED: pytest ended with status 1" in promises.row("R0", promise, result)

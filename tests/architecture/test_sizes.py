@@ -1,6 +1,7 @@
 """A file that no longer fits in a head is split: 300 lines of code a file, 60 lines a function."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,6 @@ def lines_of_code(path: Path) -> int:
     return sum(bool(row.strip()) and not row.strip().startswith("#") and number not in held for number, row in rows)
 
 
-@pytest.fixture
-def functions_of(statements):
-    """Make `functions_of(part)` return each function of the part, after the file and line where it stands."""
-    return lambda part: [
-        (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
-        for path in files_of(part)
-        for node in statements(path)
-        if isinstance(node, Function)
-    ]
-
-
 @pytest.mark.parametrize("part", PARTS)
 def test_files_are_small(part):
     lines = {path: lines_of_code(path) for path in files_of(part)}
@@ -45,36 +35,28 @@ def test_files_are_small(part):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_functions_are_small(functions_of, part):
-    lines = {place: node.end_lineno - node.lineno + 1 for place, node in functions_of(part)}
-    wrong = [f"{place} has {number} lines (limit 60)" for place, number in lines.items() if number > 60]
-    assert not wrong, "\n".join(wrong)
+def problems(node: Function) -> list[str]:
+    """Return what is wrong with a function: its length, its parameters, an argument that it documents and lacks."""
+    lines, doc = node.end_lineno - node.lineno + 1, ast.get_docstring(node) or ""
+    found = [f"has {lines} lines (limit 60)"] * (lines > 60)
+    every = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    total = len([name for name in every if name not in ("self", "cls")])
+    if not node.name.startswith("_"):
+        found += [f"has {total} parameters (limit 7): group them in a record"] * (total > 7)
+    if "\nArgs:\n" in doc:
+        entries = re.findall(r"^    (?! )\**([^:(]*)", doc.split("\nArgs:\n")[1].split("\n\n")[0], re.MULTILINE)
+        unknown = {*entries} - {*every, *(a.arg for a in (node.args.vararg, node.args.kwarg) if a)}
+        found += [f"documents {sorted(unknown)}, which it does not take"] * bool(unknown)
+    return found
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_at_most_seven_parameters(functions_of, part):
-    wrong = []
-    for place, node in functions_of(part):
-        positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
-        total = len(positional) + len(node.args.kwonlyargs)
-        if total > 7 and not node.name.startswith("_"):
-            wrong.append(f"{place} has {total} parameters (limit 7): group them in a record")
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_documented_arguments_exist(functions_of, part):
-    wrong = []
-    for place, node in functions_of(part):
-        doc = ast.get_docstring(node) or ""
-        if "\nArgs:\n" not in doc:
-            continue
-        section = doc.split("\nArgs:\n")[1].split("\n\n")[0]
-        entries = [line for line in section.splitlines() if line.startswith("    ") and not line.startswith("     ")]
-        named = {entry.split(":")[0].split("(")[0].strip().lstrip("*") for entry in entries}
-        every = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-        known = {a.arg for a in every} | {a.arg for a in (node.args.vararg, node.args.kwarg) if a}
-        if not named <= known:
-            wrong.append(f"{place} documents {sorted(named - known)}, which it does not take")
+def test_functions_are_small_and_have_the_arguments_that_they_document(statements, part):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name} {problem}"
+        for path in files_of(part)
+        for node in statements(path)
+        if isinstance(node, Function)
+        for problem in problems(node)
+    ]
     assert not wrong, "\n".join(wrong)

@@ -69,3 +69,9 @@ def test_each_file_leads_to_the_next(way):
         else:
             linked = second in imported(first) or first in imported(second)
             assert linked, f"{way!r}: neither {one} nor {other} imports the other; correct CONTRIBUTING.md or the code"
+
+
+def test_each_plain_file_is_shown_in_a_lesson():
+    shown = set().union(*(imported(path) for path in ROOT.glob("lessons/*/lesson.py")))
+    plain = {path for path in ROOT.glob("distlab/*/plain.py") if path.parent.name != "comm"}  # that one reads pickles
+    assert len(plain) > 7 and not plain - shown

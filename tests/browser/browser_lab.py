@@ -125,11 +125,6 @@ class Notebook:
             raise RuntimeError(answer["error"])
         return str(answer["said"])
 
-    def shoot(self, path: Path) -> None:
-        """Save what is on screen as PNG."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=str(path))
-
 
 @contextmanager
 def serve(work: Path) -> Iterator[tuple[str, str]]:

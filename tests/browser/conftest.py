@@ -10,16 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import speed  # noqa: E402
 from browser_lab import missing, open_notebook, serve, write_notebook  # noqa: E402
 
-SHOTS = Path(__file__).resolve().parents[2] / "work" / "browser"
-
-
-@pytest.fixture(scope="session")
-def shots():
-    """A git-ignored folder for screenshots, to be looked at."""
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    return SHOTS
-
-
 SLOW = """
 import time
 drawn = []

@@ -115,7 +115,7 @@ def check_links(site, num_pages):
     assert len(pages) > num_pages
 
 
-def test_a_picture_moves_by_keyboard_and_by_mouse(open_page, shots):
+def test_a_picture_moves_by_keyboard_and_by_mouse(open_page):
     page = open_page("docs/play.html")
     box = page.locator('.distlab-player[data-widget="cost"][data-ready]')
     image, slider = box.locator("img"), box.get_by_label("dollars per GPU hour")
@@ -130,10 +130,9 @@ def test_a_picture_moves_by_keyboard_and_by_mouse(open_page, shots):
     box.get_by_label("failures").select_option("none")
     assert image.get_attribute("src") not in (before, after)
     box.scroll_into_view_if_needed()
-    page.screenshot(path=str(shots / "site_play.png"))
 
 
-def test_a_lesson_has_landmarks_names_and_a_timeline_that_moves(open_page, shots):
+def test_a_lesson_has_landmarks_names_and_a_timeline_that_moves(open_page):
     page = open_page(LESSON)
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.getAttribute('href')") == "#furo-main-content"
@@ -165,19 +164,16 @@ def test_a_lesson_has_landmarks_names_and_a_timeline_that_moves(open_page, shots
     clock.focus()
     page.keyboard.press("Home")
     assert "rank 0 runs" in box.locator("figcaption").inner_text()
-    page.screenshot(path=str(shots / "site_timeline.png"))
 
 
-def test_pages_are_light_and_dark_and_fit_a_phone(open_page, shots):
+def test_pages_are_light_and_dark_and_fit_a_phone(open_page):
     for name, dark in ((FRONT, True), (LESSON, False), (PACKAGE, True)):
-        page, shot = open_page(name, dark=dark), f"site_{Path(name).stem}_{'dark' if dark else 'light'}"
+        page = open_page(name, dark=dark)
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, paper[4:-1].split(",")[:3])) < 380) == dark, paper
         assert page.evaluate("document.body.dataset.jpThemeLight") == str(not dark).lower()
-        page.screenshot(path=str(shots / f"{shot}.png"))
         page.set_viewport_size({"width": 400, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
-        page.screenshot(path=str(shots / f"{shot}_400.png"))
 
 
 def test_search_finds_a_word_without_a_server(open_page):

@@ -59,6 +59,27 @@ def test_at_a_different_number_of_ranks_shards_are_cut_anew(ranks, tmp_path):
         ranks(2).run(peek, False)
 
 
+def test_a_rank_that_holds_an_empty_piece_of_a_unit_resumes_as_the_others_do(ranks, tmp_path):
+    def run(name, saves, reshard=False):
+        torch.manual_seed(0)
+        model = FullyShard(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 8)))
+        optimizer = getattr(torch.optim, name)(model.parameters(), 0.05)
+        parts = {"training": ShardedState(model, optimizer)}
+        if saves:
+            model(torch.ones(2, 1)).sum().backward()
+            model.synchronize()
+            optimizer.step()
+            save(tmp_path / name, 1, parts=parts)
+        else:
+            assert load(tmp_path / name, parts=parts, reshard=reshard).step == 1
+        return full_state_dict(model)
+
+    for name in ("AdamW", "SGD"):
+        expected = ranks(4).run(run, name, True)
+        for world_size, reshard in ((4, False), (4, True), (2, True)):
+            assert same_bits(ranks(world_size).run(run, name, False, reshard), expected[:world_size])
+
+
 class DyingDisk:
     """Stands for `os`: kills the process at one operation of a save."""
 

@@ -1,5 +1,6 @@
 """safetensors in and out, by its own library; damage is named."""
 
+import json
 import os
 
 import pytest
@@ -14,7 +15,11 @@ from distlab.rng import generator
 from distlab.sharding import FullyShard, full_state_dict
 
 CONFIG = GPTConfig(vocab_size=31, context=8, num_layers=2, num_heads=2, hidden_size=12, tied=True)
-DTYPES = ("float64", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "complex64", "int64", "uint16", "uint64", "bool")
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "complex64", "int64", "int32", "int16", "int8", "bool"),
+    *("uint64", "uint32", "uint16", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz"),
+    *("float8_e5m2fnuz", "float4_e2m1fn_x2"),
+)
 
 
 def bits(tensor):
@@ -26,7 +31,8 @@ def same(one, other):
 
 
 def test_the_real_package_reads_what_we_write_and_we_read_what_it_writes(tmp_path):
-    state = {name: torch.tensor([1, 0, 1]).to(getattr(torch, name)) for name in DTYPES}
+    eight = torch.tensor([1, 0, 1, 1, 0, 0, 0, 1], dtype=torch.uint8)
+    state = {name: eight.clone().view(getattr(torch, name)) for name in DTYPES}
     state |= {"0-dim": torch.tensor(2.5), "empty": torch.empty(0, 3), "strided": torch.rand(4, 3).t()}
     state |= {'a "name"\n': torch.rand(10)[2:5], "nan": torch.tensor([float("nan"), float("inf"), -0.0])}
     path = write_safetensors(tmp_path / "ours", state)
@@ -55,13 +61,25 @@ def test_nothing_is_overwritten_and_what_is_odd_or_damaged_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has model.safetensors already; nothing is overwritten"):
         write_safetensors(tmp_path, {"weight": torch.rand(2)})
     assert path.read_bytes() == data
-    for value, words in ((torch.rand(2, dtype=torch.complex128), "complex128"), (3, "int")):
+    row = torch.rand(3)
+    for value, words in (
+        (row.to(torch.complex128), "complex128"),
+        (3, "int"),
+        (row[:2], "share memory"),
+        (row.to("meta"), "no data"),
+    ):
         with pytest.raises(ValueError, match=f"safetensors refuses the state .*{words}"):
-            write_safetensors(tmp_path / "other", {"weight": value})
+            write_safetensors(tmp_path / "other", {"weight": value, "row": row})
     assert sorted(os.listdir(tmp_path)) == [MODEL, "other"]
     for damaged in (b"", (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"\xff\xff", data[:-1]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="model.safetensors is not an intact safetensors file"):
+        with pytest.raises(
+            ValueError, match="model.safetensors is damaged, or has numbers of a kind that torch has not"
+        ):
             read_safetensors(tmp_path)
+    six = json.dumps({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    path.write_bytes(len(six).to_bytes(8, "little") + six + bytes(3))
+    with pytest.raises(ValueError, match="of a kind that torch has not .*F6_E2M3"):
+        read_safetensors(tmp_path)
     with pytest.raises(ValueError, match="gone.* cannot be read"):
         read_safetensors(tmp_path / "gone")

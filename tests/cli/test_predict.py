@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 from types import SimpleNamespace
 
 import pytest
 
 from distlab.cli import main
+from distlab.cli.simulate import TOOLS
 from simulator import daly_s
 
 PNG = b"\x89PNG"
@@ -39,6 +41,43 @@ def path(tmp_path):
     return found
 
 
+TOKENS = "[run]\nnum_tokens = 1e12\n"
+FILES = [  # a plan file, flags of `cost`, and what is told
+    (TEXT, "", r"has no \[run\] with num_tokens"),
+    (TEXT, "--tokens 1e9 --failures weekly", "one of llama-3"),
+    (TEXT, "--tokens 1e9 --failures -1", r"rate is -1\.0"),
+    (TEXT, "--tokens 1e9 --failures 1e9", "does not get on"),
+    (TEXT, "--tokens 1e9 --curve curve.txt", "expected a picture"),
+    (TEXT.replace("512", "40960"), "--tokens 1e9", "does not fit"),
+    (TEXT + "[run]\ntokens = 1e9\n", "", r"did you mean 'num_tokens'\?"),
+    (TEXT + "[run]\nprice = 2.0\n", "", r"\[run\] lacks num_tokens"),
+    (TEXT + TOKENS + "price = -2.0\n", "", r"the price is -2\.0"),
+]
+BOTH = [  # a plan file, and what `simulate` and `cost` tell of it, in the same words
+    ("[workload]\nnum_heads = 17\n[plan]\ndata = 8", r"\[workload\] GPT: 17 heads do not divide hidden_size 2048"),
+    ("[workload]\nconfig = 'none.json'", r"\[workload\] config none.json: No such file or directory"),
+    ("[plan]\ntensor = 3", r"3 \(tensor\) ranks cannot divide 16 heads evenly; use a divisor of 16"),
+    ("[plan]\npipeline = 30", r"the plan has 30 pipeline stages; workload 'GPT 1.32B' has 26 layers"),
+    ("[cluster]\nname = 'none'", r"\[cluster\] no preset 'none' among the clusters"),
+    ("[plan]\ndata = 2000000", r"the plan has 2,000,000 ranks; simulate takes at most"),
+]
+
+
+def test_what_is_wrong_in_a_plan_file_is_one_line(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.toml"
+    for text, flags, told in FILES:
+        path.write_text(text)
+        assert re.search(told, refused("cost", "plan.toml", *flags.split()))
+    for text, told in BOTH:
+        path.write_text(f"{text}\n{TOKENS}")
+        for command in ("simulate", "cost"):
+            assert re.match(rf"distlab {command}: plan\.toml: {told}", refused(command, "plan.toml"))
+    path.write_text(TEXT)
+    for told in ("8", "2"):  # also where it is the flags' default
+        assert "leave out --data" in refused("simulate", "plan.toml", "--data", told)
+
+
 def test_a_step_as_json_with_its_files(facts, tmp_path):
     picture, trace, memory = tmp_path / "step.png", tmp_path / "step.json", tmp_path / "memory.png"
     files = ["--picture", picture, "--trace", trace, "--memory", memory]
@@ -63,23 +102,15 @@ def test_presets_and_a_plan_that_fits(said):
     assert re.search(r"step +.* samples per second", found)
 
 
-def test_recompute_of_some_blocks_and_8_bits(facts):
-    machine = ["simulate", "--model", "llama-3-8b", "--sharding", "3", "--cluster", "dgx-h100"]
-    some = ["--recompute", "full", "--recompute-method", "every", "--recompute-layers", "2"]
-    rows = [facts(*machine, *more) for more in ([], some, ["--recompute", "full"], ["--float8", "gathers"])]
-    none, every, full, narrow = rows
-    assert none["duration_s"] < every["duration_s"] < full["duration_s"]
-    assert none["max_memory_bytes"] > every["max_memory_bytes"] > full["max_memory_bytes"]
-    assert narrow["duration_s"] < none["duration_s"]
-    assert "not modelled" in narrow["notes"][0]
-
-
 @pytest.mark.parametrize(
     "flags",
     [
         "--hidden 4096 --layers 32 --microbatch 16",
         "--model gpt-3-175b --tensor 8 --pipeline 8 --data 1 --microbatches 64 --schedule interleaved"
         " --stages-per-rank 2",  # the advice tries 1F1B, with one stage per rank
+        "--model llama-2-7b --data 1 --sequence 2048 --recompute full",  # one rank: sharding carries offload
+        "--model llama-2-70b --data 8",  # no single change
+        "--hidden 8192 --heads 64 --layers 90 --cluster rtx-4090-server --data 1 --sharding 3 --offload all",  # more
     ],
 )
 def test_the_flags_that_simulate_advises_make_the_plan_fit(said, facts, flags):
@@ -101,6 +132,9 @@ def test_what_fills_the_memory_also_where_no_time_is_simulated(said, facts, refu
     assert found["fits"] is True
     assert found["memory_bytes_by_kind"]["parameters"] == 0
     assert found["host_memory_bytes"] == pytest.approx(18 * 6.738e9 / 8, rel=1e-3)
+    some = ["--recompute-method", "every", "--recompute-layers", "2", "--float8", "gathers"]
+    found = facts(*model, "--cluster", "dgx-h100", "--sharding", "3", "--recompute", "full", *some)
+    assert "not modelled" in found["notes"][0]
     own = ("simulate", "--data", "2", "--microbatches", "2", "--sharding", "1", "--stack")
     once, twice = (facts(*own, name)["memory_bytes_by_kind"]["gradients"] for name in ("megatron", "fsdp"))
     assert twice == 2 * once  # software of FSDP keeps the gradients of a plan without shards twice
@@ -163,38 +197,33 @@ def test_models_by_sizes_and_by_a_hugging_face_configuration(said, facts, refuse
     assert "unknown field 'loops'" in refused("simulate", "--config", path)
 
 
-def test_a_plan_file_says_what_flags_say(said, capsys, tmp_path):
+def test_a_plan_file_says_what_flags_say(said, facts, capsys, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[workload]\nmodel = "llama-3-8b"\n[cluster]\nname = "dgx-h100"\n[plan]\ndata = 16\n')
     flags = ["--model", "llama-3-8b", "--cluster", "dgx-h100", "--data", "16"]
-    assert said("simulate", path, "--json") == said("simulate", *flags, "--json")
-    for tool in ("torchtitan", "megatron", "accelerate", "torchrun", "slurm", "pytorchjob", "jobset"):
+    in_file, in_flags = (facts("simulate", *each) for each in ([path], flags))
+    change = re.search(r"write (sharding = .*?) in \[plan\], and it needs", in_file.pop("why_not"))[1]
+    assert "add --sharding 3" in in_flags.pop("why_not")
+    assert in_file == in_flags
+    path.write_text(f"{path.read_text()}{change}\n")
+    assert facts("simulate", path)["fits"]
+    flags += ["--sharding", "3"]
+    for tool in TOOLS:
         assert main(["export", str(path), "--to", tool]) == 0
         from_file = capsys.readouterr()
         assert main(["export", "--to", tool, *flags]) == 0
         assert capsys.readouterr() == from_file
         assert from_file.out.endswith("\n")
-
-
-def test_deepspeed_is_json_with_notes_beside_it_and_fsdp2_is_code(said, capsys):
-    plan = ["--data", "64", "--sharding", "3", "--microbatches", "4", "--microbatch", "2", "--offload", "optimizer"]
-    plan += ["--replicas", "8", "--max-norm", "1.0", "--precision", "bfloat16"]
-    assert main(["export", "--to", "deepspeed", *plan]) == 0
+    plan = ["--data=64", "--sharding=3", "--microbatches=4", "--replicas=8", "--max-norm=1", "--precision=bfloat16"]
+    assert main(["export", "--to", "deepspeed", *plan, "--microbatch=2", "--offload=optimizer"]) == 0
     told = capsys.readouterr()
-    config = json.loads(told.out)
-    assert config["zero_optimization"]["stage"] == 3
-    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    assert (config["gradient_accumulation_steps"], config["train_micro_batch_size_per_gpu"]) == (4, 2)
-    assert (config["gradient_clipping"], config["bf16"]) == (1.0, {"enabled": True})
     assert "# replicas=8: no counterpart" in told.err
-    smaller = json.loads(said("export", "--to", "deepspeed", *plan, "--hidden", "1024"))["zero_optimization"]
-    assert 0 < smaller["stage3_prefetch_bucket_size"] < config["zero_optimization"]["stage3_prefetch_bucket_size"]
-    for stage in (0, 3):
-        flags = ["--sharding", stage, "--blocks", "model.layers", "--pipeline", "2"]
-        code = said("export", "--to", "fsdp2", *flags)
-        compile(code, "export.py", "exec")
-        assert "# pipeline=2: not here" in code
-        assert ("fully_shard(model" in code) == ("model.layers" in code) == (stage > 0)
+    config = json.loads(told.out)
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_clipping"]) == (2, 1.0)
+    code = said("export", "--to", "fsdp2", "--sharding=3", "--blocks=model.layers", "--pipeline=2")
+    assert "# pipeline=2: not here" in code
+    assert "model.layers" in code
 
 
 SMALL = ["plan", "--hidden=512", "--layers=4", "--heads=8", "--vocabulary=8000", "--sequence=256", "--batch=8"]
@@ -230,6 +259,17 @@ def test_a_curve_over_clusters_and_counts_with_days_and_dollars_and_failures(sai
         assert other["days"] == pytest.approx(row["days"] / other["goodput"])
     assert picture.read_bytes()[:4] == PNG
     assert facts("cost", path)["days"] == pytest.approx(found["plans"][0]["days"])
+
+
+def test_where_no_plan_fits_the_command_that_is_named_does(refused, facts):
+    told = refused(
+        "plan", "--model=llama-3-8b", "--cluster=rtx-4090-server", "--gpus=4", "--batch=16", "--sequence=2048"
+    )
+    needs, has = re.search(
+        r"on 4 devices the leanest \(.*\) needs (\S+) GB and has (\S+) GB for it; plan does", told
+    ).groups()
+    assert float(needs) > float(has)
+    assert facts(*shlex.split(re.search(r"`distlab (.*)` needs", told)[1]))["fits"]
 
 
 def test_a_search_that_is_interrupted_before_it_found_a_plan_does_not_say_that_none_fits(capsys, monkeypatch):

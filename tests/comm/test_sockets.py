@@ -51,14 +51,13 @@ WAYS = {  # a script, and how Python is started with it
     "run": (RANKS.replace("OPTIONS", ""), ["SCRIPT"]),
     "run on two nodes": (RANKS.replace("OPTIONS", "nodes=2"), ["SCRIPT"]),
     "run over gloo": (RANKS.replace("OPTIONS", 'backend="gloo"'), ["SCRIPT"]),
-    "torchrun": (SCRIPT.replace("OPTIONS", ""), [*TORCHRUN, "SCRIPT"]),
     "torchrun over gloo": (SCRIPT.replace("OPTIONS", '"gloo"'), [*TORCHRUN, "SCRIPT"]),
     "torchrun with standby": (SCRIPT.replace("OPTIONS", ""), [*TORCHRUN, "-m", "distlab.comm.standby", "SCRIPT"]),
     "a lab": ("", ["-m", "distlab", "lab", "01", "--ranks", "2", *QUICK["01"].split()]),
     "lessons": ("", ["-m", "distlab", "lesson", "start", "--no-browser"]),
 }
 # Ranks that meet there have no socket.
-IN_SHARED_MEMORY = ("run", "run on two nodes", "torchrun", "torchrun with standby", "a lab")
+IN_SHARED_MEMORY = ("run", "run on two nodes", "torchrun with standby", "a lab")
 
 
 def listening(mark, *, ranks_alone):

@@ -1,6 +1,6 @@
 """Under torchrun, with nothing but `entry` and `process_group`: what cannot go on is told on every rank with its lines.
 
-One job tries one fault after the other: torchrun starts the ranks anew after each.
+One job tries one fault after the other: torchrun starts the ranks anew after each, and leaves traces of the last.
 """
 
 import json
@@ -28,18 +28,6 @@ def skipped(rank, x):
     if rank != 1:
         dist.all_reduce(x)
 
-def swapped_after_a_slow_rank(rank, x):
-    time.sleep(4 if rank == 1 else 0)
-    dist.all_reduce(x)
-    if rank == 0:
-        print("it was waited for", flush=True)
-    if rank == 1:
-        dist.all_reduce(x + 1)
-        dist.all_reduce(x)
-    else:
-        dist.all_reduce(x)
-        dist.all_reduce(x + 1)
-
 def killed(rank, x):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +40,7 @@ def right(rank, x):
 
 @entry
 def main():
-    programs = [mismatch, skipped, swapped_after_a_slow_rank, killed, right]
+    programs = [mismatch, skipped, killed, right]
     program = programs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
     with process_group(timeout_s=100, trace_dir=sys.argv[1]) as member:
         with member.spans.span("work", kind="F"):
@@ -67,55 +55,35 @@ main()
 """
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What a job said of each program, by name; it left no folder."""
-    folder = tmp_path_factory.mktemp("watch")
-    script = folder / "train.py"
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(tmp_path):
+    script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    flags = ["--nproc-per-node", "3", "--max-restarts", "4", "--rdzv-backend", "c10d"]
+    flags = ["--nproc-per-node", "3", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     flags += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "-m", "distlab.comm.standby"]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *flags, str(script), str(folder / "trace")],
-        env=kept | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+        [sys.executable, "-m", "torch.distributed.run", *flags, str(script), str(tmp_path / "trace")],
+        env=kept | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=280,
     )
+    assert done.returncode == 0, done.stdout
     parts = re.split(r"^now: (\w+)$", done.stdout, flags=re.M)
-    assert not [*folder.glob("distlab-watch-*")]
-    said = dict(zip(parts[1::2], parts[2::2], strict=True))
-    return said | {"status": done.returncode, "trace": folder / "trace"}
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("program", "ranks", "words"),
-    [
-        ("mismatch", (0, 1, 2), r"rank 1: broadcast #2 \(.*root 0\) at .*train\.py:7$"),
-        ("skipped", (0, 2), r"all_reduce #2 \(.*\) at .*train\.py:11.*: rank 1 has returned without it"),
-        (
-            "swapped_after_a_slow_rank",
-            (0, 1, 2),
-            r"rank 1: all_reduce #3 .*train\.py:19, then all_reduce #4 .*train\.py:20$",
-        ),
-        ("swapped_after_a_slow_rank", (0,), "^it was waited for$"),
-    ],
-)
-def test_a_fault_is_told_on_every_rank_that_has_a_part_in_it(told, program, ranks, words):
-    assert len(re.findall(words, told[program], re.M)) >= len(ranks), told[program]
-
-
-@pytest.mark.timeout(300)
-def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(told):
-    assert told["status"] == 0, told["right"]
+    told = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert not [*tmp_path.glob("distlab-watch-*")]
+    for program, on_ranks, words in (
+        ("mismatch", 3, r"rank 1: broadcast #2 \(.*root 0\) at .*train\.py:7$"),
+        ("skipped", 2, r"all_reduce #2 \(.*\) at .*train\.py:11.*: rank 1 has returned without it"),
+    ):
+        assert len(re.findall(words, told[program], re.M)) >= on_ranks, told[program]
     for rank in range(3):
         (ips,) = re.findall(rf"^rank {rank}: 3.0 on (.*)$", told["right"], re.M)
         assert all(map(is_loopback, ips.split())), ips
-    assert json.loads((told["trace"] / "clocks.json").read_text()) == [0, 0, 0]
-    trace = load_folder(told["trace"])
+    assert json.loads((tmp_path / "trace" / "clocks.json").read_text()) == [0, 0, 0]
+    trace = load_folder(tmp_path / "trace")
     assert trace.ranks == (0, 1, 2)
     names = [(span.rank, span.lane) for span in trace]
     assert all(names.count((rank, "compute")) == 1 for rank in range(3))

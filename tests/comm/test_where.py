@@ -1,5 +1,6 @@
 """`distlab where` from outside: jobs of run and ranks started by hand, and nothing is disturbed."""
 
+import json
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from distlab.cli import main
 from distlab.comm import Ranks, Records
 from distlab.comm.where import stacks
 from distlab.comm.where.find import JobRank, RunningJob, find_jobs
-from distlab.comm.where.say import WhereItStands, report, sentence
+from distlab.comm.where.say import WhereItStands, place_of, report, sentence
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where reads /proc")
 SPY = stacks.find_py_spy()
@@ -192,13 +193,65 @@ def test_ranks_started_by_hand_of_no_distlab_and_then_in_process_group(by_hand, 
     (by_hand / "ours-go").touch()
 
 
-def test_of_a_message_that_no_record_tells_of_nothing_is_claimed():
-    places = {0: WhereItStands("a.py:3", "f", "recv"), 1: WhereItStands("a.py:9", "g", "")}
-    ranks = tuple(JobRank(rank, rank, False, None, None, {}) for rank in places)
-    words = "rank 0 waits in a message, and no record tells whether its other end comes"
-    assert sentence(RunningJob("", 2, ranks, frozenset()), Records({}), places) == words
-    lost = "rank 2 of 3 has no process: ended, or not begun; no rank waits for one that does not come"
-    assert sentence(RunningJob("", 3, ranks, frozenset()), Records({}), places) == lost
+SITE, NO_SPY = "a.py:3", "py-spy is not installed: pip install 'distlab[labs]'"
+OUTSIDE = "it runs no code of the program: it starts, or it ends"
+WELL, UNTOLD = "no rank waits for one that does not come", "and no record tells whether that can end"
+TOLD = {  # of each rank: its call, and why what it does is not known
+    "well": ([("", ""), ("", "")], f"nothing is wrong: {WELL}"),
+    "a message": ([("recv", ""), ("", "")], f"rank 0 waits in recv, {UNTOLD}"),
+    "all in one call": ([("all_reduce", ""), ("all_reduce", "")], f"ranks 0, 1 wait in all_reduce, {UNTOLD}"),
+    "nothing was read": ([("", NO_SPY)] * 3, f"what ranks 0, 1, 2 do is not known: {NO_SPY}"),
+    "one was not read": (
+        [("barrier", ""), ("barrier", ""), ("", NO_SPY)],
+        f"ranks 0, 1 wait in barrier, {UNTOLD}; what rank 2 does is not known: {NO_SPY}",
+    ),
+    "one of four": (
+        [("barrier", ""), ("", ""), ("", NO_SPY), ("", OUTSIDE)],
+        "rank 0 waits for rank 1 in barrier at a.py:3; rank 1 has not called it: it is at a.py:3 in f; what rank 2 "
+        f"does is not known: {NO_SPY}",
+    ),
+    "one ends": (
+        [("barrier", ""), ("", OUTSIDE)],
+        f"rank 0 waits for rank 1 in barrier at a.py:3; rank 1 has not called it: it is at a.py:3 in f; {OUTSIDE}",
+    ),
+    "all end": ([("", OUTSIDE)] * 2, f"what ranks 0, 1 do is not known: {OUTSIDE}"),
+}
+
+
+def test_of_what_no_stack_and_no_record_tells_nothing_is_claimed():
+    def verdict(places, world_size=None, **where):
+        ranks = tuple(JobRank(rank, rank, False, None, None, where) for rank in range(len(places)))
+        stand = {
+            rank: WhereItStands("" if why == NO_SPY else SITE, "f", *rest, why)
+            for rank, (*rest, why) in enumerate(places)
+        }
+        return sentence(RunningJob("", world_size or len(places), ranks, frozenset()), Records({}), stand)
+
+    for name, (places, words) in TOLD.items():
+        assert verdict(places) == words, name
+    well = TOLD["well"][0]
+    assert verdict(well, 3) == f"rank 2 of 3 has no process: ended, or not begun; {WELL}"
+    elsewhere = f"nothing is wrong: {WELL}; ranks 2, 3 run on other machines and are not seen from here"
+    assert verdict(well, 4, LOCAL_WORLD_SIZE="2") == elsewhere
+
+
+def test_a_process_that_starts_or_ends_or_may_not_be_read_is_told_in_words(tmp_path, monkeypatch):
+    spy = tmp_path / "py-spy"
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(spy))
+    main, shutdown = os.getpid(), {"filename": threading.__file__, "line": 1590, "name": "_shutdown"}
+    no_python = "no thread of it runs Python: it starts, or it ends"
+    for said_by_spy, words in (
+        ("echo '[]'", no_python),
+        (f"""echo '[{{"os_thread_id": {main}, "frames": []}}]'""", no_python),
+        (f"echo '{json.dumps([{'os_thread_id': main, 'frames': [shutdown]}])}'", f" in _shutdown; {OUTSIDE}"),
+        ("echo 'Error: Permission denied' >&2; exit 1", "py-spy cannot read it (Error: Permission denied)"),
+        ("echo soon", "py-spy cannot read it (its frames change too fast)"),
+    ):
+        spy.write_text(f"#!/bin/sh\n{said_by_spy}\n")
+        spy.chmod(0o700)
+        rank = JobRank(0, main, False, None, None, {})
+        place = str(place_of(stacks.stacks_of([rank])[0]))
+        assert place.endswith(words), place
 
 
 def test_mistakes_are_one_line(capsys):

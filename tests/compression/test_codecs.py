@@ -18,10 +18,6 @@ def some(size, seed, dtype=torch.float32, scale=1.0, shift=0.0):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=dtype) * scale + shift
 
 
-def ranges(vector):
-    return torch.cat([(block.max() - block.min()).expand(len(block)) for block in vector.split(BLOCK)])
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     bits=st.integers(1, 8),
@@ -38,7 +34,8 @@ def test_errors_are_within_a_step(bits, size, dtype, seed, scale, shift, stochas
     quantized = quantize(vector, bits, generator)
     assert quantized.packed.numel() == -(-size * bits // 8)
     assert quantized.lows.numel() == quantized.steps.numel() == -(-size // BLOCK)
-    step = ranges(vector) / (2**bits - 1)
+    ranges = torch.cat([(block.max() - block.min()).expand(len(block)) for block in vector.split(BLOCK)])
+    step = ranges / (2**bits - 1)
     rounding = 8 * torch.finfo(dtype).eps * vector.abs().max()
     error = (dequantize(quantized) - vector).abs()
     assert (error <= step * (1.0001 if stochastic else 0.5001) + rounding).all()
@@ -103,10 +100,6 @@ def test_what_is_not_finite_shows_in_the_steps():
             assert quantized.steps.isfinite().tolist() == [True, False, True]
 
 
-def normal(size, seed=0):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
-
-
 @settings(max_examples=60, deadline=None)
 @given(values=st.lists(st.integers(-5, 5), min_size=1, max_size=40), data=st.data())
 def test_nothing_left_out_is_larger_than_anything_kept(values, data):
@@ -126,12 +119,12 @@ def test_a_long_vector_is_searched_as_exactly_as_a_short_one():
     """Also equal elements, a period that the sample of the search sees alone, and what is not finite."""
     periodic = torch.zeros(64 * 2000)
     periodic[::64], periodic[5] = 1.0, 2.0
-    for vector in (normal(100_000), normal(100_000).pow(9), torch.ones(100_000), periodic):
+    for vector in (some(100_000, 0), some(100_000, 0).pow(9), torch.ones(100_000), periodic):
         for k in (1, 10, 1000, 99_999):
             _, kept = top_k(vector, k)
             assert torch.equal(kept.abs().sort().values, vector.abs().sort().values[-k:])
     for value, place in product((float("nan"), float("inf")), (0, 64, 70, 99_999)):
-        vector = normal(100_000)
+        vector = some(100_000, 0)
         vector[place] = value
         assert place in top_k(vector, 100)[0].tolist()
 

@@ -140,9 +140,15 @@ def twice_differentiated():
     first[0].sum().backward()
 
 
+class WithRelu(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
 FEW = "ValueError: rank {rank}: SyncBatchNorm got"
 BAD = [
     (lambda: convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d())), "0: a lazy layer has no channels"),
+    (lambda: convert_sync_batchnorm(nn.Sequential(WithRelu(2))), "0 (WithRelu) has a forward of its own"),
     (lambda: convert_sync_batchnorm(nn.BatchNorm1d(2, eps=0.1 + dist.get_rank())), "ranks disagree on batch norms"),
     (lambda: SyncBatchNorm(2, momentum=0.1 * dist.get_rank())(torch.randn(4, 2)), "ranks disagree on SyncBatchNorm"),
     (lambda: SyncBatchNorm(2)(torch.randn(int(dist.get_rank() == 1), 2)), f"{FEW} 1 values per channel from all ranks"),

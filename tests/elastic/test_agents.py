@@ -1,7 +1,6 @@
 """Agents of torchrun side by side on loopback: they meet, and end with their block."""
 
 import json
-import re
 import runpy
 import subprocess
 import sys
@@ -21,37 +20,24 @@ print(json.dumps({name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE",
 time.sleep(600)
 """
 
-# Rank 0 is the first agent's only rank; ranks 1 and 2 are the second's.
-FAULTS = {
-    "another shape": ("x = torch.ones(6 if rank == 0 else 4); dist.all_reduce(x)", "6"),
-    "a rank that fails": ("rank > 0 or int('four'); dist.all_reduce(torch.ones(4))", "rank ?0"),
-    "another call": ("dist.barrier() if rank == 2 else dist.all_reduce(torch.ones(4))", "barrier"),
-}
 FAULTY = """
 import torch, torch.distributed as dist
 from distlab.comm import process_group
 with process_group("gloo", timeout_s=300) as member:
     rank = member.rank
-    {statement}
+    x = torch.ones(6 if rank == 0 else 4); dist.all_reduce(x)  # rank 0 is the first agent's only rank
 """
 
 
-@pytest.mark.parametrize(
-    ("statement", "word"),
-    [
-        pytest.param(*fault, id=name, marks=[pytest.mark.soak] * (name != "another shape"))
-        for name, fault in FAULTS.items()
-    ],
-)
 @pytest.mark.timeout(300)
-def test_a_fault_between_two_agents_is_told_by_both_within_seconds(tmp_path, statement, word):
-    (tmp_path / "faulty.py").write_text(FAULTY.format(statement=statement))
+def test_a_fault_between_two_agents_is_told_by_both_within_seconds(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY)
     with Agents() as agents:
         flags = ["--nnodes", "2", "--max-restarts", "0"]
         both = [agents.start(f"m{n}", tmp_path / "faulty.py", ranks=n, flags=flags) for n in (1, 2)]
         assert [agent.wait(250) != 0 for agent in both] == [True, True]
         for agent in both:
-            assert re.search(word, agent.text), agent.text
+            assert "6" in agent.text, agent.text
             assert "faulty.py" in agent.text, agent.text
             assert "line 6" in agent.text or "faulty.py:6" in agent.text, agent.text
 

@@ -1,13 +1,10 @@
 """Killed under torchrun: training goes on within seconds, and ends as if nobody had killed anything."""
 
-import time
-
 import pytest
 import torch
-from elastic_job import notes, random_kills, torchrun, train, used, wait_for
+from elastic_job import notes, random_kills, torchrun, train, used
 from killing import same_bits
 
-from distlab.checkpoint import newest
 from distlab.comm import run
 
 
@@ -32,28 +29,6 @@ def test_a_rank_is_killed_and_the_final_bits_are_those_of_the_uninterrupted_run(
     assert same_bits(final_of(folder), expected)
     assert used(folder) == dict.fromkeys(range(101), 8)
     assert len({token for _, token, *_ in notes(folder)}) == len(times) + 1
-
-
-@pytest.mark.soak  # test_run.py asks one rank, and goes on with a different number of ranks
-def test_asked_to_end_the_ranks_save_and_leave_within_seconds_and_a_different_number_goes_on(uninterrupted, tmp_path):
-    changes = {"num_samples": 96, "dropout": 0.0, "dtype": "float64", "optimizer": "sgd"}
-    expected = uninterrupted(2, **changes)
-    folder = tmp_path / "left"
-    with torchrun(folder, 3, standby=True, pause_s=0.1, save_every=1000, **changes) as job:
-        wait_for(lambda: len(notes(folder)) > 12, job)
-        begin = time.monotonic()
-        job.terminate()
-        job.wait(100)
-    assert time.monotonic() - begin < 10
-    assert "ends now" not in (folder / "output.txt").read_text()
-    last = max(number for _, _, number, *_ in notes(folder))
-    assert newest(folder / "saved").step == last + 1
-    with torchrun(folder, 2, standby=True, **changes) as job:
-        assert job.wait(100) == 0, (folder / "output.txt").read_text()
-    final = final_of(folder)
-    assert used(folder) == dict.fromkeys(range(96), 4)
-    for name, value in expected[0].items():
-        assert (final[0][name] - value).abs().max() <= 1e-10
 
 
 @pytest.mark.soak

@@ -8,19 +8,10 @@ import torch.distributed as dist
 from equal import Row, Task, Way, assert_rows_equal_one_process, awkward_model, square
 from torch import nn
 
+from distlab import expert_parallel
 from distlab.blocks.data import ByteCorpus, python_documentation
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import recorded
-from distlab.expert_parallel import (
-    ExpertParallel,
-    MixtureOfExperts,
-    Router,
-    balance_loss,
-    clip_gradients_,
-    expert_parallel,
-    mix_experts,
-    reduce_gradients,
-)
 from distlab.expert_parallel.layer import own_experts
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
@@ -33,7 +24,9 @@ CONFIG = GPTConfig(vocab_size=257, context=7, num_layers=2, num_heads=2, hidden_
 def mixture(seed, **options):
     torch.manual_seed(seed)
     experts = [nn.Sequential(nn.Linear(HIDDEN, 9), nn.GELU(), nn.Linear(9, HIDDEN)) for _ in range(EXPERTS)]
-    layer = MixtureOfExperts(Router(HIDDEN, EXPERTS, **{"top_k": 2, **options}), experts).double()
+    layer = expert_parallel.MixtureOfExperts(
+        expert_parallel.Router(HIDDEN, EXPERTS, **{"top_k": 2, **options}), experts
+    ).double()
     with torch.no_grad():
         layer.router.scores.weight[-1] -= 2.0  # far from even: hardly anybody asks the last one
     return layer
@@ -58,11 +51,11 @@ def differ(layer, whole):
 def once(top_k, with_gradient):
     """One pass: outputs, gradients and counts are those of one process that has all ranks' tokens."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    layer = ExpertParallel.from_full(mixture(rank, top_k=top_k))  # rank 0's values win
+    layer = expert_parallel.ExpertParallel.from_full(mixture(rank, top_k=top_k))  # rank 0's values win
     x = tokens_of(rank).requires_grad_(with_gradient)
     y = layer(x)
     (y.sin().sum() * world_size + BALANCE * layer.balance_loss).backward()
-    reduce_gradients(layer)
+    expert_parallel.reduce_gradients(layer)
     whole = mixture(0, top_k=top_k)
     inputs = [tokens_of(other).requires_grad_() for other in range(world_size)]
     outputs = whole(torch.cat(inputs))
@@ -88,7 +81,7 @@ def test_split_experts_equal_one_process(world_size):
     once(1, True)
     for one, other in zip(once(2, True).values(), once(2, rank % 2 == 1).values(), strict=True):
         assert torch.equal(one, other)  # whether inputs require gradients changes nothing else
-    layer = ExpertParallel.from_full(mixture(rank))
+    layer = expert_parallel.ExpertParallel.from_full(mixture(rank))
     with recorded() as seen:
         layer(tokens_of(rank, 1)).sum().backward()
     own = own_experts(EXPERTS, rank, world_size)
@@ -103,7 +96,7 @@ def test_split_experts_equal_one_process(world_size):
 
 
 def gpt(rank):
-    return mix_experts(awkward_model(rank, config=CONFIG), 3, generator(0, rank, "experts")).double()
+    return expert_parallel.mix_experts(awkward_model(rank, config=CONFIG), 3, generator(0, rank, "experts")).double()
 
 
 def thirteen_tokens(step):
@@ -116,12 +109,12 @@ def text(step):
 
 
 LAYER = Task(mixture, thirteen_tokens, more_loss=lambda layer: BALANCE * layer.balance_loss)
-MODEL = Task(gpt, text, GPT.loss, more_loss=lambda model: BALANCE * balance_loss(model))
+MODEL = Task(gpt, text, GPT.loss, more_loss=lambda model: BALANCE * expert_parallel.balance_loss(model))
 
 
 def split_layer(model, make):
-    layer = ExpertParallel.from_full(model)
-    return Way(layer, make(layer.parameters()), lambda: reduce_gradients(layer))
+    layer = expert_parallel.ExpertParallel.from_full(model)
+    return Way(layer, make(layer.parameters()), lambda: expert_parallel.reduce_gradients(layer))
 
 
 def split_gpt(recomputed=False, replicated=False):
@@ -129,11 +122,11 @@ def split_gpt(recomputed=False, replicated=False):
         group, replicas = square() if replicated else (None, None)
         if replicated:
             model.load_state_dict(gpt(0).state_dict())
-        expert_parallel(model, group, balance_over=dist.group.WORLD if replicated else "group")
+        expert_parallel.expert_parallel(model, group, balance_over=dist.group.WORLD if replicated else "group")
         if recomputed:
             recompute_blocks(model)
-        reduce = lambda: reduce_gradients(model, group, replicas=replicas)  # noqa: E731
-        clip = lambda norm: clip_gradients_(model, norm, group)  # noqa: E731
+        reduce = lambda: expert_parallel.reduce_gradients(model, group, replicas=replicas)  # noqa: E731
+        clip = lambda norm: expert_parallel.clip_gradients_(model, norm, group)  # noqa: E731
         return Way(model, make(model.parameters()), reduce, clip=clip)
 
     return technique
@@ -157,7 +150,7 @@ def test_experts_train_like_one_process(ranks, world_size, rows):
 def test_capacity_drops_what_one_process_drops_of_each_ranks_tokens():
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     whole = mixture(0, capacity_factor=0.6)
-    layer = ExpertParallel.from_full(mixture(rank, capacity_factor=0.6), balance_over="rank")
+    layer = expert_parallel.ExpertParallel.from_full(mixture(rank, capacity_factor=0.6), balance_over="rank")
     loads = {}
     for step, other in product((1, 2), range(num_ranks)):
         wanted = whole(tokens_of(other, step))
@@ -167,7 +160,7 @@ def test_capacity_drops_what_one_process_drops_of_each_ranks_tokens():
             y = layer(tokens_of(rank, step))
             assert torch.allclose(y, wanted, rtol=0, atol=1e-12)
             (y.square().sum() * num_ranks + layer.balance_loss).backward()
-    reduce_gradients(layer)
+    expert_parallel.reduce_gradients(layer)
     assert differ(layer, whole) <= 1e-10
     with torch.no_grad():
         layer(tokens_of(rank, 1))

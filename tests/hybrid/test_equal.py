@@ -1,19 +1,7 @@
 """A GPT on any mesh trains on real text like one process: losses, norms before clipping, and weights."""
 
+import hybrid_gpt as mesh
 import pytest
-from hybrid_gpt import (
-    DEEP,
-    DEEP_UNTIED,
-    MAX_NORM,
-    UNTIED,
-    assert_equal_to_one_process,
-    batch_of,
-    difference,
-    make_hybrid,
-    make_model,
-    train,
-    train_alone,
-)
 
 from distlab.comm import recorded
 from distlab.plan import Plan, Sharding
@@ -34,11 +22,14 @@ TRIPLES = {
         {"optimizer": "adam"},
     ),
     "ZeRO-1 x pipeline x tensor": (Plan(**CUBE, sharding=Sharding(stage=1)), {"optimizer": "adam"}),
-    "FSDP x pipeline x tensor": (Plan(**CUBE, sharding=Sharding(stage=3)), {"optimizer": "adam", "config": UNTIED}),
+    "FSDP x pipeline x tensor": (
+        Plan(**CUBE, sharding=Sharding(stage=3)),
+        {"optimizer": "adam", "config": mesh.UNTIED},
+    ),
     "ZeRO-2 x pipeline x tensor": (Plan(**CUBE, schedule="zb_h1", sharding=Sharding(stage=2)), {"optimizer": "adam"}),
     "the mesh the other way round": (
         Plan(**CUBE, schedule="zb_v", stages_per_rank=2, recompute="full"),  # both ends of the model on one rank
-        {"order": ("tensor", "context", "expert", "data", "pipeline"), "config": DEEP},
+        {"order": ("tensor", "context", "expert", "data", "pipeline"), "config": mesh.DEEP},
     ),
 }
 PAIRS = {
@@ -51,18 +42,18 @@ PAIRS = {
     "expert x pipeline": (Plan(expert=2, pipeline=2, num_microbatches=1), MIXED),
     "context x tensor": (Plan(context=2, tensor=2, context_kind="all_to_all", recompute="selective"), {}),
     "context x pipeline": (Plan(context=2, **FOUR, schedule="zb_h1"), {}),
-    "tensor x pipeline": (Plan(tensor=2, **FOUR, sequence_parallel=True, schedule="gpipe"), {"config": UNTIED}),
+    "tensor x pipeline": (Plan(tensor=2, **FOUR, sequence_parallel=True, schedule="gpipe"), {"config": mesh.UNTIED}),
     "tensor x pipeline, weights later": (Plan(tensor=2, **FOUR, schedule="zb_h1"), {"optimizer": "adam"}),
     "FSDP x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=3), sequence_parallel=True), {}),
     "FSDP with experts on each rank": (Plan(data=4, sharding=Sharding(stage=3, prefetch=0)), MIXED),
     "ZeRO-2 x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=2), num_microbatches=2), {}),
     "ZeRO-2 x pipeline, two stages on each rank": (
         Plan(data=2, **FOUR, schedule="zb_v", stages_per_rank=2, sharding=Sharding(stage=2)),
-        {"config": DEEP},
+        {"config": mesh.DEEP},
     ),
     "FSDP x pipeline, two stages on each rank": (
         Plan(data=2, **FOUR, schedule="interleaved", stages_per_rank=2, recompute="full", sharding=Sharding(stage=3)),
-        {"config": DEEP_UNTIED, "optimizer": "adam"},
+        {"config": mesh.DEEP_UNTIED, "optimizer": "adam"},
     ),
     "ZeRO-1 x expert": (Plan(data=2, expert=2, sharding=Sharding(stage=1)), MIXED | {"optimizer": "adam"}),
 }
@@ -72,15 +63,15 @@ PAIRS = {
 def test_ten_updates_on_a_cube_of_ranks(ranks):
     results = {}
     for name, (plan, options) in TEN.items():
-        results[name] = ranks(8).run(lambda plan=plan, options=options: train(plan, **options))
-        assert_equal_to_one_process(results[name], train_alone(**options), name)
+        results[name] = ranks(8).run(lambda plan=plan, options=options: mesh.train(plan, **options))
+        mesh.assert_equal_to_one_process(results[name], mesh.train_alone(**options), name)
     for again, before in zip(results["again"], results["data x tensor x pipeline"], strict=True):
         for one, other in zip(again[1:], before[1:], strict=True):
             assert one == other[: len(one)], "losses and norms repeat bit for bit"
-    state, losses, norms = train_alone(steps=10)
-    assert min(norms) > MAX_NORM, "clipping was at work"
+    state, losses, norms = mesh.train_alone(steps=10)
+    assert min(norms) > mesh.MAX_NORM, "clipping was at work"
     assert max(losses) - min(losses) > 0.1, "it learns"
-    for name, parameter in make_model(0).named_parameters():
+    for name, parameter in mesh.make_model(0).named_parameters():
         assert parameter.requires_grad == ((parameter - state[name]).abs().max().item() > 1e-6), name
 
 
@@ -90,19 +81,19 @@ def test_ten_updates_on_a_cube_of_ranks(ranks):
 def test_every_combination(ranks, world_size):
     for name, (plan, options) in (PAIRS if world_size == 4 else TRIPLES).items():
         options = options | {"steps": 2}  # the second begins with weights and moments that the first left
-        results = ranks(world_size).run(lambda plan=plan, options=options: train(plan, **options))
-        assert_equal_to_one_process(results, train_alone(**options), name)
+        results = ranks(world_size).run(lambda plan=plan, options=options: mesh.train(plan, **options))
+        mesh.assert_equal_to_one_process(results, mesh.train_alone(**options), name)
 
 
 def test_a_mesh_of_one_rank_sends_nothing(ranks):
     def one(plan):
-        hybrid = make_hybrid(plan, **MIXED)
+        hybrid = mesh.make_hybrid(plan, **MIXED)
         with recorded() as seen:
             for step in range(3):
-                hybrid.train_step(*batch_of(step), max_norm=MAX_NORM)
+                hybrid.train_step(*mesh.batch_of(step), max_norm=mesh.MAX_NORM)
         assert seen.records.num_calls() == 0
         return hybrid.full_state_dict()
 
     for plan in (Plan(), Plan(recompute="full", sharding=Sharding(stage=0))):
         (state,) = ranks(1).run(one, plan)
-        assert difference(state, train_alone(**MIXED)[0]) <= 1e-10
+        assert mesh.difference(state, mesh.train_alone(**MIXED)[0]) <= 1e-10

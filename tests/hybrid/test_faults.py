@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from equal import same_everywhere
 from hybrid_gpt import BATCH, CONFIG, OPTIMIZERS, batch_of, difference, make_hybrid, make_model, train_alone
+from refused import message
 from torch import nn
 
-from distlab.blocks.clip import NotFiniteError
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import RankError
 from distlab.hybrid import Hybrid
@@ -70,12 +70,6 @@ def test_a_batch_that_cannot_be_cut_is_named():
         assert "pass tokens" in problem_of_batch(plan, tokens.double(), tokens, CONFIG.context)
 
 
-def message(function, kind=ValueError):
-    with pytest.raises(kind) as found:
-        function()
-    return str(found.value)
-
-
 @pytest.mark.on_ranks(4)
 def test_all_ranks_hear_what_is_wrong_and_go_on():
     rank = dist.get_rank()
@@ -96,11 +90,11 @@ def test_all_ranks_hear_what_is_wrong_and_go_on():
     ]
     for parameter in hybrid.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan if rank == 1 else 1.0)
-    told.append(("(rank 1)", message(lambda: hybrid.clip_gradients_(1.0), NotFiniteError)))
+    told.append(("(rank 1)", message(lambda: hybrid.clip_gradients_(1.0))))
     hybrid.zero_grad()
     hook = first_norm(hybrid).weight.register_hook(lambda gradient: gradient * (torch.inf if rank == 2 else 1.0))
-    infinite = message(lambda: hybrid.step(inputs, targets), NotFiniteError)
-    told += [("rank 2", infinite), ("attention_norm.weight", infinite)]
+    infinite = message(lambda: hybrid.step(inputs, targets))
+    told += [("NotFiniteError: ", infinite), ("rank 2", infinite), ("attention_norm.weight", infinite)]
     hook.remove()
     assert difference(before, hybrid.full_state_dict()) == 0.0, "nothing has changed"
     hybrid.zero_grad()
@@ -132,7 +126,8 @@ def test_a_rank_that_raises_between_layers_is_named_and_training_goes_on():
         hybrid = make_hybrid(plan)
         losses = [hybrid.train_step(*batch_of(step)).item() for step in range(num_good)]
         hook = first_norm(hybrid).register_forward_pre_hook(raise_now if dist.get_rank() == 1 else lambda *_: None)
-        told = message(lambda hybrid=hybrid: hybrid.train_step(*batch_of(0)), RuntimeError)
+        told = message(lambda hybrid=hybrid: hybrid.train_step(*batch_of(0)))
+        assert "RuntimeError: " in told
         assert "ArithmeticError: no such number" in told
         assert "zero_grad() to go on" in told
         hook.remove()

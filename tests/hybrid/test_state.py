@@ -2,21 +2,11 @@
 
 import warnings
 
+import hybrid_gpt as mesh
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hybrid_gpt import (
-    DEEP_UNTIED,
-    MAX_NORM,
-    OPTIMIZERS,
-    UNTIED,
-    batch_of,
-    difference,
-    make_hybrid,
-    make_model,
-    train_alone,
-)
 
 from distlab.checkpoint import load, read_dcp, save, write_dcp
 from distlab.hybrid import Hybrid
@@ -30,18 +20,18 @@ RESUMED = {
     "expert x tensor, in shards": (Plan(expert=2, tensor=2, sharding=Sharding(stage=1)), {"experts": 3}),
     "data x tensor, compressed": (Plan(data=2, tensor=2, compression=Compression("top_k", ratio=0.1)), {}),
     "FSDP x tensor": (Plan(data=2, tensor=2, **FSDP), {}),
-    "FSDP x pipeline": (Plan(data=2, **STAGES, **FSDP), {"config": UNTIED}),
+    "FSDP x pipeline": (Plan(data=2, **STAGES, **FSDP), {"config": mesh.UNTIED}),
     "ZeRO-2 x pipeline": (Plan(data=2, **STAGES, sharding=Sharding(stage=2)), {}),
 }
 
 
 def steps_of(hybrid, steps):
-    return [hybrid.train_step(*batch_of(step), max_norm=MAX_NORM).item() for step in steps]
+    return [hybrid.train_step(*mesh.batch_of(step), max_norm=mesh.MAX_NORM).item() for step in steps]
 
 
 def spoiled(plan, options):
     """Return a mesh whose weights are others."""
-    hybrid = make_hybrid(plan, "adam", **options)
+    hybrid = mesh.make_hybrid(plan, "adam", **options)
     with torch.no_grad():
         for parameter in hybrid.parameters():
             parameter.add_(1.0)
@@ -54,7 +44,7 @@ def spoiled(plan, options):
 def test_training_goes_on_bit_for_bit(name, tmp_path):
     """Train, save, train on; then resume a different mesh, and do the same."""
     plan, options = RESUMED[name]
-    first = make_hybrid(plan, "adam", **options)
+    first = mesh.make_hybrid(plan, "adam", **options)
     steps_of(first, range(2))
     save(tmp_path, 2, parts={"training": first})
     losses, state = steps_of(first, range(2, 4)), first.full_state_dict()
@@ -62,7 +52,7 @@ def test_training_goes_on_bit_for_bit(name, tmp_path):
     second = spoiled(plan, options)
     load(tmp_path, parts={"training": second})
     assert steps_of(second, range(2, 4)) == losses
-    assert difference(second.full_state_dict(), state) == 0.0
+    assert mesh.difference(second.full_state_dict(), state) == 0.0
     shard = second.shard_state()
     for changed, words in (
         ({"the rank's place": "there"}, "the rank's place is"),
@@ -93,13 +83,13 @@ PAIRS = [
     ("tensor 2", "one rank", {}),
     ("one rank", "ZeRO-1 2", {}),
     ("expert 2 x tensor 2", "expert 2 x pipeline 2", {"experts": 3}),
-    ("tensor 2", "interleaved 2", {"config": DEEP_UNTIED}),
-    ("interleaved 2", "tensor 2 x pipeline 2", {"config": DEEP_UNTIED}),
+    ("tensor 2", "interleaved 2", {"config": mesh.DEEP_UNTIED}),
+    ("interleaved 2", "tensor 2 x pipeline 2", {"config": mesh.DEEP_UNTIED}),
 ]
 
 
 def save_at_two(folder, plan, options):
-    hybrid = make_hybrid(plan, "adam", **options)
+    hybrid = mesh.make_hybrid(plan, "adam", **options)
     losses = steps_of(hybrid, range(2))
     save(folder, 2, parts={"training": hybrid}, data_position=2)
     write_dcp(folder / "run", {"training": hybrid})
@@ -129,24 +119,24 @@ def go_on(folder, plan, options):
 @pytest.mark.parametrize(("before", "after", "options"), PAIRS)
 def test_another_plan_goes_on_as_one_process(ranks, tmp_path, before, after, options):
     """From our files, or from torch's, whose rows of slabs become boxes; torch reads these into the plain model too."""
-    middle, _, _ = train_alone("adam", steps=2, **options)
-    final, losses, _ = train_alone("adam", steps=4, **options)
+    middle, _, _ = mesh.train_alone("adam", steps=2, **options)
+    final, losses, _ = mesh.train_alone("adam", steps=4, **options)
     num_before, plan_before = PLANS[before]
     num_after, plan_after = PLANS[after]
     first = ranks(num_before).run(save_at_two, tmp_path, plan_before, options)
     assert first[0] == pytest.approx(losses[:2], abs=1e-10)
     for loaded, later, state in ranks(num_after).run(go_on, tmp_path, plan_after, options):
-        assert difference(loaded, middle) <= 1e-10
+        assert mesh.difference(loaded, middle) <= 1e-10
         assert later == pytest.approx(losses[2:], abs=1e-10)
-        assert difference(state, final) <= 1e-10
+        assert mesh.difference(state, final) <= 1e-10
     if before in ("tensor 2 x pipeline 2", "FSDP 2 x tensor 2"):
         for loaded in ranks(num_after).run(from_torchs, tmp_path, plan_after, options):
-            assert difference(loaded, middle) <= 1e-10
-    state = {"model": make_model(3, **options).state_dict()}
+            assert mesh.difference(loaded, middle) <= 1e-10
+    state = {"model": mesh.make_model(3, **options).state_dict()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that there are no ranks
         dcp.load(state, checkpoint_id=tmp_path / "run", no_dist=True)
-    assert difference(state["model"], middle) <= 1e-10
+    assert mesh.difference(state["model"], middle) <= 1e-10
     assert set(middle) == set(read_dcp(tmp_path / "run")["model"])
 
 
@@ -154,11 +144,11 @@ def test_another_plan_without_reshard_is_refused_and_nothing_changes(ranks, tmp_
     ranks(4).run(save_at_two, tmp_path, PLANS["data 4"][1], {})
 
     def refused(plan):
-        hybrid, other = make_hybrid(plan, "adam"), make_hybrid(plan, "adam", config=UNTIED)
+        hybrid, other = mesh.make_hybrid(plan, "adam"), mesh.make_hybrid(plan, "adam", config=mesh.UNTIED)
         before = hybrid.full_state_dict()
         with pytest.raises(ValueError, match="pass reshard=True") as caught:
             load(tmp_path, parts={"training": hybrid})
-        assert difference(hybrid.full_state_dict(), before) == 0.0
+        assert mesh.difference(hybrid.full_state_dict(), before) == 0.0
         with pytest.raises(ValueError, match=r"output.weight is \[257, 8\] here and token_embedding.weight in the "):
             load(tmp_path, parts={"training": other}, reshard=True)
         states = [None] * dist.get_world_size()
@@ -180,15 +170,15 @@ def test_another_plan_without_reshard_is_refused_and_nothing_changes(ranks, tmp_
 
 @pytest.mark.on_ranks(4)
 def test_a_whole_state_goes_from_plan_to_plan_and_back():
-    model = make_model(7, experts=3)
-    expected, state = model.loss(model(batch_of(0)[0]), batch_of(0)[1]).item(), model.state_dict()
+    model = mesh.make_model(7, experts=3)
+    expected, state = model.loss(model(mesh.batch_of(0)[0]), mesh.batch_of(0)[1]).item(), model.state_dict()
     for plan in (Plan(expert=2, **STAGES), Plan(data=2, tensor=2, **FSDP), Plan(expert=4, sharding=Sharding(stage=2))):
-        hybrid = make_hybrid(plan, experts=3)
+        hybrid = mesh.make_hybrid(plan, experts=3)
         hybrid.load_full_state_dict(state)
         state = hybrid.full_state_dict()
         assert list(state) == list(model.state_dict()), "the names of one process, in its order"
-        assert difference(state, model.state_dict()) == 0.0
-        assert hybrid.step(*batch_of(0)).item() == pytest.approx(expected, abs=1e-12)
+        assert mesh.difference(state, model.state_dict()) == 0.0
+        assert hybrid.step(*mesh.batch_of(0)).item() == pytest.approx(expected, abs=1e-12)
         hybrid.close()
 
 
@@ -196,15 +186,15 @@ HALF = {f"stage {stage}": {"data": 2, "tensor": 2, "sharding": Sharding(stage=st
 
 
 @pytest.mark.soak_where(optimizer=["sgd"])  # Adam has more states
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", mesh.OPTIMIZERS)
 @pytest.mark.on_ranks(4)
 def test_half_precision_keeps_weights_and_gradients_whole(optimizer):
     """Two copies have one order of additions: which of them updates what changes no bit, and bf16 rounds as ever."""
-    exact, found = train_alone(optimizer)[1], {}
+    exact, found = mesh.train_alone(optimizer)[1], {}
     for name, degrees in (HALF | {"pipeline": {"tensor": 2, **STAGES}}).items():
         plan = Plan(precision=Precision("bfloat16"), **degrees)
-        hybrid = Hybrid(make_model(dist.get_rank()).float(), plan, OPTIMIZERS[optimizer])
-        losses = [hybrid.train_step(*batch_of(step)).item() for step in range(3)]
+        hybrid = Hybrid(mesh.make_model(dist.get_rank()).float(), plan, mesh.OPTIMIZERS[optimizer])
+        losses = [hybrid.train_step(*mesh.batch_of(step)).item() for step in range(3)]
         assert {parameter.dtype for parameter in hybrid.parameters()} == {torch.float32}
         found[name] = hybrid.full_state_dict(), losses
         hybrid.close()
@@ -212,4 +202,4 @@ def test_half_precision_keeps_weights_and_gradients_whole(optimizer):
         assert losses != pytest.approx(exact, rel=1e-6), f"{name}: nothing was rounded"
         if name in ("stage 1", "stage 2"):
             assert losses == found["stage 0"][1], name
-            assert difference(found[name][0], found["stage 0"][0]) == 0.0, name
+            assert mesh.difference(found[name][0], found["stage 0"][0]) == 0.0, name

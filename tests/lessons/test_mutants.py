@@ -3,13 +3,14 @@
 That the reference passes, its cell shows: test_bodies.py.
 
 words.csv keeps the words of the last run of all wrong versions (tools/fault_table.py). While no file that decides
-them has changed, a lesson's rows stand, and one wrong version is run for each exercise, and each that ends
-otherwise than by a judge. Of a lesson whose files have changed, all are run.
+them has changed, a lesson's rows stand, and its first wrong version is run, and each that ends otherwise than by a
+judge. Of a lesson whose files have changed, all are run; `make soak` runs all of every lesson.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import re
 from collections import Counter
@@ -24,6 +25,7 @@ from distlab.course.grading.check import examine
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = [load_lesson(number, ROOT / "lessons") for number in lessons(ROOT / "lessons")]
 EXERCISES = [pytest.param(lesson, exercise, id=exercise.name) for lesson in LESSONS for exercise in lesson.exercises]
+LEAST, MOST = 0.5, 0.75  # of a lesson's minutes go to its exercises; the others to reading and running
 # Faults that the launcher or the recorder tells, and no judge: what lies below the checks decides them too.
 FROM_BELOW = {"raised", "hang", "deadlock", "mismatch", "killed", "returned", "not waited"}
 
@@ -32,10 +34,7 @@ def run_in_any_case(lesson: Lesson) -> set[int]:
     """Return the places of the wrong versions that are run although their words are kept."""
     if not fault_table.is_kept(lesson):
         return set(range(len(lesson.mutants)))
-    first: dict[str, int] = {}
-    for index, mutant in enumerate(lesson.mutants):
-        first.setdefault(mutant.exercise, index)
-    return {*first.values(), *(i for i, mutant in enumerate(lesson.mutants) if mutant.fault in FROM_BELOW)}
+    return {0, *(index for index, mutant in enumerate(lesson.mutants) if mutant.fault in FROM_BELOW)}
 
 
 CHOSEN = {lesson.number: run_in_any_case(lesson) for lesson in LESSONS}
@@ -66,7 +65,12 @@ def test_lesson_is_complete(lesson: Lesson) -> None:
     assert set(wrong_versions) <= set(names)
     assert {name: wrong_versions[name] for name in names if wrong_versions[name] < 8} == {}
     assert len({(mutant.exercise, mutant.name) for mutant in lesson.mutants}) == len(lesson.mutants)
+    total = sum(exercise.minutes for exercise in lesson.exercises)
+    assert LEAST * lesson.minutes <= total <= MOST * lesson.minutes
+    assert re.search(rf"^# .*\b{lesson.minutes} minutes", (lesson.folder / "lesson.py").read_text(), re.MULTILINE)
     for exercise in lesson.exercises:
+        assert exercise.minutes >= 1, exercise.name
+        assert exercise.difficulty in (1, 2, 3), exercise.name
         assert exercise.lesson == lesson.number
         assert len(set(exercise.hints)) == 3, f"{exercise.name} has {len(exercise.hints)} hints"
         assert exercise.title
@@ -136,6 +140,25 @@ def test_page_of_common_faults_has_the_words_of_the_checks() -> None:
     del words["01.shift", "never waits"]
     with pytest.raises(ValueError, match=r"COMMON_FAULTS.md names 'never waits' of 01.shift, .* choose one"):
         fault_table.common_text(words)
+
+
+def test_each_wrong_version_is_on_its_lessons_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    faults, words = importlib.import_module("site_build.faults"), fault_table.kept_words()
+    pages = faults.pages(ROOT)
+    for number, count in Counter(exercise[:2] for exercise, _ in words).items():
+        assert sum(line.startswith(f"| {number}.") for line in pages[number].splitlines()) == count
+    for (exercise, name), said in words.items():
+        assert f"| {exercise} | {fault_table.markdown(name)} |" in pages[exercise[:2]]
+        assert f" | {fault_table.markdown(said)} | " in pages[exercise[:2]]
+    assert set(pages) == {exercise[:2] for exercise, _ in words} | {"checks", "index"}
+    assert all(f"\n{name}\n" in pages["index"] for name in set(pages) - {"index"})
+    monkeypatch.setenv("DISTLAB_DOCS_LESSONS", "09_*")  # a short build
+    pages = faults.pages(ROOT)
+    assert set(pages) == {"09", "checks", "index"}
+    rows = [line for line in pages["checks"].splitlines() if line.startswith(("| 0", "| 1"))]
+    assert {line[2:4] for line in rows} == {"09"}
 
 
 def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest() -> None:

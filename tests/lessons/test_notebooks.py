@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lessons.short_kernels import SMALLER, smaller
+
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 FIRST_PICTURE, MOST_WITHOUT = 6, 15  # the cell in which the first picture stands at the latest; cells without one
 WIDTH, LONGEST = 103, 480  # characters that stand in 1280 pixels; of any line
@@ -96,3 +98,19 @@ def test_words_of_pictures_and_prints_that_readers_look_for():
     (path,) = LESSONS.glob("09_*/lesson.ipynb")
     assert "on paper), busy" in path.read_text(encoding="utf-8")
     assert "predicted), busy" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("lesson", SMALLER)
+def test_what_make_test_runs_smaller_stands_in_one_cell_that_is_not_compared(lesson):
+    (path,) = LESSONS.glob(f"{lesson}_*/solution.ipynb")
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    for text in SMALLER[lesson]:
+        found = [cell for cell in cells for _ in range("".join(cell["source"]).count(text))]
+        assert len(found) == 1, text
+        assert "nbval-check-output" not in found[0]["metadata"].get("tags", ()), text
+
+
+def test_a_cell_is_made_smaller_and_keeps_its_lines():
+    lines = ["def measure(a, repeats=25):\n", "    return a"]
+    assert smaller(lines, "01") == ["def measure(a, repeats=2):\n", "    return a"]
+    assert smaller(lines, "02") == lines

@@ -18,15 +18,6 @@ MOST_IN_ONE_SITTING = 90
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 SECOND = "# Sitting two"
 FOLDERS = ("03_data_parallel", "08_tensor_parallel")
-TOLD = {
-    "03_data_parallel": [
-        "from your notebook: nothing yet",
-        "to 1e-5: True",
-        "each sample once: True",
-        "token_weights  differs from one process by less than 1e-12",
-    ],
-    "08_tensor_parallel": ["sent, four ranks: 1,774,080 bytes before", "losses differ by", "t=4:   368 ms"],
-}
 OWN = '''
 def average_gradients(module):
     """Mine."""
@@ -52,12 +43,6 @@ def second_half(made):
 
 def printed(cell):
     return "".join(output.get("text", "") for output in cell.outputs)
-
-
-def run(cells, folder):
-    made = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(made, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
-    return [cell for cell in made.cells if cell.cell_type == "code"]
 
 
 def names_in(code, kind):
@@ -94,16 +79,6 @@ def test_a_lesson_of_two_hours_has_two_sittings_that_add_up():
             assert sum(line.startswith(SECOND) for line in headings) == 1
 
 
-@pytest.mark.soak  # a whole half of a notebook; its cells also run in their order in `make test`
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_second_sitting_runs_without_the_first(folder, tmp_path):
-    code = run(second_half(notebook(folder)), tmp_path)  # raises where a cell raises
-    told = "\n".join(map(printed, code))
-    for words in TOLD[folder]:
-        assert words in told
-
-
 @pytest.mark.timeout(120)
 def test_the_second_sitting_takes_what_was_saved_and_passed(tmp_path):
     (tmp_path / MARKER).touch()
@@ -121,6 +96,7 @@ def test_the_second_sitting_takes_what_was_saved_and_passed(tmp_path):
     first, bring = [cell for cell in second_half(notebook()) if cell.cell_type == "code"][:2]
     asked = cell("print(average_gradients.__doc__, fill_buckets([4, 4], 4))")
     ended = cell("from distlab.comm.launch.fork_client import shut_down\n\nshut_down()")
-    code = run([first, bring, asked, ended], folder)
-    assert "from your notebook: 03.average\n" in printed(code[1])
-    assert printed(code[2]) == "Mine. [[1], [0]]\n"
+    made = nbformat.v4.new_notebook(cells=[first, bring, asked, ended])
+    NotebookClient(made, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    assert "from your notebook: 03.average\n" in printed(made.cells[1])
+    assert printed(made.cells[2]) == "Mine. [[1], [0]]\n"

@@ -1,8 +1,5 @@
 """A machine: the one that made the times is found again, and what its kernels take by kind and shape."""
 
-from dataclasses import replace
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
@@ -10,22 +7,22 @@ import torch
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.measure import (
     Calibration,
-    Rates,
     Round,
+    best_device,
     device_for,
     fit_cluster,
     load_calibration,
-    measure_rates,
     median_round,
     operators_of,
     workload_from_module,
 )
-from distlab.measure.machine import speed
-from distlab.measure.machine.rates import LAYOUTS, Operator, best_device
+from distlab.measure.machine import rates, speed
+from distlab.measure.machine.rates import Operator
 from distlab.measure.machine.speed import MESSAGE_BYTES, Observation, fit_device
 from distlab.plan import Cluster, Contention, Device, Link, Plan, Protocol, Work
 from simulator import simulate
 
+CPU = torch.device("cpu")
 WORKS = [Work(1e6 * k**2, 1e5 * (7 - k) ** 2, 10 + k) for k in range(1, 7)]
 INSIDE = tuple(1e-5 + size / 5e9 for size in MESSAGE_BYTES)
 
@@ -72,8 +69,8 @@ def test_nodes_are_fitted_to_two_links():
 
 def test_a_round_has_each_phase_and_messages_up_to_the_largest_one_to_be_predicted(ranks):
     def rounds():
-        device, works = torch.device("cpu"), {}
-        return [speed.measure_round(device, works=works, largest_bytes=size) for size in (1, 1 << 20)], sorted(works)
+        works = {}
+        return [speed.measure_round(CPU, works=works, largest_bytes=size) for size in (1, 1 << 20)], sorted(works)
 
     (short, long), works = ranks(2).run(rounds)[0]
     assert [len(short.all_reduce_s), len(long.all_reduce_s)] == [3, 4]
@@ -84,19 +81,6 @@ def test_a_round_has_each_phase_and_messages_up_to_the_largest_one_to_be_predict
 
 ALONE = Link("none", (Protocol(0.0, 1e18),))
 BASE = Device("one device", 1e12, 1e11, 1e12)
-GRID = (16, 64, 256)
-MADE = Rates(  # with a known law: a product's rate is m x n x k to the power of a third
-    precision="float32",
-    sizes=GRID,
-    matmul=dict.fromkeys(LAYOUTS, tuple(float(m * n * k) ** (1 / 3) for m, n, k in product(GRID, repeat=3))),
-    positions=(16, 64),
-    attention={"attention": (1e6, 2e6), "attention backward": (5e5, 1e6)},
-    bytes=(1024, 4096),
-    memory_s=(1e-3, 4e-3),
-    operator_host_s=0.0,
-    to_device_bytes_per_s=2e9,
-    to_host_bytes_per_s=1e9,
-)
 
 
 def gpt_step():
@@ -113,45 +97,41 @@ def gpt_step():
     return workload_from_module(model, loss, optimizer=optimizer), operators_of(step)
 
 
-def test_operators_are_priced_at_grid_points_between_them_and_beyond():
-    low, high = 16.0, (16 * 16 * 64) ** (1 / 3)
-    for operator, seconds in (
-        (Operator("NT", (16, 16, 16), 8192.0), 8192 / 16),
-        (Operator("TN", (256, 16, 64), 1.0), (16 * 64 * 256) ** (-1 / 3)),
-        (Operator("NN", (16, 16, 32), 1.0), 2 / (low + high)),
-        (Operator("NN", (1, 16, 16), 1.0), 1 / 16),  # beyond the grid the edge holds
-        (Operator("memory", (), 2048.0), 2e-3),
-        (Operator("memory", (), 8192.0), 8e-3),  # the last rate goes on
-        (Operator("attention", (64,), 4e6), 2.0),
-    ):
-        assert MADE.seconds(operator) == pytest.approx(seconds), operator
-
-
 @pytest.mark.parametrize("behind", [False, True])
-def test_the_simulator_adds_up_what_the_operators_take_or_what_the_host_takes_if_that_is_longer(behind):
+def test_the_simulator_adds_up_what_the_operators_take_or_what_the_host_takes_if_that_is_longer(behind, monkeypatch):
     workload, listed = gpt_step()
     shapes = {(one.kind, one.shape) for one in listed}
     # x W^T: 32 tokens, 32 features to query, key and value; the input's gradient, and the weight's
-    assert {("NT", (32, 96, 32)), ("NN", (32, 32, 96)), ("TN", (96, 32, 32))} <= shapes
+    assert {("NT", (32, 96, 32)), ("NN", (32, 32, 96)), ("TN", (96, 32, 32)), ("attention", (2, 2, 16, 16))} <= shapes
     assert [sum(one.kind == kind for one in listed) for kind in ("attention", "attention backward")] == [2, 2]
-    rates = replace(MADE, operator_host_s=1.0 if behind else 0.0)
-    device = device_for(rates, listed, workload, BASE)
+    monkeypatch.setattr(
+        rates, "seconds_of", lambda one, *_: {"memory": 1e-9, "NT": 3e-9}.get(one.kind, 2e-9) * one.amount
+    )
+    monkeypatch.setattr(rates, "operator_host_s", lambda *_: float(behind))
+    device = device_for(listed, workload, BASE, CPU, torch.float32)
     predicted = simulate(workload, Cluster("one", device, 1, 1, ALONE, ALONE), Plan()).duration_s
-    kernels_s = sum(map(rates.seconds, listed))
-    assert predicted == pytest.approx(max(kernels_s, len(listed) * rates.operator_host_s), rel=0.02)
-    assert (device.host_link_bytes_per_s, device.memory_bytes) == (1e9, BASE.memory_bytes)
+    kernels_s = sum(rates.seconds_of(one) for one in listed)
+    assert predicted == pytest.approx(max(kernels_s, len(listed) * float(behind)), rel=0.02)
+    assert (device.host_link_bytes_per_s, device.memory_bytes) == (BASE.host_link_bytes_per_s, BASE.memory_bytes)
 
 
-def test_rates_are_measured_kept_and_read_again(tmp_path):
+def test_operators_are_timed_by_kind_and_shape_and_a_device_is_kept_and_read_again(tmp_path, monkeypatch):
     torch.set_num_threads(1)
-    rates = measure_rates(torch.device("cpu"))
-    assert rates.precision == "float32"
-    assert len(rates.matmul["NN"]) == len(rates.sizes) ** 3
-    assert all(rate > 0 for table in (*rates.matmul.values(), *rates.attention.values()) for rate in table)
-    assert rates.operator_host_s > 0
-    device = best_device(rates, BASE)
-    assert (device.matmul_flops_per_s, device.kernel_s) == (max(max(table) for table in rates.matmul.values()), 0.0)
-    kept = Calibration(Cluster("one", device, 1, 1, ALONE, ALONE), {"a": 0.1}, 1.0, "a machine", (MADE, rates))
+    with monkeypatch.context() as patch:
+        patch.setattr(rates, "_seconds", lambda call, device: call() is not None)  # each call is made, and takes 1 s
+        for operator, seconds in (
+            (Operator("NT", (8, 4, 2), 128.0), 1.0),
+            (Operator("TN", (8, 4, 2), 512.0), 4.0),  # four in a batch
+            (Operator("attention", (2, 2, 16, 8), 1.0), 1.0),
+            (Operator("attention backward", (2, 2, 16, 8), 1.0), 1.0),
+            (Operator("memory", (), 4096.0), 1.0),
+            (Operator("memory", (), 1 << 26), 4.0),  # more bytes than are timed
+        ):
+            assert rates.seconds_of(operator, CPU, torch.float32) == seconds, operator
+    device = best_device(BASE, CPU)
+    assert min(device.matmul_flops_per_s, device.memory_bytes_per_s, rates.operator_host_s(CPU, torch.float32)) > 0
+    assert (device.kernel_s, device.name, device.host_link_bytes_per_s > 1e6) == (0.0, BASE.name, True)
+    kept = Calibration(Cluster("one", device, 1, 1, ALONE, ALONE), {"a": 0.1}, 1.0, "a machine")
     kept.save(tmp_path / "preset.json")
     assert load_calibration(tmp_path / "preset.json") == kept
     for content, words in (('{"cluster": 7}', "is not a calibration"), (None, "does not exist")):

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from changes import SEED, Mutation, changed_source, draw, find
+from generate import SEED, Mutation, changed_source, draw, find
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = Path(__file__).with_name("baseline.json")

@@ -39,6 +39,12 @@ def implicit(model, x):
     return y
 
 
+def per_sample(model, x):
+    """A gradient for each sample, by torch.func."""
+    slopes = torch.func.vmap(lambda row: torch.func.grad(lambda r: model.first(r).tanh().sum())(row))(x)
+    return slopes + sum(p.sum() for p in model.first.parameters())
+
+
 class Awkward(nn.Module):
     """Shares a Linear with a second call, ties a weight to a layer without a rule, freezes some, bends in place."""
 
@@ -124,6 +130,7 @@ CASES = {  # the module, its inputs, and the layers that wait where the case is 
     "used beside its layer": (Calls(lambda m, x: F.linear(m.rows(x), m.rows.weight), rows=rows()), tokens(8)),
     "slope": (Calls(slope, **two()), SQUARE, ("first", "second")),
     "backward in a hook": (Calls(implicit, **two()), SQUARE),
+    "per sample": (Calls(per_sample, **two()), SQUARE),
     "checkpoint": (Calls(lambda m, x: checkpoint(m.first, x, use_reentrant=False), **two()), SQUARE),
     "awkward": (drawn(Awkward), tokens(3, 5), ("embedding", "twice", "frozen_weight", "unused", "output")),
     "convolutions": (drawn(convolutions), floats(2, 3, 8, 8), ("0", "3", "6")),

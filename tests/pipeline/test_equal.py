@@ -141,16 +141,31 @@ def test_each_hand_over_is_one_message_and_a_step_adds_two_small_sums():
 
 @pytest.mark.on_ranks(3)
 def test_holders_of_a_tied_parameter_send_it_to_each_other():
-    """Three holders of a parameter of 5 x 5 elements: the calls at construction, and those of a step."""
+    """Three holders of a parameter of 5 x 5 elements: the calls at construction, those of two steps, and errors."""
     rank = dist.get_rank()
-    modules = {rank: nn.Linear(5, 5, bias=False)}
-    gradients, start = heard(lambda: TiedGradients([TiedParameter("weight", (0, 1, 2))], modules, [0, 1, 2]))
-    gradients.begin()
-    modules[rank](torch.full((1, 5), 0.1 + rank)).sum().backward()
-    parts = [torch.empty(5, 5) for _ in range(3)]
-    dist.all_gather(parts, modules[rank].weight.grad)
-    _, step = heard(gradients.finish)
+    modules, tied, owners = {rank: nn.Linear(5, 5, bias=False)}, [TiedParameter("weight", (0, 1, 2))], [0, 1, 2]
+    weight = modules[rank].weight
+    first, others = weight.detach().clone(), [("send", 100, other) for other in range(3) if other != rank]
+    dist.broadcast(first, 0)
+    gradients, start = heard(lambda: TiedGradients(tied, modules, owners))
+    assert torch.equal(weight, first), "all copies have the first holder's value"
     assert [num_bytes for op, num_bytes, _ in start if op == "send"] == [100] * (2 if rank == 0 else 0)
-    others = [("send", 100, other) for other in range(3) if other != rank]
-    assert sorted(call for call in step if call[0] == "send") == others
-    assert torch.equal(modules[rank].weight.grad, parts[0] + parts[1] + parts[2]), "in the order of stages"
+    expected = torch.zeros(5, 5)
+    for step in range(2):  # an earlier step's sum counts once
+        gradients.begin()
+        modules[rank](torch.full((1, 5), 0.1 + rank + step)).sum().backward()
+        parts = [torch.empty(5, 5) for _ in range(3)]
+        dist.all_gather(parts, weight.grad)
+        _, sent = heard(gradients.finish)
+        assert sorted(call for call in sent if call[0] == "send") == others
+        expected += parts[0] + parts[1] + parts[2]
+        assert torch.equal(weight.grad, expected), "in the order of stages"
+    narrow = {rank: nn.Linear(3, 2, bias=False)} if rank == 1 else modules
+    for wrong, stages, words in (
+        ([TiedParameter("weight", (0, 5))], modules, "tied parameter.*stage 5 is not in the pipeline"),
+        ([TiedParameter("bias", (0, 1))], modules, "tied parameter.*stage 0 on rank 0 has no parameter 'bias'"),
+        (tied if rank == 0 else [], modules, "tied parameter"),
+        (tied, narrow, r"stage 1 has \[2, 3\] torch.float32.*must be alike"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TiedGradients(wrong, stages, owners)

@@ -94,7 +94,7 @@ def test_what_cannot_be_built_is_refused_on_every_rank():
         (one, "0F0 1F0", "ValueError: schedule is a str; pass a Schedule"),
         (one, parse_schedule("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0"), "deadlock"),
         (one, parse_schedule("0F0 0B0\n1F0"), "1B0"),
-        (two, make_schedule("dualpipe", 2, 4), "stage 0"),
+        (two, parse_schedule("0F0 0B0\n0F1 0B1"), "all actions of stage 0 on one rank"),
     ]
     working = build(one_f_one_b(2, 4))
     for modules, plan, words in cases:

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.pipeline import TiedParameter, find_tied, split_gpt, split_sequential
-from distlab.pipeline.agreement.batch import cut, cut_batch, join
-from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
-from distlab.pipeline.model.tied import TiedGradients
+from distlab.pipeline.agreement.shapes import ValueLayout, cut, cut_batch, join, put_together, take_apart
 
 VALUES = [
     torch.arange(4.0),
@@ -113,35 +110,3 @@ def test_what_cannot_be_cut_says_so_with_numbers():
     ]:
         with pytest.raises(ValueError, match=text):
             call()
-
-
-@pytest.mark.on_ranks(2)
-def test_tied_parameters_start_equal_and_sum_their_gradients():
-    """Three holders on two ranks, two of them on one; two steps without zeroing, then the errors."""
-    rank, home = dist.get_rank(), [0, 1, 0, 1]
-    torch.manual_seed(rank)
-    modules = {stage: nn.Linear(3, 3, bias=False) for stage in range(4) if home[stage] == rank}
-    own = modules[min(modules)]
-    first = own.weight.detach().clone()
-    dist.broadcast(first, 0)
-    tied = [TiedParameter("weight", (0, 1, 2))]
-    gradients = TiedGradients(tied, modules, home)
-    assert torch.equal(own.weight, first), "all copies have the first holder's value"
-    assert (modules[rank].weight is modules[rank + 2].weight) == (rank == 0)
-    for step, total in enumerate((1 + 2 + 3, 6 + 11 + 12 + 13)):  # an earlier step's sum counts once
-        gradients.begin()
-        for stage, module in modules.items():
-            (module(torch.eye(3)) * (1 + stage + 10 * step)).sum().backward()
-        gradients.finish()
-        assert torch.equal(own.weight.grad, torch.full((3, 3), float(total)))
-    for wrong, words in (
-        ([TiedParameter("weight", (0, 5))], "tied parameter.*stage 5 is not in the pipeline"),
-        ([TiedParameter("bias", (0, 1))], "tied parameter.*stage 0 on rank 0 has no parameter 'bias'"),
-        (tied if rank == 0 else [], "tied parameter"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            TiedGradients(wrong, modules, home)
-    if rank == 1:
-        modules[1] = nn.Linear(3, 2, bias=False)
-    with pytest.raises(ValueError, match=r"stage 1 has \[2, 3\] torch.float32.*must be alike"):
-        TiedGradients(tied, modules, home)

@@ -16,18 +16,19 @@ BY_HAND = [
     (Compression("powersgd", rank=2), [("all_reduce", (205 + 200) * 4), ("all_reduce", 80 * 4)]),
     (Compression("powersgd", rank=20), [("all_reduce", 4205 * 4)]),  # (100 + 40) 20 2 > 4,000: as it is
 ]
+SHORT = [  # one bucket of few elements, and the bytes of each
+    (Compression("top_k", ratio=0.5), 10, 2, 5 * (2 + 4)),
+    (Compression("quantize", bits=4), 10, 8, 5 + 2 * 8),
+    (Compression("quantize", bits=4), 10, 2, 5 + 2 * 4),
+    (Compression("sign"), 9, 8, 2 + 8),
+]
 
 
-@pytest.mark.parametrize(("compression", "expected"), BY_HAND)
-def test_bytes_are_those_computed_by_hand(compression, expected):
-    assert exchanges(compression, SHAPES) == tuple(Exchange(*call) for call in expected)
-
-
-def test_short_and_long_gradients():
-    assert exchanges(Compression("top_k", ratio=0.5), [(10,)], 2) == (Exchange("all_gather", 5 * (2 + 4)),)
-    assert exchanges(Compression("quantize", bits=4), [(10,)], 8) == (Exchange("all_gather", 5 + 2 * 8),)
-    assert exchanges(Compression("quantize", bits=4), [(10,)], 2) == (Exchange("all_gather", 5 + 2 * 4),)
-    assert exchanges(Compression("sign"), [(9,)], 8) == (Exchange("all_gather", 2 + 8),)
+def test_bytes_are_those_computed_by_hand():
+    for compression, expected in BY_HAND:
+        assert exchanges(compression, SHAPES) == tuple(Exchange(*call) for call in expected), compression
+    for compression, size, each, num_bytes in SHORT:
+        assert exchanges(compression, [(size,)], each) == (Exchange("all_gather", num_bytes),)
 
 
 def test_a_ratio_of_one_keeps_all_and_factors_must_be_smaller_by_the_saving():
@@ -38,27 +39,24 @@ def test_a_ratio_of_one_keeps_all_and_factors_must_be_smaller_by_the_saving():
     assert not worth_factoring((1000, 1), 1, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"method": "zip"}, "method is 'zip'; choose one of top_k"),
-        ({"ratio": 0.0}, "ratio is 0.0"),
-        ({"ratio": float("nan")}, "ratio is nan"),
-        ({"ratio": True}, "ratio is True"),
-        ({"bits": 9}, "bits is 9; pass the bits of a code, a whole number from 1 to 8"),
-        ({"bits": 4.0}, "bits is 4.0"),
-        ({"rank": 0}, "rank is 0"),
-        ({"min_saving": 0.0}, "min_saving is 0.0"),
-    ],
-)
-def test_fields_are_checked(options, words):
-    with pytest.raises(ValueError, match=words):
-        Compression(**{"method": "top_k"} | options)
+REFUSED = [
+    ({"method": "zip"}, "method is 'zip'; choose one of top_k"),
+    ({"ratio": 0.0}, "ratio is 0.0"),
+    ({"ratio": float("nan")}, "ratio is nan"),
+    ({"ratio": True}, "ratio is True"),
+    ({"bits": 9}, "bits is 9; pass the bits of a code, a whole number from 1 to 8"),
+    ({"bits": 4.0}, "bits is 4.0"),
+    ({"rank": 0}, "rank is 0"),
+    ({"min_saving": 0.0}, "min_saving is 0.0"),
+]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_empty_bucket_is_refused(method):
-    with pytest.raises(ValueError, match="holds nothing"):
-        exchanges(Compression(method), [])
-    with pytest.raises(ValueError, match="bytes_per_element is 0"):
-        exchanges(Compression(method), [(3,)], 0)
+def test_fields_and_buckets_are_checked():
+    for options, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            Compression(**{"method": "top_k"} | options)
+    for method in METHODS:
+        with pytest.raises(ValueError, match="holds nothing"):
+            exchanges(Compression(method), [])
+        with pytest.raises(ValueError, match="bytes_per_element is 0"):
+            exchanges(Compression(method), [(3,)], 0)

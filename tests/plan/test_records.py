@@ -9,7 +9,6 @@ from hypothesis import given, strategies as st
 
 from distlab.plan import (
     AXES,
-    Bucket,
     Cluster,
     Contention,
     Device,
@@ -78,12 +77,6 @@ def test_buckets_are_those_of_torch(sizes, capacity, first):
         indices, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, [first, capacity])
         theirs = [tuple(len(sizes) - 1 - index for index in bucket) for bucket in indices]
         assert [bucket.parameters for bucket in buckets] == theirs
-
-
-def test_a_bucket_closes_when_it_is_full_and_a_large_tensor_has_one_of_its_own():
-    assert assign_buckets([10, 20, 30, 40], 50) == (Bucket(0, (3, 2), 70), Bucket(1, (1, 0), 30))
-    assert [bucket.parameters for bucket in assign_buckets([10] * 5, 20, 10)] == [(4,), (3, 2), (1, 0)]
-    assert [bucket.parameters for bucket in assign_buckets([5, 100, 5, 5], 20)] == [(3, 2), (1,), (0,)]
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
@@ -164,7 +157,6 @@ REFUSED = [
     (lambda: Plan(data=0), "Plan: data is 0; pass a whole number of at least 1"),
     (lambda: Plan(pipeline=True), "pipeline is True"),
     (lambda: Plan(schedule="zigzag"), "schedule is 'zigzag'; choose one of naive, gpipe, one_f_one_b"),
-    (lambda: Plan(schedule="dualpipe"), "schedule is 'dualpipe'; choose one of"),  # two copies of the model
     (lambda: Plan(schedule="zb_v"), "zb_v needs 2 stages per rank, got stages_per_rank=1; pass stages_per_rank=2"),
     (lambda: Plan(stages_per_rank=2), "one_f_one_b needs 1 stage per rank, got stages_per_rank=2; .* interleaved"),
     (lambda: Plan(gradient_sync="never"), "gradient_sync is 'never'; choose one of per_parameter"),

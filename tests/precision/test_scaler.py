@@ -1,5 +1,6 @@
 """Half precision: ranks skip together, sums have one rounding, masters keep small updates, autocast as one process."""
 
+import math
 import re
 from functools import partial
 from itertools import product
@@ -168,16 +169,57 @@ def test_growth_stops_at_the_largest_factor_and_shrinking_says_what_is_wrong():
         scaler.update()
 
 
-def unscaled_twice():
-    scaler = LossScaler()
-    scaler.unscale_([])
-    scaler.unscale_([])
+def two_optimizers(ours, overflowed, unscaled, num_steps=3):
+    """Return two weights and the factor after each step; in step 1 some gradients overflow, some are unscaled early."""
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([one], lr=1.0, momentum=0.5) for one in weights]
+    scaler = LossScaler(2.0**10, interval=2) if ours else torch.amp.GradScaler("cpu", 2.0**10, growth_interval=2)
+    said = []
+    for step in range(num_steps):
+        losses = [one.sum() * (math.inf if step == 1 and at in overflowed else 1.0) for at, one in enumerate(weights)]
+        for loss, optimizer in zip(scaler.scale(losses), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        for at in unscaled:
+            scaler.unscale_([weights[at]] if ours else optimizers[at])
+            weights[at].grad *= 0.5
+        for one, optimizer in zip(weights, optimizers, strict=True):
+            scaler.step(optimizer, [one]) if ours else scaler.step(optimizer)
+        scaler.update()
+        said.append([*(one.item() for one in weights), scaler.value if ours else scaler.get_scale()])
+    return said
+
+
+def test_two_optimizers_of_one_scaler_step_and_skip_alone_as_under_torchs():
+    some = ((), (0,), (1,), (0, 1))
+    for overflowed, unscaled in product(some, (*some, (1, 0))):
+        assert two_optimizers(True, overflowed, unscaled) == two_optimizers(False, overflowed, unscaled)
+    table, scaler = nn.Embedding(5, 2, sparse=True), LossScaler(8.0)
+    pair = {"both": (table(torch.tensor([1, 1, 2])).sum(), table(torch.tensor([2])).sum())}
+    sum(scaler.scale(pair)["both"]).backward()
+    assert scaler.unscale_(table.parameters())
+    assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [2, 2], [0, 0], [0, 0]]
+
+
+def uses(*names):
+    """Use a scaler with a weight and its optimizer."""
+    scaler, weight = LossScaler(), nn.Parameter(torch.zeros(1))
+    weight.grad, optimizer = torch.ones(1), make_sgd([weight])
+    calls = {"unscale": lambda: scaler.unscale_([weight]), "step": lambda: scaler.step(optimizer, [weight])}
+    calls |= {"step of nothing": lambda: scaler.step(optimizer, []), "update": scaler.update}
+    for name in names:
+        calls[name]()
 
 
 BAD = [
     (lambda: LossScaler().unscale_([half()]), "ValueError: .*MasterWeights"),
     (lambda: LossScaler().update(), "RuntimeError: .*before it"),
-    (unscaled_twice, "RuntimeError: .*unscaled before"),
+    (lambda: uses("unscale", "unscale"), "RuntimeError: .*unscaled before"),
+    (lambda: uses("step", "unscale"), "RuntimeError: .*unscaled before"),
+    (lambda: uses("step", "step"), r"RuntimeError: this optimizer has stepped since the last update\(\)"),
+    (lambda: uses("step of nothing"), "ValueError: the optimizer updates 1 parameters more than were given"),
+    (lambda: uses("unscale", "step", "update", "step", "update"), "no error"),
+    (lambda: LossScaler().scale([torch.ones(1), {2}]), "ValueError: scale got a set; pass a tensor, or lists"),
     *((partial(LossScaler, **bad), "pass an initial") for bad in ({"initial": 0.0}, {"growth": 0.5}, {"interval": 0})),
     (lambda: LossScaler(backoff=1.0), "pass an initial"),
     (lambda: as_dtype("int8"), "not a floating type"),

@@ -20,6 +20,7 @@ from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import make_schedule
 from distlab.profile import Profiler, find, read_files, report
 from distlab.sharding import FullyShard
+from distlab.trace import SpanWriter
 
 FORWARD_S, UPDATE_S = 0.04, 0.01  # backward takes twice as long as forward
 NAPS = 4
@@ -212,14 +213,14 @@ def test_a_run_without_a_noted_step_is_told_on_every_rank(ranks):
 def count_spans() -> tuple[int, int, list[str]]:
     """Run on one rank: spans of three noted steps of two sections, calls that profiling made, and a second loop."""
     with recorded() as seen:
-        profiler = Profiler(skip=0)
+        profiler = Profiler(skip=0, spans=(spans := SpanWriter(0)))
         for _ in profiler.steps(range(3)):
             with profiler.section("forward"), profiler.section("sync"):
                 pass
-        spans = len(profiler.trace())
+        num_spans = len(profiler.trace())
     for _ in profiler.steps([1, 2]):
         pass
-    return spans, len(seen.records), [span.name for span in profiler.trace() if span.kind == "step"]
+    return num_spans, len(seen.records), [span.name for span in spans.trace() if span.kind == "step"]
 
 
 def test_a_step_costs_a_span_per_section_and_no_call(ranks):

@@ -1,7 +1,7 @@
 """The profile on one screen: four parts that sum to the step, and the same as the whole profile where both can say."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from distlab.profile import Profile, plain_profile
 from distlab.trace import Span, Trace
@@ -31,7 +31,6 @@ def test_ranks_that_make_other_numbers_of_calls_are_refused():
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=1, max_size=5))
-@settings(deadline=None)
 def test_the_parts_sum_to_the_step_and_agree_with_the_whole_profile(rounds):
     now, spans, end = [0, 0], [], 0
     for first, second, sent, between in rounds:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from functools import partial
 
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.cli import main
 from distlab.profile import read_files
-from distlab.trace import Trace, rank_file, save_clocks, save_trace, write_chrome
+from distlab.trace import Span, Trace, rank_file, save_clocks, save_trace, write_chrome
 
 HEALTHY = 0  # numbers of made-up runs: without marks
 MARKED = 3  # with "## forward ##" around the passes
@@ -50,6 +51,62 @@ def test_gpu_traces_of_several_ranks_come_on_one_clock(tmp_path, number):
     assert set(profile.calls.spans.num_bytes.tolist()) == {4_000_000}
     assert len(profile.notes) == len(documents) - 1
     assert "it was aligned on" in profile.notes[0]
+
+
+def timed(name, category, thread, start, lasts, **args):
+    return {"ph": "X", "name": name, "cat": category, "pid": 1, "tid": thread, "ts": start, "dur": lasts, "args": args}
+
+
+def by_thread(marked, told):
+    """Steps of a GPU: the program launches two kernels, autograd's thread four, with three times as many operators."""
+    made, correlation = [], 0
+    for step in range(3):
+        begin = 1000.0 * step
+        made += [timed(f"ProfilerStep#{step}", "user_annotation", 1, begin, 1000.0)] * marked
+        made += [timed("Optimizer.step#SGD.step", "user_annotation", 2, begin + 560, 1.0)]  # in a hook of backward
+        for number in range(6):
+            thread, at, correlation = 1 + (number > 1), begin + 20 + 80 * number, correlation + 1
+            forward = {"Fwd thread id": 1 if told == "thread" and thread == 2 else 0}
+            name = f"autograd::engine::evaluate_function: {number}" if told == "name" else f"MmBackward{number}"
+            made += [timed(name, "cpu_op", 2, at, 50.0, **forward)] * (thread == 2)
+            made += [timed("aten::mm", "cpu_op", thread, at + 2 * i, 1.0) for i in range(3 if thread == 2 else 2)]
+            made += [timed("cudaLaunchKernel", "cuda_runtime", thread, at + 2.2, 0.5, correlation=correlation)]
+            made += [timed("gemm", "kernel", 7, begin + 50 + 130 * number, 100.0, correlation=correlation)]
+    return made
+
+
+@pytest.mark.parametrize("told", ["name", "thread"])
+@pytest.mark.parametrize("marked", [True, False])
+def test_the_programs_kernels_are_forward_though_autograds_thread_has_more_operators(tmp_path, marked, told):
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": by_thread(marked, told)}))
+    row = read_files([tmp_path]).measured.mean_s()[0]
+    assert (row["forward"], row["backward"]) == pytest.approx((0.0002, 0.0004))
+
+
+@pytest.mark.parametrize("category", ["user_annotation", "cpu_op"])
+@pytest.mark.parametrize("name", ["gloo:all_reduce", "shared:all_reduce", "gloo:_all_gather_base", "mpi:all_to_all"])
+def test_calls_of_any_backend_are_seen_with_their_bytes(tmp_path, name, category):
+    words = ("forward", "backward", "optimizer")
+    made = [timed(word, "user_annotation", 1, 100.0 * at, 90.0) for at, word in enumerate(words)]
+    made.append(timed(name, category, 2, 150.0, 40.0, **{"Input Dims": [[5, 7], []], "Input type": ["double", ""]}))
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": made}))
+    (call,) = read_files([tmp_path]).measured.calls.spans
+    assert (call.kind, call.num_bytes) == (re.search("all_(reduce|gather|to_all)", name)[0], 5 * 7 * 8)
+
+
+def test_of_calls_alone_it_is_said_that_nothing_is_known(tmp_path, capsys):
+    """As of a lab that marks no sections: not that nothing is wrong."""
+    save_clocks([0, 0], tmp_path)
+    for rank in (0, 1):
+        calls = [Span(rank, "communication", "all_reduce #1", "all_reduce", 10_000, 90_000_000, 4)]
+        save_trace(Trace.from_spans(calls), rank_file(tmp_path, rank))
+    assert main(["profile", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "(the whole trace, in which no step is marked, 2 ranks)" in said
+    assert (
+        "ranks 0, 1: no section is marked and no kernel traced, so that nobody can tell what makes steps slow" in said
+    )
+    assert "Nothing was found" not in said
 
 
 def write_kineto(folder: str) -> None:
@@ -144,7 +201,7 @@ BAD = {
     "a gzipped file that is cut off": (partial(damaged, rank=1), NOT_JSON),
     "no file": (lambda folder: [folder / "none.json"], "there is no trace at"),
     "an empty folder": (lambda folder: [folder], "there is no trace to read"),
-    "no rank": (partial(text, b'{"traceEvents": [], "distributedInfo": {"rank": 0}}'), "no section, operator or call"),
+    "no rank": (partial(text, b'{"traceEvents": [], "distributedInfo": {"rank": 0}}'), "no section, kernel or call"),
     "a file of a different program": (partial(text, b"[]"), "a different program wrote it"),
     "two files of one rank": (same_rank_twice, "are both of rank 0; give one trace per rank"),
     "a different clock, no collective": (other_clock_without_calls, "has a different clock than rank 0's"),

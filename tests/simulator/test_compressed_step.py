@@ -3,35 +3,19 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
 
-from distlab.plan import Contention, Link, Plan, Protocol
+import simulator as sim
+from distlab.plan import Link, Plan, Protocol
 from distlab.plan.compression import METHODS, Compression, exchanges
-from distlab.plan.records import GRADIENT_SYNCS
-from simulator import (
-    Measured,
-    MeasuredCodec,
-    all_gather_s,
-    break_even_bytes_per_s,
-    codec_work,
-    compute_s,
-    ring_over_nodes_s,
-    simulate,
-    sweep_compression,
-    with_bandwidth,
-)
-from simulator.step.step_graph import time_layer_by_layer, time_whole_passes
-from simulator.step.timed import compile_schedule_of
 from simulator.units import to_ns
 
 
 @pytest.mark.parametrize("compression", EACH, ids=METHODS)
 def test_a_rank_sends_what_exchanges_says(compression):
     num_ranks = 3
-    step = simulate(WORKLOAD, cluster_of(8), plan_of(compression, data=num_ranks))
+    step = sim.simulate(WORKLOAD, cluster_of(8), plan_of(compression, data=num_ranks))
     shapes = [shape for layer in WORKLOAD.layers for shape in layer.shapes]
     total, where = 0.0, len(shapes)
     for sync in step.stages[0].buckets:  # buckets take the parameters from the last on
@@ -53,7 +37,7 @@ def _bytes(shapes):
 
 def test_a_bucket_is_encoded_when_full_then_sent_then_decoded():
     compression = Compression("quantize", bits=4)
-    step = simulate(WORKLOAD, cluster_of(4), plan_of(compression))
+    step = sim.simulate(WORKLOAD, cluster_of(4), plan_of(compression))
     spans = [span for span in step.layer_trace if span.rank == 0]
     passes = {span.name: span for span in spans}
     for index, sync in enumerate(step.stages[0].buckets):
@@ -69,7 +53,7 @@ def test_a_bucket_is_encoded_when_full_then_sent_then_decoded():
 
 def test_powersgd_sends_its_second_factor_while_the_rank_waits():
     compression = Compression("powersgd", rank=2)
-    step = simulate(WORKLOAD, cluster_of(4), plan_of(compression))
+    step = sim.simulate(WORKLOAD, cluster_of(4), plan_of(compression))
     spans = sorted((s for s in step.layer_trace if s.rank == 0), key=lambda span: span.start_ns)
     first = [s for s in spans if s.kind == "all_reduce" and "second" not in s.name]
     second = [s for s in spans if s.kind == "all_reduce" and "second" in s.name]
@@ -79,7 +63,7 @@ def test_powersgd_sends_its_second_factor_while_the_rank_waits():
     assert all(a.end_ns <= b.start_ns for a, b in zip(made, second, strict=True))
     assert second[0].start_ns < made[-1].end_ns  # one travels while the next is made
     shapes = ((300, 200), (300,))
-    one = simulate(workload_of(shapes), cluster_of(4), Plan(data=4, compression=compression))
+    one = sim.simulate(workload_of(shapes), cluster_of(4), Plan(data=4, compression=compression))
     sent = [s.num_bytes for s in one.trace if s.rank == 0 and s.kind == "all_reduce"]
     assert sent == [call.num_bytes for call in exchanges(compression, shapes)]
 
@@ -95,11 +79,11 @@ def test_powersgd_sends_its_second_factor_while_the_rank_waits():
     ],
 )
 def test_passes_are_those_of_the_table(compression, encode_passes, decode_passes):
-    work = codec_work(compression, ((100, 100),), num_ranks=3)
+    work = sim.codec_work(compression, ((100, 100),), num_ranks=3)
     assert work.encode.memory_bytes == pytest.approx(encode_passes * 40_000)
     assert work.decode.memory_bytes == pytest.approx(decode_passes * 40_000)
     assert work.encode.matmul_flops == work.between.matmul_flops == 0
-    work = codec_work(Compression("powersgd", rank=4), ((300, 200), (10,)), num_ranks=3)
+    work = sim.codec_work(Compression("powersgd", rank=4), ((300, 200), (10,)), num_ranks=3)
     product = 2 * 4 * 300 * 200
     flops = [part.matmul_flops for part in (work.encode, work.between, work.after, work.decode)]
     assert flops == [product, product + 4 * 4 * 4 * 300, product, product]
@@ -110,60 +94,16 @@ def test_nodes_gather_by_one_ring():
     compression = Compression("sign")
     workload = workload_of(((512, 512),))
     payload = exchanges(compression, ((512, 512),))[0].num_bytes
-    cases = ((8, 8, all_gather_s(8 * payload, 8, LINK)), (6, 4, all_gather_s(6 * payload, 6, slow)))
+    cases = ((8, 8, sim.all_gather_s(8 * payload, 8, LINK)), (6, 4, sim.all_gather_s(6 * payload, 6, slow)))
     for data, per_node, expected in cases:
-        step = simulate(workload, cluster_of(8, per_node=per_node, slow=slow), Plan(data=data, compression=compression))
+        step = sim.simulate(
+            workload, cluster_of(8, per_node=per_node, slow=slow), Plan(data=data, compression=compression)
+        )
         assert step.stages[0].buckets[0].duration_ns == to_ns(expected)
-    step = simulate(workload, cluster_of(8, per_node=4, slow=slow), Plan(data=8, compression=compression))
-    expected = ring_over_nodes_s(8 * payload, 4, 2, intra_node=LINK, inter_node=slow)
+    step = sim.simulate(workload, cluster_of(8, per_node=4, slow=slow), Plan(data=8, compression=compression))
+    expected = sim.ring_over_nodes_s(8 * payload, 4, 2, intra_node=LINK, inter_node=slow)
     assert step.stages[0].buckets[0].duration_ns == to_ns(expected)
     assert expected == pytest.approx(1e-4 + 6 * 1e-5 + 7 * payload / 4 / 1e7)
-
-
-@settings(deadline=None, max_examples=20)
-@given(
-    st.sampled_from(EACH),
-    st.sampled_from(GRADIENT_SYNCS),
-    st.integers(2, 5),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.floats(1e5, 1e11),
-)
-def test_both_engines_agree_and_no_lane_does_two_things(compression, sync, data, stages, microbatches, bandwidth):
-    options = {"gradient_sync": sync, "pipeline": stages, "num_microbatches": microbatches}
-    plan = plan_of(compression, data=data, **options)
-    step = simulate(WORKLOAD, with_bandwidth(cluster_of(16), plan, bandwidth), plan)
-    compiled = compile_schedule_of(plan, None, step.stages)
-    how = (compiled, step.stages, plan, step.cluster)
-    whole, in_layers = time_whole_passes(*how), time_layer_by_layer(*how)
-    assert whole.buckets == in_layers.buckets
-    assert whole.optimizer == in_layers.optimizer
-    contended = simulate(WORKLOAD, cluster_of(16, contention=Contention(1.3, 1.7)), plan)
-    for trace in (step.trace, step.layer_trace, contended.layer_trace):
-        for lane in ("compute", "communication"):
-            spans = trace.select((trace.rank == 0) & trace.is_word("lane", lane))
-            order = np.lexsort((spans.end_ns, spans.start_ns))
-            assert (spans.start_ns[order][1:] >= spans.end_ns[order][:-1]).all()
-    assert 0 <= step.exposed_communication_s <= step.duration_s
-
-
-CODEC = MeasuredCodec(Compression("sign"), 4, 0.0, 0.0, 0.0, 0.0)
-REFUSED = [
-    (
-        lambda: simulate(WORKLOAD, cluster_of(4), Plan(data=4), measured=Measured(CODEC)),
-        "among 4 ranks; the plan has",
-    ),
-    (lambda: MeasuredCodec(Compression("sign"), 4, -1, 0.0, 0.0, 0.0), "encode_s is -1"),
-    (lambda: with_bandwidth(cluster_of(2), Plan(data=2), 0), "bandwidth above zero"),
-    (lambda: sweep_compression(WORKLOAD, cluster_of(2), Plan(data=2), compressions=()), "at least one compression"),
-    (lambda: sweep_compression(WORKLOAD, cluster_of(2), Plan(), compressions=EACH), "two replicas"),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_senseless_questions_are_refused(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
 
 
 def test_the_break_even_of_what_hides_nothing_is_the_closed_form():
@@ -173,17 +113,17 @@ def test_the_break_even_of_what_hides_nothing_is_the_closed_form():
     machine = cluster_of(n, link=Link("no latency", (Protocol(0.0, 1e9),)))
     payload = exchanges(compression, ((1000, 1000),))[0].num_bytes
     saved = 2 * (n - 1) / n * workload.gradient_bytes - (n - 1) * payload
-    work = codec_work(compression, ((1000, 1000),), num_ranks=n)
-    expected = saved / (compute_s(work.encode, DEVICE) + compute_s(work.decode, DEVICE))
-    assert break_even_bytes_per_s(workload, machine, plan, compression) == pytest.approx(expected, rel=1e-4)
-    codec = MeasuredCodec(compression, n, 1e-3, 1e-8, 2e-3, 3e-8)
+    work = sim.codec_work(compression, ((1000, 1000),), num_ranks=n)
+    expected = saved / (sim.compute_s(work.encode, DEVICE) + sim.compute_s(work.decode, DEVICE))
+    assert sim.break_even_bytes_per_s(workload, machine, plan, compression) == pytest.approx(expected, rel=1e-4)
+    codec = sim.MeasuredCodec(compression, n, 1e-3, 1e-8, 2e-3, 3e-8)
     coded, counted = (
-        simulate(workload, machine, replace(plan, compression=compression), measured=each)
-        for each in (Measured(codec), Measured())
+        sim.simulate(workload, machine, replace(plan, compression=compression), measured=each)
+        for each in (sim.Measured(codec), sim.Measured())
     )
-    both = compute_s(work.encode, DEVICE) + compute_s(work.decode, DEVICE)
+    both = sim.compute_s(work.encode, DEVICE) + sim.compute_s(work.decode, DEVICE)
     assert coded.duration_s - counted.duration_s == pytest.approx(3e-3 + 4e-8 * 4e6 - both, abs=5e-9)
-    sweep = sweep_compression(workload, machine, plan, compressions=EACH[:2], bytes_per_s=(1e9, 1e7, 1e8))
+    sweep = sim.sweep_compression(workload, machine, plan, compressions=EACH[:2], bytes_per_s=(1e9, 1e7, 1e8))
     assert sweep.bytes_per_s == (1e7, 1e8, 1e9)
     assert sweep.plain_s == tuple(sorted(sweep.plain_s, reverse=True))
     assert [len(line.duration_s) for line in sweep.lines] == [3, 3]
@@ -192,10 +132,10 @@ def test_the_break_even_of_what_hides_nothing_is_the_closed_form():
 
 def test_the_bandwidth_changes_where_replicas_exchange_and_nowhere_else():
     fast, slow = Link("fast", (Protocol(1e-6, 1e10), Protocol(1e-7, 1e9))), LINK
-    inside = with_bandwidth(cluster_of(8, per_node=8, link=fast, slow=slow), Plan(data=8), 5e9)
+    inside = sim.with_bandwidth(cluster_of(8, per_node=8, link=fast, slow=slow), Plan(data=8), 5e9)
     assert [p.bytes_per_s for p in inside.intra_node.protocols] == [5e9, 5e8]
     assert [p.latency_s for p in inside.intra_node.protocols] == [1e-6, 1e-7]
     assert inside.inter_node == slow
-    across = with_bandwidth(cluster_of(8, per_node=4, link=fast, slow=slow), Plan(data=8), 5e9)
+    across = sim.with_bandwidth(cluster_of(8, per_node=4, link=fast, slow=slow), Plan(data=8), 5e9)
     assert across.intra_node == fast
     assert [p.bytes_per_s for p in across.inter_node.protocols] == [5e9]

@@ -12,7 +12,7 @@ from distlab.plan import Contention, Plan, Sharding
 from simulator import gpt_workload, simulate
 from simulator.engine import event_engine as engine
 from simulator.engine.event_engine import SharedCores
-from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE, Graph
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from tests.simulator.step_cases import cluster_of
 
 SLOW = Contention(compute_slowdown=1.25, communication_slowdown=1.5)
@@ -26,13 +26,7 @@ def random_graph(seed, num_operations, num_ranks):
         needs = generator.choice(operation, count, replace=False).tolist() if operation else []
         rank, lane = int(generator.integers(num_ranks)), int(generator.integers(3))
         peer = int(generator.integers(num_ranks)) if lane else -1
-        graph.add(
-            rank,
-            lane,
-            int(generator.integers(0, 100)),
-            needs=needs,
-            peer=peer,
-        )
+        graph.add(rank, lane, int(generator.integers(0, 100)), needs=needs, peer=peer)
     return graph
 
 
@@ -90,73 +84,39 @@ def test_lanes_needs_and_bounds_hold_under_contention(seed, num_operations, num_
     assert end.max() >= max(busiest.values())
 
 
-def test_contention_slows_both_sides_only_while_both_are_busy():
+def times_of(*operations, contention=None, cores=None):
+    """Return the starts and the ends of operations, each (rank, lane, duration), and what it needs or its peer."""
     graph = Graph()
-    compute = graph.add(0, COMPUTE, 1000)
-    communicate = graph.add(0, COMMUNICATION, 400)
-    start, end = engine.run(graph, SLOW)
-    assert end[communicate] == 600  # 400 at 1.5 times
-    assert end[compute] == 600 + (1000 - 480)  # in 600 ns it did 600 / 1.25 = 480
-    assert start.tolist() == [0, 0]
+    for rank, lane, duration, *more in operations:
+        graph.add(rank, lane, duration, **(more[0] if more else {}))
+    times = engine.run(graph, contention, cores)
+    return times.start_ns.tolist(), times.end_ns.tolist()
 
 
-def test_contention_of_another_rank_matters_only_to_a_peer():
-    graph = Graph()
-    mine = graph.add(0, COMPUTE, 1000)
-    theirs = graph.add(1, COMPUTE, 1000)
-    other = graph.add(2, COMPUTE, 1000)
-    graph.add(0, COMMUNICATION, 2000, peer=1)
-    end = engine.run(graph, SLOW).end_ns
-    assert (end[mine], end[theirs], end[other]) == (1250, 1250, 1000)
+def test_contention_slows_both_sides_only_while_both_are_busy_and_a_different_rank_only_where_it_is_the_peer():
+    starts, ends = times_of((0, COMPUTE, 1000), (0, COMMUNICATION, 400), contention=SLOW)
+    assert starts == [0, 0]
+    assert ends == [600 + (1000 - 480), 600]  # 400 at 1.5 times; in 600 ns it did 600 / 1.25 = 480
+    computing = [(rank, COMPUTE, 1000) for rank in range(3)]
+    assert times_of(*computing, (0, COMMUNICATION, 2000, {"peer": 1}), contention=SLOW)[1][:3] == [1250, 1250, 1000]
+    assert times_of((0, COMPUTE, 10), (0, COMMUNICATION, 100), contention=SLOW)[1][0] == 13  # 12.5, rounded up
+    assert times_of() == times_of(contention=SLOW) == ([], [])
 
 
-def test_an_end_inside_a_nanosecond_is_rounded_up():
-    graph = Graph()
-    compute = graph.add(0, COMPUTE, 10)
-    graph.add(0, COMMUNICATION, 100)
-    assert engine.run(graph, SLOW).end_ns[compute] == 13  # 12.5
-
-
-def test_a_circle_is_named():
-    graph = Graph()
-    graph.add(0, COMPUTE, 1, needs=[1])
-    graph.add(1, COMPUTE, 1, needs=[0])
-    for contention in (None, SLOW):
-        with pytest.raises(
-            ValueError, match="deadlock: 2 operations .*rank 0 lane 0: operation 0 waits for 1 of rank 1"
-        ):
-            engine.run(graph, contention)
-
-
-def test_what_was_never_added_cannot_be_needed():
-    graph = Graph()
-    graph.add(0, COMPUTE, 1, needs=[5])
-    with pytest.raises(ValueError, match="needs operation 5; the graph has 1"):
-        engine.run(graph)
-
-
-def test_negative_times_are_refused():
-    with pytest.raises(ValueError, match="pass times >= 0"):
-        Graph().add(0, COMPUTE, -1)
-    with pytest.raises(ValueError, match="a duration is -1 ns; pass times >= 0"):
-        Graph().extend(0, [COMPUTE] * 2, [3, -1], [NONE, NONE])
-
-
-def test_an_empty_graph_takes_no_time():
-    graph = Graph()
-    assert engine.run(graph).end_ns.size == 0
-    assert engine.run(graph, SLOW).end_ns.size == 0
+def test_a_message_takes_no_core_and_contention_and_shared_cores_multiply():
+    rows = (0, COMMUNICATION, 50), (0, COMPUTE, 100), (1, COMPUTE, 40, {"needs": [0]})
+    assert times_of(*rows, cores=SharedCores(1))[1] == [50, 50, 70]  # alone at twice the speed, then the other one
+    rows = (0, COMPUTE, 100), (1, COMPUTE, 10), (0, COMMUNICATION, 1000)
+    both = {"contention": Contention(2.0, 1.0), "cores": SharedCores(1)}
+    assert times_of(*rows, **both)[1] == [105, 10, 1000]  # 10 ns at half speed: 5 done; 95 at half of twice the speed
 
 
 GPT = gpt_workload(hidden_size=32, num_layers=6, num_heads=4, sequence_length=64, vocab_size=96)
 
 
-def ends(*durations, cores, contention=None):
+def ends(*durations, cores):
     """Return when computing ranks, each with one operation, are done."""
-    graph = Graph()
-    for rank, duration in enumerate(durations):
-        graph.add(rank, COMPUTE, duration)
-    return engine.run(graph, contention, cores).end_ns.tolist()
+    return times_of(*((rank, COMPUTE, duration) for rank, duration in enumerate(durations)), cores=cores)[1]
 
 
 def shares(plan, num_cores):
@@ -169,24 +129,6 @@ def test_a_rank_that_is_left_gets_the_cores_of_those_that_are_done_but_one_at_mo
     assert ends(100, 100, 200, 300, cores=SharedCores(2)) == [100, 100, 150, 200]
     assert ends(100, 200, cores=SharedCores(2, ranks_each=2)) == [100, 150]  # the same ranks, seen two by two
     assert ends(100, 200, cores=SharedCores(3, ranks_each=2)) == [100, 175]  # 2/3 of a core each, then one: 1.5 times
-
-
-def test_a_message_takes_no_core_and_waits_for_none():
-    graph = Graph()
-    graph.add(0, COMMUNICATION, 50)
-    graph.add(0, COMPUTE, 100)
-    graph.add(1, COMPUTE, 40, needs=[0])
-    start, end = engine.run(graph, None, SharedCores(1))
-    assert end.tolist() == [50, 50, 70]  # alone at twice the speed, then the other one
-
-
-def test_contention_and_shared_cores_multiply():
-    graph = Graph()
-    graph.add(0, COMPUTE, 100)
-    graph.add(1, COMPUTE, 10)
-    graph.add(0, COMMUNICATION, 1000)
-    end = engine.run(graph, Contention(2.0, 1.0), SharedCores(1)).end_ns
-    assert end.tolist() == [105, 10, 1000]  # 10 ns at half speed: 5 done; 95 at half of twice the speed
 
 
 def test_one_core_is_never_idle_and_does_all_the_work():

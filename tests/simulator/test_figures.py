@@ -32,7 +32,7 @@ def figures_of(row):
         lane = f"{span.lane} {span.kind}"
         busy[lane] = busy.get(lane, 0) + span.end_ns - span.start_ns
     return {
-        "seconds": [step.duration_s, step.steady_s, step.pipeline_s, step.bubble_fraction, step.mfu],
+        "seconds": [step.duration_s, step.steady_s, step.bubble_fraction, step.mfu],
         "exposed_s": list(step.exposed_by_axis.values()),
         "sent_bytes": list(step.sent_bytes_by_axis.values()),
         "peak_bytes": step.memory.peak_bytes.max(axis=0).tolist(),

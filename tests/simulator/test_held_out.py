@@ -34,7 +34,6 @@ from simulator.plan_file import TABLES, plan_of_tables
 
 HELD_OUT = json.loads(Path(__file__).with_name("held_out.json").read_text(encoding="utf-8"))
 FAMILIES = {family["name"]: family for family in HELD_OUT["families"]}
-# Steps whose micro-batches are small, in which gradients that every micro-batch scatters, in float32, take their time.
 
 
 def plan_file(values, folder):

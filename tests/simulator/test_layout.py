@@ -5,39 +5,28 @@ from itertools import product
 import pytest
 import torch
 
+import simulator as sim
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.expert_parallel import mix_experts as mix_model
 from distlab.hybrid.rules import problem_of
 from distlab.plan import AXES, Link, Plan, Protocol, Sharding
-from simulator import (
-    all_to_all_s,
-    axes_inside_nodes,
-    cluster,
-    gpt_workload,
-    hierarchical_all_reduce_s,
-    hierarchical_all_to_all_s,
-    mix_experts,
-    rank_orders,
-    simulate,
-    why_not_timed,
-)
 from simulator.hardware.rank_layout import COPIES, Group, RankLayout, group_of
 from simulator.units import to_ns
 from tests.simulator.step_cases import LINK, cluster_of
 
 SLOW = Link("slow", (Protocol(2e-5, 1e7),))
 TWO_NODES = cluster_of(8, per_node=4, slow=SLOW)
-SMALL = gpt_workload(hidden_size=32, num_layers=2, num_heads=4, sequence_length=64, vocab_size=96)
+SMALL = sim.gpt_workload(hidden_size=32, num_layers=2, num_heads=4, sequence_length=64, vocab_size=96)
 
 
 def test_ranks_some_way_apart_use_both_wires():
     group = group_of(TWO_NODES, (0, 2, 4, 6))
     assert group == Group(TWO_NODES, 4, is_in_one_node=False, ranks_per_node=2)
     both = {"intra_node": LINK, "inter_node": SLOW}
-    assert group.exchange_ns("all_reduce", 1e6) == to_ns(hierarchical_all_reduce_s(1e6, 2, 2, **both))
-    assert group.exchange_ns("all_to_all", 1e6) == to_ns(hierarchical_all_to_all_s(1e6, 2, 2, **both))
+    assert group.exchange_ns("all_reduce", 1e6) == to_ns(sim.hierarchical_all_reduce_s(1e6, 2, 2, **both))
+    assert group.exchange_ns("all_to_all", 1e6) == to_ns(sim.hierarchical_all_to_all_s(1e6, 2, 2, **both))
     apart = group_of(TWO_NODES, (1, 5))
-    assert apart.exchange_ns("all_to_all", 1e6) == to_ns(all_to_all_s(1e6, 2, SLOW))
+    assert apart.exchange_ns("all_to_all", 1e6) == to_ns(sim.all_to_all_s(1e6, 2, SLOW))
     assert apart.hop_ns(1e6) == group.hop_ns(1e6) == to_ns(2e-5 + 0.1)
     assert group_of(TWO_NODES, (4, 5, 6)) == Group(TWO_NODES, 3, is_in_one_node=True, ranks_per_node=3)
     uneven = group_of(TWO_NODES, (0, 2, 4))
@@ -49,18 +38,18 @@ def test_groups_of_a_layout_follow_its_order():
     layout = RankLayout(TWO_NODES, plan)
     assert layout.ranks.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert layout.crosses_nodes(0, 1)
-    assert axes_inside_nodes(TWO_NODES, plan) == ("data", "tensor")
+    assert sim.axes_inside_nodes(TWO_NODES, plan) == ("data", "tensor")
     other = ("data", "expert", "context", "tensor", "pipeline")
     assert RankLayout(TWO_NODES, plan, other).ranks.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert not RankLayout(TWO_NODES, plan, other).crosses_nodes(0, 1)
-    assert axes_inside_nodes(TWO_NODES, plan, other) == ("tensor", "pipeline")
+    assert sim.axes_inside_nodes(TWO_NODES, plan, other) == ("tensor", "pipeline")
     assert [group.ranks_per_node for group in RankLayout(TWO_NODES, plan, other).groups(COPIES)] == [1]
 
 
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind):
     plan = Plan(tensor=2, context=2, pipeline=2, num_microbatches=3, context_kind=kind)
-    step = simulate(SMALL, TWO_NODES, plan)
+    step = sim.simulate(SMALL, TWO_NODES, plan)
     spans = [span for span in step.layer_trace if span.rank == 0 and span.lane == "compute"]
     waits = [span for span in spans if span.kind == "wait"]
     exposed = sum(step.exposed_by_axis[axis] for axis in ("tensor", "context"))
@@ -73,8 +62,8 @@ def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind):
 
 def test_calls_in_passes_of_many_seconds_are_cut_exactly():
     """A pass of 60 s, and a call that ends after as long: their product in nanoseconds has more than 63 bits."""
-    huge = gpt_workload(hidden_size=16384, num_layers=4, num_heads=4, sequence_length=4096, vocab_size=101)
-    step = simulate(huge, cluster("laptop", 8), Plan(tensor=2, pipeline=2, num_microbatches=2))
+    huge = sim.gpt_workload(hidden_size=16384, num_layers=4, num_heads=4, sequence_length=4096, vocab_size=101)
+    step = sim.simulate(huge, sim.cluster("laptop", 8), Plan(tensor=2, pipeline=2, num_microbatches=2))
     calls = [call for stage in step.stages for kind in stage.calls[:2] for layer in kind for call in layer]
     assert max(call.end_ns for call in calls) ** 2 > 2**63
     spans = step.trace.select(step.trace.is_word("lane", "tensor") & (step.trace.rank % 2 == 0))
@@ -84,22 +73,22 @@ def test_calls_in_passes_of_many_seconds_are_cut_exactly():
 
 def test_tensor_parallelism_belongs_inside_nodes():
     plan = Plan(data=2, tensor=4, num_microbatches=4)
-    found = rank_orders(SMALL, TWO_NODES, plan)
+    found = sim.rank_orders(SMALL, TWO_NODES, plan)
     assert [placed.order[-1] for placed in found] == ["tensor", "data"]
     assert found[0].step.duration_s < found[1].step.duration_s
     assert sorted(found[0].order) == sorted(AXES)
-    one_wire = rank_orders(SMALL, cluster_of(8), plan)
+    one_wire = sim.rank_orders(SMALL, cluster_of(8), plan)
     assert one_wire[0].step.duration_s == one_wire[1].step.duration_s
 
 
 SIZES = {"num_layers": 4, "num_heads": 4, "hidden_size": 16, "vocab_size": 96}
-MIXED = mix_experts(gpt_workload(sequence_length=32, **SIZES), 4)
+MIXED = sim.mix_experts(sim.gpt_workload(sequence_length=32, **SIZES), 4)
 
 
 def refusal(plan):
     """Return why a step of the plan is not timed; "" where it is."""
     try:
-        simulate(MIXED, cluster_of(64), plan)
+        sim.simulate(MIXED, cluster_of(64), plan)
     except ValueError as error:
         return str(error)
     return ""
@@ -126,7 +115,7 @@ def test_sharding_goes_with_the_same_axes_as_in_hybrid(model, stage):
         )
         theirs, ours = problem_of(plan, model, AXES, plan.world_size), refusal(plan)
         assert bool(theirs) == bool(ours), (plan, theirs, ours)
-        assert ours == why_not_timed(plan)
+        assert ours == sim.why_not_timed(plan)
         for text in filter(None, (theirs, ours)):
             assert f"stage {stage}" in text
             assert "use stage 1" in text  # what to do instead

@@ -8,9 +8,19 @@ from hypothesis import given, settings, strategies as st
 
 from distlab.plan import Device, Layer, Plan, Precision, Sharding, Work, Workload
 from distlab.plan.compression import Compression
-from simulator import DoesNotFitError, check_fit, gpt_workload, memory_of, model_by_name
+from simulator import (
+    DoesNotFitError,
+    check_fit,
+    cluster,
+    gpt_workload,
+    memory_of,
+    mix_experts,
+    model_by_name,
+    simulate,
+)
 from simulator.memory.advice import find_change, split_samples
 from simulator.memory.memory import KINDS
+from simulator.units import format_bytes
 
 GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
 PSI = GPT.num_parameters
@@ -146,18 +156,9 @@ def test_micro_batches_before_the_last_keep_gradients_beside_the_buckets():
         _, rows = many.over_time()
         assert rows[-1, column] == 2 * PSI  # the last micro-batch takes them into the buckets
     assert held(Plan(data=2, num_microbatches=3, sharding=Sharding(2))).of("gradients") == -(-PSI // 2) * 2
-
-
-def test_gradients_grow_in_the_first_backward_where_no_bucket_holds_them():
-    column = KINDS.index("gradients")
-    _, alone = held(Plan(num_microbatches=2)).over_time()
-    _, buckets = held(Plan(data=2)).over_time()
-    grown = alone[:, column]
-    assert grown[0] == 0
+    grown = held(Plan(num_microbatches=2)).over_time()[1][:, column]  # no bucket holds them: they grow in backward
+    assert (grown[0], grown[-1], len(np.unique(grown))) == (0, 2 * PSI, 1 + 6)  # a tied head has none of its own
     assert (np.diff(grown) >= 0).all()
-    assert len(np.unique(grown)) == 1 + 6  # the head is tied: it has no parameters of its own
-    assert grown[-1] == 2 * PSI
-    assert (buckets[:, column] == 2 * PSI).all()
 
 
 plans = st.builds(
@@ -195,13 +196,6 @@ def test_the_short_order_has_the_peaks_of_the_whole_step(plan):
         times, over = memory.over_time(stage)
         assert (np.diff(times) > 0).all()
         assert over.max() == rows.max()
-
-
-def test_senseless_questions_are_refused():
-    with pytest.raises(ValueError, match="use at most 7 stages"):
-        held(Plan(pipeline=8))
-    with pytest.raises(ValueError, match="choose one of parameters, gradients"):
-        held(Plan()).of("cache")
 
 
 WORKLOAD = model_by_name("gpt-2-124m")  # one sample a micro-batch, which cannot be cut
@@ -297,10 +291,11 @@ def test_offload_is_offered_where_the_host_has_memory():
     plan = Plan(data=8, sharding=Sharding(3), recompute="full")
     lean = memory_of(WORKLOAD, replace(plan, sharding=Sharding(3, offload="optimizer")))
     room = lean.max_bytes
-    assert smallest_change(WORKLOAD, plan, device(room)) is None  # nobody said what the host has
-    assert smallest_change(WORKLOAD, plan, device(room, lean.host_bytes - 1)) is None
-    found = smallest_change(WORKLOAD, plan, device(room, lean.host_bytes))
-    assert found.sharding.offload == "optimizer"
+    for host in (lean.host_bytes, None):  # None: nobody said what the host has
+        change = find_change(WORKLOAD, plan, device(room, host))
+        assert change.plan.sharding.offload == "optimizer"
+        assert change.holds.endswith(f" and {format_bytes(lean.host_bytes)} of the host's memory")
+    assert smallest_change(WORKLOAD, plan, device(room, lean.host_bytes - 1)).world_size > plan.world_size
 
 
 def test_offload_without_memory_is_refused():
@@ -315,12 +310,47 @@ def test_offload_without_memory_is_refused():
 
 
 def test_where_nothing_fits_more_ranks_are_named():
-    error = refusal(Plan(data=2), device(1.5e9), model_by_name("gpt-2-1.5b"))
-    assert error.change is None
-    ranks = int(str(error).partition("use data=")[2].split()[0])
-    plan = Plan(data=ranks, sharding=Sharding(3), recompute="full")
-    assert memory_of(model_by_name("gpt-2-1.5b"), plan).max_bytes <= 1.5e9
-    assert "one layer alone is too large" in str(refusal(Plan(), device(NO_ROOM)))
+    large = model_by_name("gpt-2-1.5b")
+    error = refusal(Plan(data=2), device(1.5e9, 0.0), large)
+    assert "; no change makes it fit on 2 ranks; smallest change that fits: data=" in str(error)
+    change = error.change
+    assert memory_of(large, change.plan).max_bytes <= 1.5e9
+    assert find_change(large, replace(change.plan, data=change.plan.data // 2), device(1.5e9, 0.0)).plan.data > 2
+    nothing = refusal(Plan(), device(NO_ROOM))
+    assert nothing.change is None
+    assert "nor with more data or tensor ranks" in str(nothing)
+
+
+PLANS = [
+    (WORKLOAD, Plan(), 1.1),  # one rank: sharding carries offload
+    (FOUR, Plan(data=2, num_microbatches=2), 1.2),
+    (WORKLOAD, Plan(4, 2, 4, schedule="zb_h1"), 0.8),
+    (WORKLOAD, Plan(4, 2, 4, schedule="interleaved", stages_per_rank=2), 0.6),
+    (WORKLOAD, Plan(data=4, sharding=Sharding(3, replicas=2, reshard_after_forward=False)), 0.5),
+    (FOUR, Plan(data=2, recompute="full", recompute_method="block", recompute_layers=2), 0.9),
+    (WORKLOAD, Plan(data=2, compression=Compression("top_k")), 1.4),
+    (mix_experts(WORKLOAD, 4), Plan(data=2, expert=2), 2.0),
+    (WORKLOAD, Plan(tensor=2, context=2), 0.3),
+]
+
+
+@pytest.mark.parametrize(("workload", "plan", "gigabytes"), PLANS)
+def test_a_change_runs_and_fits_and_no_single_one_does_where_it_says_so(workload, plan, gigabytes):
+    on = replace(cluster("dgx-a100", 2**14).device, memory_bytes=gigabytes * 1e9)
+
+    def run(own, tried):
+        return simulate(own, cluster("dgx-a100", 2**14), tried).memory
+
+    assert not run(workload, plan).fits(on)
+    change = find_change(workload, plan, on, run=run)
+    again = run(split_samples(workload, change.split), change.plan)
+    assert again.fits(on)
+    assert change.holds.startswith(format_bytes(again.max_bytes))
+    assert (change.plan.world_size > plan.world_size) == change.why.startswith("no change makes it fit on ")
+    singles = [{"recompute": name} for name in ("selective", "full")]
+    singles += [{"sharding": replace(plan.sharding, stage=stage)} for stage in (1, 2) if plan.compression is None]
+    if change.why.startswith("no single"):
+        assert not any(memory_of(workload, replace(plan, **one)).fits(on) for one in singles)
 
 
 def test_what_a_step_holds_is_what_does_not_fit():
@@ -331,5 +361,7 @@ def test_what_a_step_holds_is_what_does_not_fit():
     room = device(counted.max_bytes)
     check_fit(WORKLOAD, plan, room)
     with pytest.raises(DoesNotFitError, match="1 kB too much") as found:
-        check_fit(WORKLOAD, plan, room, memory=more)
+        check_fit(
+            WORKLOAD, plan, room, run=lambda workload, tried: more if tried == plan else memory_of(workload, tried)
+        )
     assert found.value.change.plan != plan

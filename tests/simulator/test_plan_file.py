@@ -8,148 +8,102 @@ from random import Random
 import numpy as np
 import pytest
 
-from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding
+import simulator as sim
+from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding, records
 from distlab.plan.compression import METHODS, Compression
 from distlab.plan.partition import CUTS
-from distlab.plan.records import (
-    CONTEXT_KINDS,
-    FLOAT8,
-    GRADIENT_SYNCS,
-    ONE_COPY_SCHEDULES,
-    RECOMPUTE_METHODS,
-    RECOMPUTES,
-)
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
-from simulator import (
-    ClusterDescription,
-    Failures,
-    ModelDescription,
-    PlanFile,
-    Run,
-    cluster,
-    model_by_name,
-    plan_of_text,
-    read_plan_file,
-    simulate,
-    stack,
-)
 from simulator.hardware import presets
 from simulator.hardware.presets import OwnDevice, OwnLink
+from simulator.plan_file import PlanFile
 
-DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
 MOST_RANKS_DRAWN = 64
 LONGEST_S = 60.0  # for one configuration: more counts as hanging
+NUMBER = (1e-9, 1.0, 1e6, 1e10, 1e12, 1e15)
+# What is drawn from: a field's values, the likelier ones several times.
+MODEL = {
+    "hidden_size": (64, 128, 96, 256, 256, 100),
+    "num_heads": (1, 3, 4, 8, 8, 16),
+    "num_layers": (1, 2, 5, 8, 12, 16, 24),
+    "vocab_size": (1, 50, 1000, 50257),
+    "sequence_length": (1, 17, 48, 96, 4096),
+    "microbatch_size": (1, 1, 2, 3, 16),
+    "attention": (None, "plain", "flash"),
+}
+LIKE_LLAMA = {
+    "num_key_value_heads": (8, 8, 1, 2),
+    "feed_forward_size": (1, 200, 256),
+    "ties_embedding": (True, False),
+    "is_gated": (True, False),
+}
+MIXED = {"num_experts": (2, 4, 6), "top_k": (1, 2, 3)}
+DEVICE = {
+    "matmul_flops_per_s": (None, *NUMBER[1:], 1e18),
+    "memory_bytes_per_s": (None, *NUMBER[1:]),
+    "memory_bytes": (None, *NUMBER[1:]),
+    "launch_s": (None, None, 0.0, 1e-6, 0.1),
+    "host_memory_bytes": (None, None, 0.0, 1e12),
+}
+WIRE = {"latency_s": (0.0, 1e-9, 1e-5, 1.0), "bytes_per_s": NUMBER[1:]}
+CLUSTER = {
+    "name": presets.names("clusters"),
+    "stack": (None, *presets.names("stacks")),
+    "devices_per_node": (None, 1, 2, 3, 8),
+}
+DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
+PLAN = {
+    "data": DEGREES,
+    "pipeline": DEGREES,
+    "tensor": (1, 1, 1, 2, 2, 4, 5),
+    "context": (1, 1, 1, 1, 2, 3),
+    "expert": (1, 1, 1, 2),
+    "num_microbatches": (1, 2, 3, 5, 8, 9, 16),
+    "schedule": ("one_f_one_b", *SCHEDULES, *SCHEDULES),
+    "gradient_sync": records.GRADIENT_SYNCS,
+    "bucket_bytes": (1, 10_000, 25_000_000),
+    "recompute": records.RECOMPUTES,
+    "float8": ("none", "none", "none", *records.FLOAT8),
+    "sequence_parallel": (True, False, False),
+    "context_kind": records.CONTEXT_KINDS,
+    "cut": ("time", "time", *CUTS),
+}
+SOME = {"recompute_method": records.RECOMPUTE_METHODS, "recompute_layers": (1, 2, 3, 99)}
+SHARDING = {
+    "unit_layers": (1, 2, 50),
+    "reshard_after_forward": (True, True, False),
+    "prefetch": (0, 1, 9),
+    "replicas": (1, 1, 1, 1, 1, 2),
+}
+PRECISION = {name: tuple(DTYPE_BYTES) for name in ("compute", "reduce", "gradients")} | {"master": (True, False)}
 
 
-def sometimes(random, often, make, otherwise=None):
-    """Return what `make` gives, so often; else something else."""
-    return make() if random.random() < often else otherwise
+def drawn(random, table, often=1.0):
+    """Return a value of each field, so often; else nothing."""
+    return {name: random.choice(values) for name, values in table.items()} if random.random() < often else {}
 
 
-def small_or_wide(random, low, high):
-    """Return a number whose size is even on a logarithmic scale."""
-    return math.exp(random.uniform(math.log(low), math.log(high)))
-
-
-def random_model(random):
-    heads = random.choice((1, 3, 4, 8, 8, 16))
-    mixed = random.random() < 0.15
-    like_llama = random.random() < 0.4
-    return {
-        "hidden_size": random.choice((64, 128, 96, 256, 256, 100)),
-        "num_heads": heads,
-        "num_layers": random.choice((1, 2, 5, 8, 12, 16, 24)),
-        "vocab_size": random.choice((1, 50, 1000, 50257)),
-        "sequence_length": random.choice((1, 17, 48, 96, 4096)),
-        "microbatch_size": random.choice((1, 1, 2, 3, 16)),
-        "num_experts": random.choice((2, 4, 6)) if mixed else 1,
-        "top_k": random.choice((1, 2, 3)) if mixed else 1,
-        "num_key_value_heads": random.choice((heads, heads, 1, 2)) if like_llama else None,
-        "feed_forward_size": random.choice((1, 200, 256)) if like_llama else None,
-        "ties_embedding": random.choice((True, False)) if like_llama else None,
-        "is_gated": random.choice((True, False)) if like_llama else None,
-        "attention": random.choice((None, "plain", "flash")),
-    }
-
-
-def random_cluster(random):
-    def wire():
-        if random.random() < 0.5:
-            return random.choice(presets.names("links"))
-        return OwnLink(random.choice((0.0, 1e-9, 1e-5, 1.0)), small_or_wide(random, 1.0, 1e15))
-
-    def own_device():
-        return OwnDevice(
-            matmul_flops_per_s=sometimes(random, 0.5, lambda: small_or_wide(random, 1.0, 1e18)),
-            memory_bytes_per_s=sometimes(random, 0.5, lambda: small_or_wide(random, 1.0, 1e15)),
-            memory_bytes=sometimes(random, 0.5, lambda: small_or_wide(random, 1.0, 1e15)),
-            launch_s=sometimes(random, 0.3, lambda: random.choice((0.0, 1e-6, 0.1))),
-            host_memory_bytes=sometimes(random, 0.3, lambda: random.choice((0.0, 1e12))),
-        )
-
-    return {
-        "name": random.choice(presets.names("clusters")),
-        "stack": random.choice((None, *presets.names("stacks"))),
-        "devices_per_node": random.choice((None, 1, 2, 3, 8)),
-        "device": sometimes(random, 0.3, own_device),
-        "intra_node": sometimes(random, 0.3, wire),
-        "inter_node": sometimes(random, 0.3, wire),
-    }
-
-
-def random_plan(random):
-    copies = random.choice(DEGREES)
-    compressed = sometimes(
-        random, 0.1, lambda: Compression(random.choice(METHODS), ratio=random.choice((1e-9, 0.1, 1)))
-    )
-    stage = 0 if compressed and random.random() < 0.9 else random.randint(0, 3)
-    types = tuple(DTYPE_BYTES)
-
-    def precision():
-        return Precision(
-            random.choice(types),
-            master=random.random() < 0.5,
-            reduce=random.choice(types),
-            gradients=random.choice(types),
-        )
-
-    schedule = random.choice(("one_f_one_b", *ONE_COPY_SCHEDULES, *ONE_COPY_SCHEDULES, "dualpipe"))
-    recompute = random.choice(RECOMPUTES)
-    some = random.random() < 0.5 and recompute == "full"
-    float8 = random.choice(("none", "none", "none", *FLOAT8))
-    if float8 == "gathers" and stage < 3 and random.random() < 0.9:  # it is about parameters that are gathered
-        float8 = "none"
-    return {
-        "data": copies,
-        "pipeline": random.choice(DEGREES),
-        "tensor": random.choice((1, 1, 1, 2, 2, 4, 5)),
-        "context": random.choice((1, 1, 1, 1, 2, 3)),
-        "expert": random.choice((1, 1, 1, 2)),
-        "num_microbatches": random.choice((1, 2, 3, 5, 8, 9, 16)),
-        "schedule": schedule,
-        "stages_per_rank": random.choice((1, 1, 2, 3))
-        if random.random() < 0.1
-        else SCHEDULES[schedule].stages_per_rank(),
-        "gradient_sync": random.choice(GRADIENT_SYNCS),
-        "bucket_bytes": random.choice((1, 10_000, 25_000_000)),
-        "compression": compressed,
-        "sharding": lambda: Sharding(
-            stage,
-            unit_layers=random.choice((1, 2, 50)),
-            reshard_after_forward=random.random() < 0.7,
-            prefetch=random.choice((0, 1, 9)),
-            replicas=random.choice((1, 1, 1, 1, 1, 2)),
-            offload="none" if stage == 0 or random.random() < 0.8 else random.choice(OFFLOADS),
-        ),
-        "precision": sometimes(random, 0.5, precision),
-        "recompute": recompute,
-        "recompute_method": random.choice(RECOMPUTE_METHODS) if some else "uniform",
-        "recompute_layers": random.choice((1, 2, 3, 99)) if some else 1,
-        "float8": float8,
-        "sequence_parallel": random.random() < 0.3,
-        "context_kind": random.choice(CONTEXT_KINDS),
-        "cut": random.choice(("time", "time", *CUTS)),
-    }
+def random_file(random):
+    """Make a plan file, or raise as its records do: degrees may not divide, wires have 1 byte per second."""
+    model = drawn(random, MODEL) | drawn(random, LIKE_LLAMA, 0.4) | drawn(random, MIXED, 0.15)
+    machine, plan = drawn(random, CLUSTER), drawn(random, PLAN)
+    machine["device"] = OwnDevice(**own) if (own := drawn(random, DEVICE, 0.3)) else None
+    for wire in ("intra_node", "inter_node"):
+        named, own = random.choice(presets.names("links")), drawn(random, WIRE, 0.15)
+        machine[wire] = OwnLink(**own) if own else named if random.random() < 0.2 else None
+    stage = random.randint(0, 3)
+    if random.random() < 0.1:
+        plan["compression"] = Compression(random.choice(METHODS), ratio=random.choice((1e-9, 0.1, 1)))
+        stage = 0 if random.random() < 0.9 else stage
+    if plan["float8"] == "gathers" and stage < 3 and random.random() < 0.9:  # it is about parameters that are gathered
+        plan["float8"] = "none"
+    plan["stages_per_rank"] = SCHEDULES[plan["schedule"]].stages_per_rank()
+    plan |= drawn(random, {"stages_per_rank": (1, 1, 2, 3)}, 0.1)
+    plan |= drawn(random, SOME, 0.5) if plan["recompute"] == "full" else {}
+    plan["precision"] = Precision(**own) if (own := drawn(random, PRECISION, 0.5)) else None
+    offload = "none" if stage == 0 or random.random() < 0.8 else random.choice(OFFLOADS)
+    order = tuple(random.sample(AXES, len(AXES)))
+    plan["sharding"] = Sharding(stage, **drawn(random, SHARDING), offload=offload)
+    return PlanFile(sim.ModelDescription(**model), sim.ClusterDescription(**machine), Plan(**plan), order)
 
 
 def check_trace(seed, step):
@@ -176,21 +130,15 @@ def check_trace(seed, step):
 
 def check_configuration(seed):
     """Draw a plan, write it, read it back and simulate it; return whether it has a time: a ValueError answers too."""
-    random = Random(seed)
-    model, machine, plan = random_model(random), random_cluster(random), random_plan(random)
-    order = tuple(random.sample(AXES, len(AXES)))
     began, written, step = time.monotonic(), None, None
     try:
-        sharding = plan.pop("sharding")()
-        written = PlanFile(
-            ModelDescription(**model), ClusterDescription(**machine), Plan(**plan, sharding=sharding), order
-        )
+        written = random_file(Random(seed))
         step = written.simulate()
     except ValueError as error:
         if len(str(error).splitlines()) != 1:
             raise AssertionError(f"seed {seed}: not refused in one line") from error
     if written is not None:
-        assert plan_of_text(written.text()) == written, f"seed {seed}: it does not read back"
+        assert sim.plan_of_text(written.text()) == written, f"seed {seed}: it does not read back"
     if step is None:
         return False
     figures = (
@@ -235,31 +183,31 @@ precision = { compute = "bfloat16" }
 def test_a_file_is_the_step_that_its_words_say(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(TEXT)
-    found = read_plan_file(path)
+    found = sim.read_plan_file(path)
     plan = Plan(2, 4, 8, tensor=2, sharding=Sharding(1), precision=Precision("bfloat16"))
     assert found.plan == plan
-    own = simulate(
-        model_by_name("gpt-3-175b", microbatch_size=2),
-        cluster("dgx-h100", 16),
+    own = sim.simulate(
+        sim.model_by_name("gpt-3-175b", microbatch_size=2),
+        sim.cluster("dgx-h100", 16),
         plan,
         order=("data", "pipeline", "expert", "context", "tensor"),
     )
     step = found.simulate()
     assert (step.duration_s, step.steady_s) == (own.duration_s, own.steady_s)
     assert step.memory.max_bytes == own.memory.max_bytes
-    assert plan_of_text(found.text()) == found
+    assert sim.plan_of_text(found.text()) == found
 
 
 def test_a_run_stands_in_the_file_and_reads_back():
     text = TEXT + '[run]\nnum_tokens = 15e12\nprice = 2\nfailures = { rate = "llama-3", restart_s = 900 }\n'
-    found = plan_of_text(text)
-    assert found.run == Run(15e12, 2.0, Failures("llama-3", restart_s=900.0))
-    assert plan_of_text(found.text()) == found
-    assert plan_of_text(TEXT).run is None
-    own = replace(found, run=Run(1e9, failures=Failures(2e-5, save_s=3.0)))
-    assert plan_of_text(own.text()) == own
+    found = sim.plan_of_text(text)
+    assert found.run == sim.Run(15e12, 2.0, sim.Failures("llama-3", restart_s=900.0))
+    assert sim.plan_of_text(found.text()) == found
+    assert sim.plan_of_text(TEXT).run is None
+    own = replace(found, run=sim.Run(1e9, failures=sim.Failures(2e-5, save_s=3.0)))
+    assert sim.plan_of_text(own.text()) == own
     with pytest.raises(ValueError, match="write \\[workload\\], \\[cluster\\], \\[plan\\] and \\[run\\]"):
-        plan_of_text(TEXT + "[money]\nprice = 2\n")
+        sim.plan_of_text(TEXT + "[money]\nprice = 2\n")
 
 
 def test_figures_of_ones_own_replace_the_presets():
@@ -275,25 +223,25 @@ def test_figures_of_ones_own_replace_the_presets():
     [plan]
     data = 8
     """
-    found = plan_of_text(own)
+    found = sim.plan_of_text(own)
     machine = found.cluster.cluster(8)
     assert (machine.devices_per_node, machine.num_devices) == (4, 8)
     assert machine.device.memory_bytes == 40e9
-    assert machine.device.memory_bytes_per_s == cluster("dgx-a100", stack="best-case").device.memory_bytes_per_s
+    assert machine.device.memory_bytes_per_s == sim.cluster("dgx-a100", stack="best-case").device.memory_bytes_per_s
     assert machine.intra_node.name == "nvlink2"
     assert machine.inter_node.protocols[0].bytes_per_s == 10e9
-    slower = PlanFile(found.workload, ClusterDescription(stack="megatron", device=OwnDevice(1e14)), found.plan)
+    slower = PlanFile(found.workload, sim.ClusterDescription(stack="megatron", device=OwnDevice(1e14)), found.plan)
     own = slower.cluster.cluster(8).device
-    assert own.matmul_flops_per_s == pytest.approx(stack("megatron").matmul_fraction * 1e14)
-    assert plan_of_text(found.text()) == found
+    assert own.matmul_flops_per_s == pytest.approx(sim.stack("megatron").matmul_fraction * 1e14)
+    assert sim.plan_of_text(found.text()) == found
 
 
 def test_a_device_with_faster_products_has_no_slower_data_sheet():
     """MFU is over the data sheet, which is at least what products reach; a slower device keeps its sheet's rate."""
     for rate, peak in ((1e12, 1e12), (1e10, 1e11)):
-        made = ClusterDescription("laptop", device=OwnDevice(rate)).cluster(1).device
+        made = sim.ClusterDescription("laptop", device=OwnDevice(rate)).cluster(1).device
         assert (made.matmul_flops_per_s, made.peak_flops_per_s) == (rate, peak)
-    told = ClusterDescription("laptop", device=OwnDevice(1e12, peak_flops_per_s=5e12)).cluster(1).device
+    told = sim.ClusterDescription("laptop", device=OwnDevice(1e12, peak_flops_per_s=5e12)).cluster(1).device
     assert told.peak_flops_per_s == 5e12
 
 
@@ -363,7 +311,7 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path, before, after, text):
     kept = TEXT if "100" not in after else TEXT.replace("num_devices = 16", "")
     path.write_text(kept.replace(before, after, 1))
     with pytest.raises(ValueError, match=text) as caught:
-        read_plan_file(path).simulate()
+        sim.read_plan_file(path).simulate()
     assert "\n" not in str(caught.value)
 
 
@@ -371,7 +319,7 @@ def test_files_that_editors_save_otherwise_and_files_that_no_editor_makes(tmp_pa
     """A mark at the start, as Windows' editors write it, is no fault; other alphabets and empty files are."""
     path = tmp_path / "plan.toml"
     path.write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
-    assert read_plan_file(path) == plan_of_text(TEXT)
+    assert sim.read_plan_file(path) == sim.plan_of_text(TEXT)
     for data, words in (
         (TEXT.encode("utf-16"), r"this is not text in UTF-8; save it as UTF-8$"),
         (b"# nothing yet\n", r"the file is empty; write \[workload\], \[cluster\] and \[plan\]"),
@@ -380,7 +328,7 @@ def test_files_that_editors_save_otherwise_and_files_that_no_editor_makes(tmp_pa
     ):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=f"plan.toml: {words}"):
-            read_plan_file(path)
+            sim.read_plan_file(path)
 
 
 def test_random_configurations_have_a_time_or_a_reason():
@@ -394,7 +342,7 @@ def test_random_configurations_have_a_time_or_a_reason():
 def test_a_hundred_thousand_random_configurations_have_a_time_or_a_reason(part, record_property):
     """No crash, no figure that is infinite or not a number, and none that takes LONGEST_S: 20 parts of 5,000.
 
-    Of each part 751 to 869 have a time, 16,492 of all; the others are refused.
+    About one in seven has a time; the others are refused.
     """
     record_property("tried", 5000)
-    assert sum(map(check_configuration, range(5000 * part, 5000 * (part + 1)))) > 700
+    assert sum(map(check_configuration, range(5000 * part, 5000 * (part + 1)))) > 560

@@ -8,7 +8,6 @@ from distlab.plan import (
     SCHEDULES,
     ActionTimes,
     Plan,
-    Sharding,
     make_schedule,
     one_f_one_b,
     parse_schedule,
@@ -16,25 +15,19 @@ from distlab.plan import (
 from simulator import CompiledSchedule, arrays_of, simulate, simulate_schedule
 from simulator.pipeline.compiled import Frontier, find_chain
 from simulator.pipeline.schedule_arrays import F, W
-from tests.simulator.test_step import cluster_of, workload_of
+from tests.simulator.sharding_cases import cluster_of, workload_of
 
 NAMES = sorted(SCHEDULES)
 SEEDS = st.integers(0, 2**32 - 1)
 TIMES = ActionTimes(1.0, 1.0, 1.0)
-NOT_SHARDED = Sharding()
-
-
-def stages_per_rank(name, loop=2):
-    return {"loop": loop, "v": 2}.get(SCHEDULES[name].placement, 1)
 
 
 def random_schedule(generator):
     name = str(generator.choice(NAMES))
     ranks, microbatches = int(generator.integers(1, 6)), int(generator.integers(1, 13))
-    if name == "dualpipe":
-        ranks, microbatches = 2 * ranks, 2 * microbatches
     loop = int(generator.integers(1, 4))
-    return make_schedule(name, ranks, microbatches, stages_per_rank=stages_per_rank(name, loop))
+    stages = {"loop": loop, "v": 2}.get(SCHEDULES[name].placement, 1)
+    return make_schedule(name, ranks, microbatches, stages_per_rank=stages)
 
 
 def random_times(generator, num_stages):
@@ -72,17 +65,7 @@ def test_any_schedule_equals_a_plain_event_loop_bit_for_bit(seed):
     schedule = random_schedule(generator)
     times = random_times(generator, schedule.num_stages)
     run = simulate_schedule(schedule, times, unit_s=1e-9)
-    order = arrays_of(schedule)
-    assert np.array_equal(run.end_ns, run.start_ns + durations(order, times))
-    handover = np.array(times.communication)
-    latency = np.where(run.compiled.remote, handover[order.stage[run.compiled.needed]], 0)
-    assert np.array_equal(run.end_ns, plain_event_loop(order, durations(order, times), latency))
-
-
-def durations(order, times):
-    forward, inputs, weights = (np.array(column) for column in times[:3])
-    table = np.stack([forward, inputs + weights, inputs, weights], axis=1)
-    return table[order.stage, order.kind]
+    assert np.array_equal(run.end_ns, plain_ends(schedule, times))
 
 
 def test_the_figures_of_a_run():
@@ -103,35 +86,6 @@ def test_the_figures_of_a_run():
     computing = [span for span in run.trace if span.lane == "compute"]
     assert [span.name for span in computing if span.rank == 3][:4] == ["3F0", "3B0", "3F1", "3B1"]
     assert run.trace.duration_s == pytest.approx(run.duration_s)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda s: simulate_schedule(s, ActionTimes((1, 2), 1, 1)), "2 numbers of forward; pass one, or one for each"),
-        (lambda s: simulate_schedule(s, ActionTimes(1, -1, 1)), "input_gradient of -1; pass times >= 0"),
-        (lambda s: simulate_schedule(s, TIMES, slow_ranks={4: 2}), r"rank 4; the pipeline has ranks 0\.\.3"),
-        (lambda s: simulate_schedule(s, TIMES, slow_ranks={1: 0}), "gives rank 1 the factor 0; pass a number above 0"),
-        (lambda s: step_of("one_f_one_b", schedule=s, microbatches=5), "4 ranks and 4 micro-batches; the plan has"),
-        (lambda s: step_of("zb_v", layers=7), r"4 \(pipeline\) x 2 \(a rank\) = 8 stages; workload 'w' has 7 layers"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(one_f_one_b(4, 4))
-
-
-def step_of(name, *, layers=8, microbatches=6, data=1, schedule=None, sharding=NOT_SHARDED, **options):
-    plan = Plan(
-        data=data,
-        pipeline=4,
-        num_microbatches=microbatches,
-        schedule=name,
-        stages_per_rank=stages_per_rank(name),
-        bucket_bytes=10_000,
-        sharding=sharding,
-    )
-    return simulate(workload_of(np.arange(1, layers + 1)), cluster_of(4 * data), plan, schedule=schedule, **options)
 
 
 def test_a_schedule_of_ones_own_and_neighbours_on_one_rank():
@@ -182,9 +136,6 @@ def plain_event_loop(order, duration, latency):
     return np.array(end)
 
 
-EQUAL = ActionTimes(100.0, 100.0, 100.0, 3.0)
-
-
 def plain_ends(schedule, times):
     """The ends of all actions by the plain event loop."""
     order = arrays_of(schedule)
@@ -196,22 +147,10 @@ def plain_ends(schedule, times):
     return plain_event_loop(order, table[order.stage, order.kind], handover[sender])
 
 
-def simulated_ends(schedule, times):
-    return simulate_schedule(schedule, times, unit_s=1e-9).end_ns
-
-
-def outcome(schedule):
-    """The ends, or the words of the error."""
-    try:
-        return simulated_ends(schedule, EQUAL)
-    except ValueError as error:
-        return str(error)
-
-
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
 def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
     """Swap or double any two actions of a rank: the ends are a plain loop's, or the error names the fault."""
-    draw = np.random.default_rng(0)
+    draw, equal = np.random.default_rng(0), ActionTimes(100.0, 100.0, 100.0, 3.0)
     text = str(make_schedule(name, 3, 64)).splitlines()
     refused = 0
     for case in range(60):
@@ -223,33 +162,17 @@ def test_a_schedule_that_differs_somewhere_runs_as_it_is_or_is_refused(name):
         else:
             row[place] = row[other]
         schedule = parse_schedule("\n".join(",".join(line) for line in lines))
-        found = outcome(schedule)
-        if isinstance(found, str):
+        said, ends = "", None
+        try:
+            ends = simulate_schedule(schedule, equal, unit_s=1e-9).end_ns
+        except ValueError as error:
+            said = str(error)
             refused += 1
-            assert any(fault in found for fault in ("deadlock", "twice", "in no rank's order"))
+        if ends is None:
+            assert any(fault in said for fault in ("deadlock", "twice", "in no rank's order"))
         else:
-            assert np.array_equal(found, plain_ends(schedule, EQUAL))
+            assert np.array_equal(ends, plain_ends(schedule, equal))
     assert 0 < refused < 60
-
-
-def test_a_deadlock_names_ranks_and_what_they_wait_for():
-    text = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"
-    with pytest.raises(ValueError, match=r"deadlock: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1"):
-        CompiledSchedule(arrays_of(parse_schedule(text)))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0F0,0F0,0B0", "0F0 is in the schedule twice"),
-        ("0F0,0B0\n1F0", "what 0B0 needs is in no rank's order"),
-        ("0B0,0F0", "0B0 comes before its own forward"),
-        ("0F0,0W0", "what 0W0 needs"),
-    ],
-)
-def test_an_order_that_makes_no_sense_is_named(text, message):
-    with pytest.raises(ValueError, match=message):
-        CompiledSchedule(arrays_of(parse_schedule(text)))
 
 
 @settings(deadline=None, max_examples=30)

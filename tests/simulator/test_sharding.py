@@ -188,18 +188,6 @@ def test_offload_copies_shards_over_the_hosts_link(stage, offload):
     assert to_ns(step.duration_s) == max(span.end_ns for span in step.layer_trace)
 
 
-def test_what_is_not_timed_is_refused():
-    workload = workload_of([1, 1])
-    with pytest.raises(ValueError, match="expert=2: experts and the other parameters"):
-        simulate(workload, cluster_of(8), replace(plan_of(3), expert=2))
-    for stage in (2, 3):
-        with pytest.raises(ValueError, match=f"stage {stage} is timed with whole backwards; schedule 'zb_h1' splits"):
-            simulate(workload, cluster_of(8), replace(plan_of(stage, microbatches=4), pipeline=2, schedule="zb_h1"))
-    sharding = Sharding(stage=3, offload="all")
-    with pytest.raises(ValueError, match="simulate times offload with pipeline=1"):
-        simulate(workload, cluster_of(8), replace(plan_of(3), pipeline=2, sharding=sharding))
-
-
 shardings = st.builds(
     Sharding,
     stage=st.integers(1, 3),

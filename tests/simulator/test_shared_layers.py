@@ -4,26 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+import simulator as sim
 from distlab.plan import Contention, Link, Plan, Protocol, Work
-from simulator import (
-    Measured,
-    all_reduce_s,
-    all_to_all_s,
-    compute_s,
-    gpt_workload,
-    memory_of,
-    message_s,
-    mix_experts,
-    simulate,
-)
 from simulator.stage.parallel_passes import side_by_side
 from simulator.units import to_ns
 from tests.simulator.step_cases import DEVICE, LINK, cluster_of
 
 B, S, H, A, V = 2, 64, 32, 4, 96
 SIZES = {"hidden_size": H, "num_heads": A, "sequence_length": S, "vocab_size": V, "microbatch_size": B}
-DENSE = gpt_workload(num_layers=3, **SIZES)
-MIXED = mix_experts(gpt_workload(num_layers=3, **SIZES), 4, top_k=2)
+DENSE = sim.gpt_workload(num_layers=3, **SIZES)
+MIXED = sim.mix_experts(sim.gpt_workload(num_layers=3, **SIZES), 4, top_k=2)
 FREE = Link("free", (Protocol(0.0, 1e15),))
 BLOCK = DENSE.layers[1]
 STATES = 2 * B * S * H  # bytes of a tensor between two regions
@@ -31,11 +21,11 @@ NEAR = pytest.approx
 
 
 def step_of(plan, workload=DENSE, **options):
-    return simulate(workload, cluster_of(64, **options), plan)
+    return sim.simulate(workload, cluster_of(64, **options), plan)
 
 
 def seconds(work, factor=1.0):
-    return compute_s(work.times(factor), DEVICE)
+    return sim.compute_s(work.times(factor), DEVICE)
 
 
 def outside(name):
@@ -50,14 +40,16 @@ def near(nanoseconds, expected_s):
 
 def test_tensor_parallel_divides_regions_and_sums_their_outputs():
     stage = step_of(Plan(tensor=2)).stages[0]
-    inside = sum(compute_s(region.forward.times(0.5), DEVICE) for region in BLOCK.regions)
-    travel = all_reduce_s(STATES, 2, LINK)
+    inside = sum(sim.compute_s(region.forward.times(0.5), DEVICE) for region in BLOCK.regions)
+    travel = sim.all_reduce_s(STATES, 2, LINK)
     assert near(stage.forward_ns[1], seconds(outside("forward")) + inside + 2 * travel)
     both = BLOCK.input_gradient + BLOCK.weight_gradient
     rest = both.without(outside("input_gradient")).without(outside("weight_gradient"))
-    hidden = sum(min(travel, compute_s(region.beside.times(0.5), DEVICE)) for region in BLOCK.regions)
+    hidden = sum(min(travel, sim.compute_s(region.beside.times(0.5), DEVICE)) for region in BLOCK.regions)
     alone = (
-        seconds(outside("input_gradient")) + seconds(outside("weight_gradient")) + compute_s(rest.times(0.5), DEVICE)
+        seconds(outside("input_gradient"))
+        + seconds(outside("weight_gradient"))
+        + sim.compute_s(rest.times(0.5), DEVICE)
     )
     assert near(stage.backward_ns[1], alone + 2 * travel - hidden)
     assert near(stage.passes_ns[2][1] + stage.passes_ns[3][1], alone + 2 * travel)
@@ -81,11 +73,11 @@ def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
     ranks = 4
     stage = step_of(Plan(context=ranks), link=link).stages[0]
     attention = BLOCK.regions[0].attention
-    part = compute_s(attention.forward.times(1 / ranks**2), DEVICE)
-    hop = message_s(2 * STATES / ranks, link)
+    part = sim.compute_s(attention.forward.times(1 / ranks**2), DEVICE)
+    hop = sim.message_s(2 * STATES / ranks, link)
     expected = [*[max(part, hop)] * (ranks - 1), part]
     rest = BLOCK.forward.without(attention.forward).times(1 / ranks)
-    assert near(stage.forward_ns[1], compute_s(rest, DEVICE) + sum(expected))
+    assert near(stage.forward_ns[1], sim.compute_s(rest, DEVICE) + sum(expected))
     hops = [piece for piece in stage.calls[0][1] if piece.axis == "context"]
     assert [piece.num_bytes for piece in hops] == [2 * STATES // ranks] * (ranks - 1)
     back = [piece.num_bytes for piece in stage.calls[1][1]]
@@ -94,8 +86,8 @@ def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
 
 def test_all_to_alls_trade_positions_for_heads_before_and_after_attention():
     step = step_of(Plan(context=4, context_kind="all_to_all"))
-    travel = all_to_all_s(3 * STATES / 4, 4, LINK) + all_to_all_s(STATES / 4, 4, LINK)
-    assert near(step.stages[0].forward_ns[1], compute_s(BLOCK.forward.times(0.25), DEVICE) + travel)
+    travel = sim.all_to_all_s(3 * STATES / 4, 4, LINK) + sim.all_to_all_s(STATES / 4, 4, LINK)
+    assert near(step.stages[0].forward_ns[1], sim.compute_s(BLOCK.forward.times(0.25), DEVICE) + travel)
     assert step.sent_bytes_by_axis["context"] == NEAR(3 * 2 * 0.75 * STATES)  # layers, forward and backward
 
 
@@ -111,10 +103,10 @@ def test_experts_exchange_rows_twice_forward_and_twice_backward():
         ("all_to_all", rows),
         ("all_to_all", rows),
     ]
-    travel = sum(all_to_all_s(piece.num_bytes, ranks, LINK) for piece in pieces[1:])
-    travel += all_reduce_s(pieces[0].num_bytes, ranks, LINK)
+    travel = sum(sim.all_to_all_s(piece.num_bytes, ranks, LINK) for piece in pieces[1:])
+    travel += sim.all_reduce_s(pieces[0].num_bytes, ranks, LINK)
     fewer = replace(block.forward, num_kernels=block.forward.num_kernels - 2 * block.experts.kernels_each)
-    assert near(stage.forward_ns[1], compute_s(fewer, DEVICE) + travel)
+    assert near(stage.forward_ns[1], sim.compute_s(fewer, DEVICE) + travel)
     back = [piece.num_bytes for piece in stage.calls[1][1] if piece.axis == "expert"]
     assert back == [rows, rows, 8 * (2 * 4 + 1)]
 
@@ -127,7 +119,7 @@ def test_experts_are_divided_and_have_fewer_copies():
     dense = (MIXED.num_parameters - experts) * 2
     assert step.sent_bytes_by_axis["data"] == NEAR(2 * 3 / 4 * dense + 2 * 1 / 2 * experts / 2 * 2)
     assert {sync.name.endswith("of experts") for sync in step.stages[0].buckets} == {True, False}
-    held = [memory_of(MIXED, Plan(expert=n)).of("parameters") for n in (1, 2, 4, 8)]
+    held = [sim.memory_of(MIXED, Plan(expert=n)).of("parameters") for n in (1, 2, 4, 8)]
     assert held == [2 * (MIXED.num_parameters - experts + experts // n) for n in (1, 2, 4, 4)]
 
 
@@ -149,7 +141,7 @@ def test_a_line_of_its_own_reaches_the_calls_of_every_axis(kind, plan):
     slow = Link("slow", (Protocol(1e-2, 1e6),))
     found = []
     for link, own in ((LINK, {kind: slow}), (slow, {kind: slow}), (LINK, {})):
-        step = simulate(MIXED, cluster_of(4, link=link, slow=link), plan, measured=Measured(links=own))
+        step = sim.simulate(MIXED, cluster_of(4, link=link, slow=link), plan, measured=sim.Measured(links=own))
         spans = [span for span in step.trace if span.kind == kind and span.num_bytes]
         found.append(sorted(round((span.end_ns - span.start_ns) / 1e3) for span in spans))
     assert found[0] == pytest.approx(found[1], rel=1e-3)
@@ -162,18 +154,3 @@ def test_contention_slows_what_runs_at_once():
     assert side_by_side(100, 40, Contention()) == (100, 40)
     assert side_by_side(100, 40, both) == (130, 60)  # 60 at half speed: 30 done, 70 left
     assert side_by_side(10, 40, both) == (20, 47)  # 20 at two thirds: 13.3 done, 26.7 left
-
-
-@pytest.mark.parametrize(
-    ("plan", "match"),
-    [
-        (Plan(tensor=3), "3 .tensor. ranks cannot divide 4 heads"),
-        (Plan(tensor=2, context=4, context_kind="all_to_all"), r"2 \(tensor\) x 4 \(context, all-to-all\)"),
-        (Plan(context=3), "multiple of 6 positions; got 64"),
-        (Plan(tensor=4, context=32, sequence_parallel=True), "cannot divide 2 positions"),
-        (Plan(tensor=4, data=32), r"32 \(data\) x 1 \(pipeline\) x 4 \(tensor\) = 128 ranks"),
-    ],
-)
-def test_what_does_not_divide_is_refused(plan, match):
-    with pytest.raises(ValueError, match=match):
-        step_of(plan)

@@ -4,20 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+import simulator as sim
 from distlab.plan import Cluster, Device, Link, Plan, Precision, Protocol, Sharding, Software
 from distlab.plan.partition import CUTS
-from simulator import (
-    Stack,
-    cluster,
-    device,
-    gpt_workload,
-    memory_of,
-    names,
-    simulate,
-    stack,
-)
 
-WORKLOAD = gpt_workload(
+WORKLOAD = sim.gpt_workload(
     hidden_size=1024, num_layers=8, num_heads=16, sequence_length=512, vocab_size=8192, microbatch_size=2
 )
 WIRE = Link("wire", (Protocol(1e-6, 1e11),))
@@ -25,33 +16,35 @@ MACHINE = Cluster("machine", Device("card", 1e14, 1e12, 80e9), 8, 8, WIRE, WIRE)
 
 
 def test_every_stack_slows_devices_and_wires_and_says_where_its_numbers_are_from():
-    bare = cluster("dgx-a100", 16, stack="best-case")
-    for name in names("stacks"):
-        own = cluster("dgx-a100", 16, stack=name)
+    bare = sim.cluster("dgx-a100", 16, stack="best-case")
+    for name in sim.names("stacks"):
+        own = sim.cluster("dgx-a100", 16, stack=name)
         assert own.device.matmul_flops_per_s <= bare.device.matmul_flops_per_s, name
         assert own.device.memory_bytes_per_s <= bare.device.memory_bytes_per_s, name
         assert own.inter_node.protocols[0].bytes_per_s <= bare.inter_node.protocols[0].bytes_per_s, name
-        assert "20" in stack(name).source, name
-        assert len(stack(name).software) > 10, name
-    warps, groups = Stack("warps", warp_attention=True), Stack("groups")
+        assert "20" in sim.stack(name).source, name
+        assert len(sim.stack(name).software) > 10, name
+    warps, groups = sim.Stack("warps", warp_attention=True), sim.Stack("groups")
     for name, part in (("dgx-h100", 0.629), ("dgx-a100", 1.0)):  # attention of single warps is slower on Hopper alone
-        slow, fast = (cluster(name, stack=each).device.attention_flops_per_s for each in (warps, groups))
+        slow, fast = (sim.cluster(name, stack=each).device.attention_flops_per_s for each in (warps, groups))
         assert slow == pytest.approx(part * fast)
 
 
 def test_a_cluster_has_its_own_stack_and_takes_another():
-    assert cluster("dgx-a100") == cluster("dgx-a100", stack="megatron")
-    assert cluster("dgx-a100", stack=Stack("mine", matmul_fraction=0.5)).device.matmul_flops_per_s == 271.2e12 / 2
-    assert cluster("dgx-a100", measured=False) == cluster("dgx-a100", measured=False, stack="fsdp")
-    assert device("a100-sxm-80gb").kernel_s == 0
+    assert sim.cluster("dgx-a100") == sim.cluster("dgx-a100", stack="megatron")
+    assert (
+        sim.cluster("dgx-a100", stack=sim.Stack("mine", matmul_fraction=0.5)).device.matmul_flops_per_s == 271.2e12 / 2
+    )
+    assert sim.cluster("dgx-a100", measured=False) == sim.cluster("dgx-a100", measured=False, stack="fsdp")
+    assert sim.device("a100-sxm-80gb").kernel_s == 0
     with pytest.raises(ValueError, match="no preset 'abacus' among the stacks"):
-        cluster("dgx-a100", stack="abacus")
+        sim.cluster("dgx-a100", stack="abacus")
 
 
 def test_overlap_hides_a_part_of_tensor_ranks_calls():
     plan = Plan(tensor=4)
     waits = [
-        simulate(WORKLOAD, replace(MACHINE, software=Software(tensor_overlap=part)), plan).exposed_by_axis["tensor"]
+        sim.simulate(WORKLOAD, replace(MACHINE, software=Software(tensor_overlap=part)), plan).exposed_by_axis["tensor"]
         for part in (0.0, 0.5, 1.0)
     ]
     assert waits[0] > waits[1] > waits[2] == 0
@@ -62,7 +55,7 @@ def test_overlap_hides_a_part_of_tensor_ranks_calls():
 def test_gathers_of_stage_1_hide_under_the_next_forward():
     plan = Plan(data=4, sharding=Sharding(1))
     behind, ahead = (
-        simulate(WORKLOAD, replace(MACHINE, software=Software(gathers_ahead=on)), plan) for on in (False, True)
+        sim.simulate(WORKLOAD, replace(MACHINE, software=Software(gathers_ahead=on)), plan) for on in (False, True)
     )
     gathers = sum(bucket.gather.duration_ns for bucket in behind.stages[0].buckets) / 1e9
     assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
@@ -80,11 +73,11 @@ def test_gathers_of_stage_1_hide_under_the_next_forward():
 def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
     """Bytes per parameter with sums in 32 bits, as Megatron-LM's documentation prints them for one rank and for d."""
     plan = replace(plan, precision=Precision("bfloat16", gradients="float32"))
-    step = simulate(WORKLOAD, replace(MACHINE, software=Software(flat_buffers=True)), plan)
-    own, copied = step.memory, simulate(WORKLOAD, MACHINE, plan).memory
+    step = sim.simulate(WORKLOAD, replace(MACHINE, software=Software(flat_buffers=True)), plan)
+    own, copied = step.memory, sim.simulate(WORKLOAD, MACHINE, plan).memory
     states = sum(own.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
     assert states == pytest.approx(bytes_each * WORKLOAD.num_parameters, rel=1e-4)
-    assert memory_of(WORKLOAD, plan, flat_buffers=True).of("gradients") == own.of("gradients")
+    assert sim.memory_of(WORKLOAD, plan, flat_buffers=True).of("gradients") == own.of("gradients")
     if plan.sharding.stage < 3:
         assert own.of("buffers") == 0
         assert own.max_bytes <= copied.max_bytes
@@ -93,15 +86,15 @@ def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
 
 
 def test_stages_have_as_many_blocks_each_whatever_they_cost():
-    heavy = gpt_workload(hidden_size=256, num_layers=8, num_heads=4, sequence_length=128, vocab_size=50304)
-    by_time, even = (simulate(heavy, MACHINE, Plan(pipeline=4, num_microbatches=8, cut=cut)) for cut in CUTS)
+    heavy = sim.gpt_workload(hidden_size=256, num_layers=8, num_heads=4, sequence_length=128, vocab_size=50304)
+    by_time, even = (sim.simulate(heavy, MACHINE, Plan(pipeline=4, num_microbatches=8, cut=cut)) for cut in CUTS)
     assert [len(stage.layers) for stage in even.stages] == [3, 2, 2, 3]
     assert len(by_time.stages[-1].layers) < 3  # the head is as much work as some blocks
     assert by_time.duration_s < even.duration_s
-    kept = [stage.kept.shape[0] for stage in memory_of(heavy, even.plan).stages]
+    kept = [stage.kept.shape[0] for stage in sim.memory_of(heavy, even.plan).stages]
     assert kept == [3, 2, 2, 3]
     with pytest.raises(ValueError, match="8 blocks do not divide into 3 equal stages"):
-        simulate(heavy, MACHINE, Plan(pipeline=3, cut="blocks"))
+        sim.simulate(heavy, MACHINE, Plan(pipeline=3, cut="blocks"))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -109,7 +102,7 @@ def test_recompute_that_stops_early_leaves_a_layers_last_product_out(tensor):
     """Of a block's 24 B s h^2 operations in forward the last product has 8: they, and its call, are not run again."""
     early = replace(MACHINE, software=Software(stops_early=True))
     whole, less, none = (
-        simulate(WORKLOAD, machine, Plan(tensor=tensor, recompute=recompute))
+        sim.simulate(WORKLOAD, machine, Plan(tensor=tensor, recompute=recompute))
         for machine, recompute in ((MACHINE, "full"), (early, "full"), (early, "none"))
     )
     product_s = 8 * 2 * 512 * 1024**2 * 8 / tensor / 1e14

@@ -13,12 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distlab.blocks.models import GPT, Block, GPTConfig
 from distlab.comm import recorded
 from distlab.rng import generator
-from distlab.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    clip_tensor_parallel_,
-    parallelize,
-)
+from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear, clip_tensor_parallel_, parallelize
 
 B, S, H, V, L = 2, 12, 24, 13, 2
 CONFIG = GPTConfig(vocab_size=V, context=S, num_layers=L, num_heads=12, hidden_size=H)

@@ -1,6 +1,8 @@
-"""Traces on disk: exact, aligned when merged, and damage is named."""
+"""Traces on disk: exact, aligned when merged; Chrome JSON has what a viewer needs; and damage is named."""
 
+import gzip
 import json
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -10,13 +12,14 @@ from distlab.trace import (
     Span,
     Trace,
     load_folder,
-    load_trace,
     merge,
     rank_file,
+    read_chrome,
     save_clocks,
     save_trace,
     write_chrome,
 )
+from distlab.trace.chrome import chrome_json
 
 NAMES = ["forward", "", "a\x00", "\x00", "ü 日", "\ud800", '"<b>&']
 
@@ -29,7 +32,7 @@ def trace_of(rank, *starts):
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2**60)), max_size=5))
 def test_a_saved_trace_loads_exactly(tmp_path, rows):
     trace = Trace.from_spans(Span(0, name, name, name, start, start, 1, 2, 3) for name, start in rows)
-    assert load_trace(save_trace(trace, tmp_path / "t.json.gz")) == trace
+    assert read_chrome(save_trace(trace, tmp_path / "t.json.gz")) == {"trace": trace}
     assert [path.name for path in tmp_path.iterdir()] == ["t.json.gz"]
 
 
@@ -63,7 +66,7 @@ def test_what_is_missing_is_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no \S*nowhere"):
         load_folder(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"there is no trace at .*rank7"):
-        load_trace(rank_file(folder, 7))
+        read_chrome(rank_file(folder, 7))
     save_clocks([0, 0, 0, 0], folder)
     with pytest.raises(FileNotFoundError, match="has no trace of rank 2, 3, of 4 ranks"):
         load_folder(folder)
@@ -81,10 +84,12 @@ def test_what_is_not_a_ranks_is_refused(folder):
             load_folder(folder)
     save_clocks([0, 0], folder)
     save_trace(trace_of(0, 10), rank_file(folder, 1))
-    with pytest.raises(ValueError, match=r"rank1.*holds spans of ranks \(0,\); expected rank 1 only"):
+    with pytest.raises(ValueError, match=r"rank1\S* holds trace of ranks \(0,\); expected one trace, of rank 1 only"):
         load_folder(folder)
     write_chrome(rank_file(folder, 0), measured=trace_of(0, 1), predicted=trace_of(0, 1))
-    with pytest.raises(ValueError, match=r"rank0\S* holds the traces measured, predicted; expected one"):
+    with pytest.raises(
+        ValueError, match=r"rank0\S* holds measured of ranks .0,., predicted of ranks .0,.; expected one trace"
+    ):
         load_folder(folder)
 
 
@@ -94,4 +99,112 @@ def test_every_truncation_is_noticed(folder):
     for size in range(0, len(content), 37):
         path.write_bytes(content[:size])
         with pytest.raises(ValueError, match="rank0.trace.json.gz is not JSON, or is cut off"):
-            load_trace(path)
+            read_chrome(path)
+
+
+WORD = st.sampled_from(["compute", "</script>", "ü\n", "", '"', "\ud800"])
+SPANS = st.lists(
+    st.builds(
+        lambda rank, lane, name, kind, start, length, stage: Span(
+            rank, lane, name, kind, start, start + length, length * 3, stage, stage - 1
+        ),
+        st.integers(0, 2),
+        WORD,
+        WORD,
+        WORD,
+        st.integers(-(2**60), 2**60) | st.integers(0, 20),
+        st.integers(0, 12),
+        st.integers(0, 5),
+    ),
+    max_size=12,
+)
+STEP = Trace.from_spans(
+    [
+        Span(0, "compute", "forward", "F", 1_000_000_123, 1_000_002_124, 0, 0, 0),
+        Span(1, "compute", "backward", "B", 1_000_001_000, 1_000_005_001, 0, 1, 0),
+        Span(0, "communication", "all_reduce #0", "all_reduce", 1_000_002_000, 1_000_009_000, 4096),
+    ]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(SPANS, SPANS)
+def test_reading_is_the_exact_inverse_of_writing(tmp_path, measured, predicted):
+    traces = {"measured": Trace.from_spans(measured), "predicted": Trace.from_spans(predicted)}
+    back = read_chrome(write_chrome(tmp_path / "step.json", **traces))
+    assert list(back) == list(traces)
+    assert back == traces
+
+
+@given(SPANS)
+def test_a_viewer_can_stack_every_thread(rows):
+    threads = {}
+    for event in json.loads(chrome_json({"measured": Trace.from_spans(rows)}))["traceEvents"]:
+        if event["ph"] == "X":
+            times = (event["args"]["start_ns"], event["args"]["end_ns"])
+            threads.setdefault((event["pid"], event["tid"]), []).append(times)
+    for times in threads.values():
+        for (a, b), (c, d) in combinations(times, 2):
+            assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
+
+
+def test_what_perfetto_reads(tmp_path):
+    document = json.loads(write_chrome(tmp_path / "step.json", measured=STEP, predicted=STEP.shifted(7)).read_text())
+    events = document["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(processes.values()) == ["measured rank 0", "measured rank 1", "predicted rank 0", "predicted rank 1"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == 6
+    assert {e["ph"] for e in events} == {"M", "X"}
+    for event in complete:
+        assert event["pid"] in processes
+        assert (event["pid"], event["tid"]) in threads
+    first, second, third = complete[:3]
+    assert (first["name"], first["cat"], first["ts"], first["dur"]) == ("forward", "F", 0.0, 2.001)
+    assert (second["ts"], second["dur"]) == (0.877, 4.001)
+    assert threads[third["pid"], third["tid"]] == "communication"
+    assert [e["ts"] for e in complete[3:]] == [e["ts"] for e in complete[:3]]  # each trace from its own start
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    by_order = [processes[pid] for pid in sorted(order, key=order.__getitem__)]
+    assert by_order == ["measured rank 0", "predicted rank 0", "measured rank 1", "predicted rank 1"]
+
+
+def test_spans_that_overlap_get_a_second_thread():
+    spans = [Span(0, "communication", f"bucket {i}", "all_reduce", 10 * i, 10 * i + 15) for i in range(3)]
+    events = json.loads(chrome_json({"measured": Trace.from_spans(spans)}))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["communication", "communication (2)"]
+
+
+def test_gzip_and_what_is_not_there(tmp_path):
+    path = write_chrome(tmp_path / "step.json", measured=STEP)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_chrome(path) == {"measured": STEP}
+    with pytest.raises(ValueError, match="write_chrome got no trace"):
+        write_chrome(path)
+    with pytest.raises(FileNotFoundError, match="there is no trace at .*nowhere.json; write one with write_chrome"):
+        read_chrome(tmp_path / "nowhere.json")
+
+
+def test_what_cannot_be_read(tmp_path):
+    path = tmp_path / "bad.json"
+    for content, message in (
+        (b"", "is not JSON"),
+        (b"\x1f\x8bgarbage", "is not JSON"),
+        (b"3", "is no Chrome trace: expected a list of events"),
+        (b'{"events": []}', "is no Chrome trace"),
+        (b'{"traceEvents": [], "otherData": {}}', "a different program wrote it"),
+        (b'{"traceEvents": [], "otherData": {"distlab": {"version": 99}}}', "reads version 1"),
+        (b'{"traceEvents": [], "otherData": {"distlab": {"version": 1}}}', "it is damaged .*; write the trace again"),
+        (b'{"traceEvents": [1], "otherData": {"distlab": {"version": 1, "traces": []}}}', "it is damaged"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"bad.json.*{message}"):
+            read_chrome(path)
+    step = write_chrome(tmp_path / "step.json", measured=STEP).read_text()
+    for key, value in (("start_ns", 1.5), ("end_ns", None), ("end_ns", 2**80), ("stage", 2**40), ("end_ns", 0)):
+        damaged = json.loads(step)
+        next(e for e in damaged["traceEvents"] if e["ph"] == "X")["args"][key] = value
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="bad.json: it is damaged"):
+            read_chrome(path)

@@ -25,19 +25,20 @@ class ViT(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """As timm's: query, key and value in one layer, their heads told apart by attributes; a norm of each head."""
+    """As timm's: query, key and value in one layer, heads told apart by attributes; norms of heads, a temperature."""
 
     def __init__(self, heads=4):
         super().__init__()
         self.num_heads, self.head_dim, self.attn_dim = heads, WIDTH // heads, WIDTH
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.q_norm, self.k_norm = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
+        self.temperature = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
         batch, length, _ = x.shape
         qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        x = F.scaled_dot_product_attention(self.q_norm(query), self.k_norm(key), value)
+        x = F.scaled_dot_product_attention(self.temperature * self.q_norm(query), self.k_norm(key), value)
         return self.proj(x.transpose(1, 2).reshape(batch, length, self.attn_dim))
 
 

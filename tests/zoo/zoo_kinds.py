@@ -115,7 +115,7 @@ BERT = {"words": "vocabulary", "decoder": "vocabulary", "layer.*.linear1": "colu
 T5 = {
     f"{part}.*.{layer}": style for part in ("encoder", "decoder") for layer, style in (("wi", "column"), ("wo", "row"))
 }
-FUSED = PLANS["ViT"] | {"blocks.*.attn.[qk]_norm": "inside"}
+FUSED = PLANS["ViT"] | {"blocks.*.attn.[qk]_norm": "inside", "blocks.*.attn": "inside"}
 
 KINDS = {
     "nanoGPT": Kind(gpt.TiedGPT, "tokens", own_loss_second, alone=TIED, plan=PLANS["nanoGPT"]),

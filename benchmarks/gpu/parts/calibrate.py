@@ -11,7 +11,7 @@ import torch.distributed as dist
 from _rows import single
 
 from distlab.comm import Ranks
-from distlab.measure import calibrate
+from distlab.measure import calibrate, operator_host_s
 from gpu.job import Finding, Job, Note
 from gpu.timing import device_here, seconds_of
 
@@ -27,11 +27,11 @@ def findings(job: Job) -> Iterator[Finding]:
     device = result.cluster.device
     yield single("preset: matrix products", [device.matmul_flops_per_s / 1e12], "TFLOP/s")
     yield single("preset: other kernels", [device.memory_bytes_per_s / 1e9], "GB/s")
-    for rates in result.rates:
-        slower = min(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s) / 1e9
-        yield single("preset: copies between device and pinned host memory, the slower way", [slower], "GB/s")
-        claim = f"preset: what the host spends on one operator of a training step in {rates.precision}"
-        yield single(claim, [1e6 * rates.operator_host_s], "us")
+    slower = "preset: copies between device and pinned host memory, the slower way"
+    yield single(slower, [device.host_link_bytes_per_s / 1e9], "GB/s")
+    half = torch.float32 if job.small else getattr(torch, job.half)
+    claim = f"what the host spends on one operator of a training step in {str(half).removeprefix('torch.')}"
+    yield single(claim, [1e6 * operator_host_s(device_here(job), half)], "us")
     yield Note(f"preset.json holds the preset; `distlab simulate --cluster FILE` takes it ({result.machine})")
     if job.num_ranks == 1:
         yield Note("one GPU: nothing travels, so that nccl was not timed")

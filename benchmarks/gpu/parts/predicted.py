@@ -10,7 +10,7 @@ import torch
 from _rows import Row, median_interval, single, without_bar
 
 from distlab.blocks.models import GPTConfig
-from distlab.measure import Rates, device_for, measure_rates, operators_of, workload_from_module
+from distlab.measure import best_device, device_for, operators_of, workload_from_module
 from distlab.plan import Cluster, Device, Link, Plan, Protocol
 from gpu.job import Finding, Job
 from gpu.models import Batch, draw, size_of, training_step
@@ -39,10 +39,11 @@ def findings(job: Job) -> Iterator[Finding]:
     device = device_here(job)
     cases = SMALL_CASES if job.small else CASES
     dtypes = [torch.float32] if job.small else [torch.float32, getattr(torch, job.half)]
-    rates = {dtype: measure_rates(device, dtype) for dtype in dtypes}
+    base = Device("one device", 1e12, 1e11, 1e12)
+    best = {dtype: best_device(base, device, dtype) for dtype in dtypes}
     errors = []
     for case in cases:
-        row, error = judge(case, job, device, rates)
+        row, error = judge(case, job, device, best)
         errors.append(error)
         yield row
     claim, sizes = (
@@ -55,7 +56,7 @@ def findings(job: Job) -> Iterator[Finding]:
 
 
 def judge(
-    case: tuple[int, int, int, int, int, int, bool], job: Job, device: torch.device, rates: dict[torch.dtype, Rates]
+    case: tuple[int, int, int, int, int, int, bool], job: Job, device: torch.device, best: dict[torch.dtype, Device]
 ) -> tuple[Row, float]:
     """Measure and predict one step; return its row and the signed error of the prediction."""
     layers, heads, hidden, context, vocabulary, samples, half = case
@@ -63,7 +64,7 @@ def judge(
     dtype = getattr(torch, job.half) if half else torch.float32
     drawn = draw(config, max(1, samples // 2) if job.shrunk else samples, job, device)
     batch = drawn._replace(dtype=dtype)
-    predicted = predict(batch, rates[dtype], device)
+    predicted = predict(batch, best[dtype], device)
     step = training_step(batch.model(), batch)
     seconds_of(step, 3, device)
     times = [seconds_of(step, 3, device) for _ in range(BLOCKS)]
@@ -74,14 +75,13 @@ def judge(
     return row, error
 
 
-def predict(batch: Batch, rates: Rates, device: torch.device) -> float:
+def predict(batch: Batch, best: Device, device: torch.device) -> float:
     """Count the step on the device, and let the simulator time it on one such device."""
     model = batch.model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
     workload = workload_from_module(
         model, lambda: model.loss(model(batch.inputs), batch.targets), optimizer=optimizer, samples=len(batch.inputs)
     )
-    base = Device("one device", 1e12, 1e11, 1e12)
-    here = device_for(rates, operators_of(training_step(model, batch)), workload, base)
+    here = device_for(operators_of(training_step(model, batch)), workload, best, device, batch.dtype)
     alone = Link("none", (Protocol(0.0, 1e18),))
     return simulate(workload, Cluster("one device", here, 1, 1, alone, alone), Plan()).duration_s

@@ -37,6 +37,7 @@ from distlab.comm.record.operations import (
     tensors_in,
     terms_of,
 )
+from distlab.comm.shared_memory.forms import OTHER_NAMES, Unmoved, with_options
 from distlab.comm.shared_memory.group import SharedGroup
 from distlab.comm.shared_memory.work import SharedWork, untraced
 from distlab.comm.where.frames import blocks_rank, find_site
@@ -145,6 +146,8 @@ class FrontEnd:
 
         def kernel(keys: Any, *args: Any) -> Any:
             group, frame = unbox_group(args[group_at]), here().f_back
+            if type(group) is Unmoved:
+                return passes_on(keys.remove(key), *args)
             peer = -1 if root_at is None else args[root_at]
             if root_at is not None and not 0 <= peer < group.size():
                 raise refused_peer(operation.op, peer, group.size(), frame)
@@ -282,14 +285,7 @@ class FrontEnd:
 
 # Methods of the group: the operators' own names, and newer ones. What a rank contributes stands where it stands in the
 # operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
-NEWER = {
-    "all_gather_single": "_allgather_base_",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    "reduce_scatter_single": "_reduce_scatter_base_",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
-    "all_to_all_single": "alltoall_base_",
-    "recv_anysource": "recv_any_source_",
-}
+NEWER = {name: f"{old}_" for old, name in OTHER_NAMES.items()} | {"recv_anysource": "recv_any_source_"}
 _BY_OPERATOR = {operation.operator: operation for operation in OPERATIONS}
 _NAMES = {operator.removesuffix("_"): operator for operator in _BY_OPERATOR} | NEWER
 METHODS = tuple(
@@ -323,7 +319,8 @@ def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Calla
     @functools.wraps(real)
     def method(group: SharedGroup, *args: Any, **named: Any) -> Any:
         frame = sys._getframe(1)
-        opts = named.get("opts", args[-1] if args else None)
+        args = with_options(operation.operator, args, named)
+        opts = args[-1]
         terms = terms_of(operation, args, opts)
         if terms.peer >= group.size():
             raise refused_peer(operation.op, terms.peer, group.size(), frame)
@@ -332,14 +329,14 @@ def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Calla
         if is_waiting:
             front.wait(tokens, WAITING if threading.get_ident() == main or blocks_rank() else ASIDE)
         try:
-            work = real(group, *args, **named)
+            work = real(group, *args)
         except BaseException:
             front.close(tokens, FAILED)
             raise
         if is_waiting:
             front.close(tokens, DONE)
         else:
-            front.follow(operation, work, tokens, args or ((),), False)
+            front.follow(operation, work, tokens, args if operation.data >= 0 else ((),), False)
         return work
 
     return untraced(method)

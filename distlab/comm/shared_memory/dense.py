@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+Flats = list[torch.Tensor]
 _SEEN: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -80,7 +81,7 @@ def settle(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the length of a dense tensor's memory."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 def only(tensors: Any, who: str) -> torch.Tensor:
@@ -108,6 +109,51 @@ def parts(flats: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[tuple[i
     if len(flats) == 1:
         starts = list(itertools.accumulate(lengths[:-1], initial=starts[0]))
     return list(zip(starts, lengths, strict=True))
+
+
+def extent_of(tensor: torch.Tensor) -> int:
+    """Return how many bytes lie from a tensor's first element to the end of its last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.element_size() if tensor.numel() else 0
+
+
+def overlap(blocks: Iterable[tuple[int, int, bool]]) -> bool:
+    """Whether one of some blocks (address, bytes, is written) that is written shares memory with a different one."""
+    end_of_read = end_of_written = 0
+    for start, num_bytes, is_written in sorted(blocks):
+        if num_bytes and start < (max(end_of_read, end_of_written) if is_written else end_of_written):
+            return True
+        if is_written:
+            end_of_written = max(end_of_written, start + num_bytes)
+        else:
+            end_of_read = max(end_of_read, start + num_bytes)
+    return False
+
+
+def apart(sources: Flats, targets: Flats, rank: int) -> tuple[Flats, Flats]:
+    """Put copies in the place of all blocks if one that is written shares memory with a different one.
+
+    So all is read before anything is written, and what is written goes to its tensors in their order, as on gloo.
+
+    Args:
+        sources: what a call reads.
+        targets: what it writes.
+        rank: this one's number where the call gathers or scatters parts of a whole: its own part may be where it
+            stands in the whole; -1: of none.
+    """
+    blocks = [(flat.data_ptr(), flat.nbytes, False) for flat in sources]
+    blocks += [(flat.data_ptr(), flat.nbytes, True) for flat in targets]
+    if len(blocks) == 2:
+        (one, one_bytes, _), (two, two_bytes, _) = blocks
+        if one + one_bytes <= two or two + two_bytes <= one:
+            return sources, targets
+    if rank >= 0 and min(len(sources), len(targets)) == 1:
+        part, whole = (blocks[0], blocks[1:]) if len(sources) == 1 else (blocks[-1], blocks[:-1])
+        if part[0] == (whole[rank][0] if len(whole) > 1 else whole[0][0] + rank * part[1]):
+            blocks = whole
+    if not overlap(blocks):
+        return sources, targets
+    return [flat.clone() for flat in sources], [flat.clone() for flat in targets]
 
 
 def fits(given: torch.Tensor | Sequence[torch.Tensor], part: torch.Tensor, size: int, who: str, what: str) -> None:

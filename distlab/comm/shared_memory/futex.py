@@ -20,7 +20,8 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_timeout = _Timespec(0, 50_000_000)
+LOOK_S = 0.05
+_timeout = _Timespec(0, round(LOOK_S * 1e9))
 _LOOK = ctypes.addressof(_timeout)
 
 
@@ -52,7 +53,7 @@ def wake(address: int) -> None:
 
 
 def wait(address: int, seen: int) -> None:
-    """Sleep while the word is `seen`, at most 0.05 s: then a rank that waits looks whether the others still live."""
+    """Sleep while the word is `seen`, at most LOOK_S: then a rank that waits looks whether the others still live."""
     _call(_NUMBER, address, _WAIT, seen, _LOOK, None, 0)
 
 

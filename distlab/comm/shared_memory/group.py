@@ -13,7 +13,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from distlab.comm.shared_memory import dense
 from distlab.comm.shared_memory.collectives import Collectives, ReduceOperation, reduction_of
+from distlab.comm.shared_memory.forms import Shown, as_torch_calls_it, event_of, until
 from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, meet, record_of
 from distlab.comm.shared_memory.messages import Message, Messages
 from distlab.comm.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
@@ -45,10 +47,9 @@ class SharedGroup(dist.ProcessGroup):
         self._queue = CallQueue(f"shared-calls-{meeting.members}")
         self._num_calls = 0
         self._coalesced: list[SharedWork] | None = None
+        self.shown = Shown(self)
+        self._who = functools.cache(functools.partial("rank {}: {}".format, meeting.me))  # begins an error's text
         self._end = weakref.finalize(self, _leave, meeting, self._queue, self._messages)
-
-    # What torch asks of a group and of the backends in it: this one is the only one in its group.
-    supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def getBackendName(self) -> str:
         """The name that torch prints."""
@@ -75,7 +76,7 @@ class SharedGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the group itself, which is the backend.
+        """Return the group itself as its one backend.
 
         Raises:
             RuntimeError: the device is not the CPU.
@@ -84,11 +85,11 @@ class SharedGroup(dist.ProcessGroup):
             raise RuntimeError(
                 f"{self._who('backend')} 'shared' moves CPU tensors, and was asked for {device}: use gloo or nccl"
             )
-        return self
+        return AsBackend(self)
 
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether callers may ask for memory: no, they take their own."""
-        return False
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a call may wait for a different rank, from the next call on."""
+        self._meeting.timeout_s = timeout.total_seconds()
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has made."""
@@ -100,9 +101,6 @@ class SharedGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def _who(self, op: str) -> str:
-        return f"rank {self._meeting.me}: {op}"
-
     def _root(self, opts: Any) -> int:
         root: int = opts.rootRank
         if not 0 <= root < self._meeting.size:
@@ -110,7 +108,7 @@ class SharedGroup(dist.ProcessGroup):
         return root
 
     def _reduction(self, op: str, tensor: torch.Tensor, opts: Any) -> ReduceOperation:
-        kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        kind = opts.reduceOp
         return reduction_of(getattr(kind, "op", kind), tensor.dtype, self._who(op))
 
     def _start(self, call: GroupCall, do: Do, reads: Tensors, writes: Tensors, opts: Any) -> Any:
@@ -124,20 +122,24 @@ class SharedGroup(dist.ProcessGroup):
         record = call.record(self._members)
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call
-        call_it = functools.partial(self._do, call, record, do, reads, writes)
+        call_it = functools.partial(self._do, call, record, do, reads, writes, opts)
+        if (event := event_of(call.op.partition(" ")[0], reads or writes)) is not None:
+            call_it = functools.partial(until, event, call_it)
         return self._with(self._queue.run(call_it, writes, is_async=getattr(opts, "asyncOp", True)))
 
-    def _with(self, work: SharedWork) -> SharedWork:
-        if self._coalesced is not None:
+    def _with(self, work: SharedWork | None) -> SharedWork | None:
+        if self._coalesced is not None and work is not None:
             self._coalesced.append(work)
         return work
 
-    def _do(self, call: GroupCall, record: CallRecord, do: Do, reads: Tensors, writes: Tensors) -> None:
+    def _do(self, call: GroupCall, record: CallRecord, do: Do, reads: Tensors, writes: Tensors, opts: Any) -> None:
         """Do a call; where it fails the group is of no use any more, and the others learn why."""
-        self._meeting.begin(record)
+        self._meeting.begin(record, opts)
         try:
             with dense.unseen():
                 sources, targets = ([dense.flat_of(tensor) for tensor in tensors] for tensors in (reads, writes))
+                if len(sources) + len(targets) > 1:
+                    sources, targets = dense.apart(sources, targets, -1 if call.gives else self._meeting.rank)
                 if self.wire is not None:
                     self._collectives.barrier()  # so that all count the time from one moment
                     since_s = time.monotonic()
@@ -150,22 +152,27 @@ class SharedGroup(dist.ProcessGroup):
             self._meeting.fail(error)
             raise error.with_traceback(None)  # noqa: B904 (the same error: its own frames here tell a caller nothing)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
         """Combine a tensor of all ranks."""
-        return self._reduce("all_reduce", tensors, opts, -1)
+        return self._reduce("all_reduce", [dense.only(tensors, self._who("all_reduce"))], opts)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
+        """Combine each of several tensors of all ranks."""
+        return self._reduce("all_reduce", tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> Any:
         """Combine a tensor of all ranks at the root."""
-        return self._reduce("reduce", tensors, opts, self._root(opts))
+        return self._reduce("reduce", [dense.only(tensors, self._who("reduce"))], opts, self._root(opts))
 
-    def _reduce(self, op: str, tensors: Any, opts: Any, root: int) -> Any:
-        tensor = dense.only(tensors, self._who(op))
-        reduction = self._reduction(op, tensor, opts)
+    def _reduce(self, op: str, tensors: Tensors, opts: Any, root: int = -1) -> Any:
+        reductions = [self._reduction(op, tensor, opts) for tensor in tensors]
 
         def do(_: Tensors, flats: Tensors) -> None:
-            self._collectives.all_reduce(flats[0], reduction, root)
+            for flat, reduction in zip(flats, reductions, strict=True):
+                self._collectives.all_reduce(flat, reduction, root)
 
-        return self._start(GroupCall(op, [tensor], root, reduction.name), do, [], [tensor], opts)
+        name = reductions[0].name if reductions else ""
+        return self._start(GroupCall(op, tensors, root, name), do, [], tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Copy the root's tensor to all."""
@@ -176,62 +183,79 @@ class SharedGroup(dist.ProcessGroup):
 
         return self._start(GroupCall("broadcast", [tensor], root), do, [], [tensor], opts)
 
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy every rank's tensor to all."""
-        who = self._who("all_gather")
-        outputs, source = dense.only_list(output_lists), dense.only(inputs, who)
-        dense.fits(outputs, source, self._meeting.size, who, "output")
-        return self._gather(GroupCall("all_gather", [source]), outputs, opts)
+        source = dense.only(inputs, self._who("all_gather"))
+        return self._gather([source], [dense.only_list(output_lists)], opts)
 
-    def all_gather_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
+        """As `allgather`, for several tensors; `output_lists` has one list for each rank."""
+        return self._gather(inputs, [[*its] for its in zip(*output_lists, strict=True)], opts)
+
+    def all_gather_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Copy every rank's tensor to its place in one tensor."""
-        who, size = self._who("all_gather"), self._meeting.size
-        output, source = dense.only(outputs, who), dense.only(inputs, who)
-        dense.fits(output, source, size, who, "output")
+        who = self._who("all_gather")
+        return self._gather([dense.only(inputs, who)], [dense.only(outputs, who)], opts)
 
-        def do(sources: Tensors, targets: Tensors) -> None:
-            first, length = targets[0].data_ptr(), dense.bytes_of(sources[0])
-            self._collectives.all_gather([first + rank * length for rank in range(size)], sources[0])
-
-        return self._start(GroupCall("all_gather", [source]), do, [source], [output], opts)
-
-    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """Combine each rank's list; rank r gets the r-th of the results."""
-        who = self._who("reduce_scatter")
-        output, inputs = dense.only(outputs, who), dense.only_list(input_lists)
-        dense.fits(inputs, output, self._meeting.size, who, "input")
-        return self._scatter_sum(output, inputs, lambda flats: flats, opts)
-
-    def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Combine a tensor of all ranks; rank r gets the r-th part."""
-        who, size = self._who("reduce_scatter"), self._meeting.size
-        output, source = dense.only(outputs, who), dense.only(inputs, who)
-        dense.fits(source, output, size, who, "input")
-        return self._scatter_sum(output, [source], lambda flats: flats[0].view(size, -1).unbind(), opts)
-
-    def _scatter_sum(
-        self, output: torch.Tensor, reads: Tensors, cut: Callable[[Tensors], Sequence[torch.Tensor]], opts: Any
-    ) -> Any:
-        reduction = self._reduction("reduce_scatter", output, opts)
-
-        def do(sources: Tensors, targets: Tensors) -> None:
-            self._collectives.reduce_scatter(targets[0], cut(sources), reduction)
-
-        return self._start(GroupCall("reduce_scatter to", [output], -1, reduction.name), do, reads, [output], opts)
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """As `all_gather_single`, for several tensors."""
+        return self._gather(inputs, outputs, opts)
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy every rank's tensor to the root's list."""
-        who, root = self._who("gather"), self._root(opts)
-        source, outputs = dense.only(inputs, who), dense.only_list(output_lists) if root == self._meeting.rank else []
-        if root == self._meeting.rank:
-            dense.fits(outputs, source, self._meeting.size, who, "output")
-        return self._gather(GroupCall("gather", [source], root), outputs, opts)
+        root, source = self._root(opts), dense.only(inputs, self._who("gather"))
+        outputs = [dense.only_list(output_lists)] if root == self._meeting.rank else []
+        return self._gather([source], outputs, opts, root)
 
-    def _gather(self, call: GroupCall, outputs: Tensors, opts: Any) -> Any:
+    def _gather(self, sources: Tensors, outputs: list[Any], opts: Any, root: int = -1) -> Any:
+        """Gather each source to its output, a tensor or a list of them; where a root is named, there alone."""
+        op, size = "all_gather" if root < 0 else "gather", self._meeting.size
+        for output, source in zip(outputs, sources, strict=root < 0):
+            dense.fits(output, source, size, self._who(op), "output")
+
+        def do(flats: Tensors, targets: Tensors) -> None:
+            left = iter(targets)
+            for flat, output in zip(flats, outputs or [[]], strict=False):  # who is not the root takes nothing
+                if isinstance(output, list):
+                    places = [next(left).data_ptr() for _ in output]
+                else:
+                    first, length = next(left).data_ptr(), dense.bytes_of(flat)
+                    places = [first + rank * length for rank in range(size)]
+                self._collectives.all_gather(places, flat)
+
+        writes = [tensor for output in outputs for tensor in (output if isinstance(output, list) else [output])]
+        return self._start(GroupCall(op, sources, root), do, sources, writes, opts)
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
+        """Combine each rank's list; rank r gets the r-th of the results."""
+        output = dense.only(outputs, self._who("reduce_scatter"))
+        return self._scatter_sum([output], [dense.only_list(input_lists)], opts)
+
+    def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Combine a tensor of all ranks; rank r gets the r-th part."""
+        who = self._who("reduce_scatter")
+        return self._scatter_sum([dense.only(outputs, who)], [dense.only(inputs, who)], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """As `reduce_scatter_single`, for several tensors."""
+        return self._scatter_sum(outputs, inputs, opts)
+
+    def _scatter_sum(self, outputs: Tensors, inputs: list[Any], opts: Any) -> Any:
+        """Combine each input, a tensor or a list of them, into its output."""
+        op, size = "reduce_scatter", self._meeting.size
+        for output, given in zip(outputs, inputs, strict=True):
+            dense.fits(given, output, size, self._who(op), "input")
+        reductions = [self._reduction(op, output, opts) for output in outputs]
+
         def do(sources: Tensors, targets: Tensors) -> None:
-            self._collectives.all_gather([target.data_ptr() for target in targets], sources[0])
+            is_list = bool(inputs) and isinstance(inputs[0], list)
+            lists = [sources] if is_list else [flat.view(size, -1).unbind() for flat in sources]
+            for target, parts, reduction in zip(targets, lists, reductions, strict=True):
+                self._collectives.reduce_scatter(target, parts, reduction)
 
-        return self._start(call, do, [*call.tensors], outputs, opts)
+        reads = [tensor for given in inputs for tensor in (given if isinstance(given, list) else [given])]
+        name = reductions[0].name if reductions else ""
+        return self._start(GroupCall("reduce_scatter to", outputs, -1, name), do, reads, outputs, opts)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         """Copy the root's r-th tensor to rank r."""
@@ -245,7 +269,7 @@ class SharedGroup(dist.ProcessGroup):
 
         return self._start(GroupCall("scatter", [output], root), do, inputs, [output], opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """Copy the s-th tensor to rank s, and get one from each."""
         if not len(outputs) == len(inputs) == self._meeting.size:
             raise ValueError(
@@ -271,33 +295,9 @@ class SharedGroup(dist.ProcessGroup):
         call = GroupCall(f"all_to_all {str(inputs[0].dtype).removeprefix('torch.')}", gives=gives)
         return self._start(call, do, inputs, outputs, opts)
 
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, opts: Any) -> Any:
         """Wait until all are here."""
         return self._start(GroupCall("barrier"), lambda _, __: self._collectives.barrier(), [], [], opts)
-
-    def _each(self, call: Callable[..., Any], *given: Sequence[Any]) -> Any:
-        """Make a call for each of several tensors; one that stands twice is meant once. The work waits for all."""
-        self._start_coalescing()
-        for one in dict.fromkeys(zip(*given, strict=True)):
-            call(*one)
-        return self._end_coalescing()
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        """As `allreduce`, for several tensors."""
-        return self._each(lambda tensor: self.allreduce(tensor, opts), tensors)
-
-    def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """As `allgather`, for several tensors; `output_lists` has one list for each rank."""
-        outputs = [*zip(*output_lists, strict=True)]
-        return self._each(lambda its, tensor: self.allgather([list(its)], tensor, opts), outputs, inputs)
-
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """As `all_gather_single`, for several tensors."""
-        return self._each(lambda output, tensor: self.all_gather_single(output, tensor, opts), outputs, inputs)
-
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """As `reduce_scatter_single`, for several tensors."""
-        return self._each(lambda output, tensor: self.reduce_scatter_single(output, tensor, opts), outputs, inputs)
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._coalesced = []
@@ -311,18 +311,13 @@ class SharedGroup(dist.ProcessGroup):
 
         return self._queue.run(wait_for_all, [], is_async=True)
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """Send a tensor to a rank of the group."""
         dense.check(tensors[0], self._who("send"))
         message = self._message(tensors[0], destination, tag, "send")
         if self.wire is not None:
             message.until_s, message.arrives_s = self.wire.message(destination, message.num_bytes)
+        message.end.event = event_of("send", tensors)
         self._messages.send(message)
         return self._with(message)
 
@@ -337,6 +332,7 @@ class SharedGroup(dist.ProcessGroup):
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
         dense.check(tensors[0], self._who("recv"), written=True)
         message = self._message(tensors[0], source, tag, "recv")
+        message.end.event = event_of("recv", tensors)
         self._messages.receive(message)
         return self._with(message)
 
@@ -353,6 +349,25 @@ class SharedGroup(dist.ProcessGroup):
             return Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
 
 
+class AsBackend:
+    """A group as torch's code for backends sees it. It takes none but its own for one whose timeout can be set."""
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+    __class__ = property(lambda _: getattr(dist, "ProcessGroupGloo", AsBackend))
+
+    def __init__(self, group: SharedGroup) -> None:
+        self._set_default_timeout = group.set_timeout
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether callers may ask for memory: no, they take their own."""
+        return False
+
+
+as_torch_calls_it(SharedGroup)
 keep_untraced(SharedGroup, SharedWork, Message)
 
 

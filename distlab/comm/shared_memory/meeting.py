@@ -16,7 +16,8 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ class Meeting:
         self.step = 0
         self.parity = 0  # of the step that was posted last: where to read
         self.failure = ""
-        self.record = CallRecord("")
+        self.record, self._opts = CallRecord(""), cast("Any", None)
         self._posted = self.record  # the record shown with the last step
         self._all_came = True
         layout, base, ranks, both = arena.layout, arena.base, range(self.size), (0, 1)
@@ -107,14 +108,19 @@ class Meeting:
         self._marks = [[ctypes.c_uint64.from_address(slot) for slot in slots] for slots in self._slots]
         self._data = [[base + layout.data(rank, parity) for parity in both] for rank in ranks]
 
-    def begin(self, record: CallRecord) -> None:
-        """Begin a call.
+    def begin(self, record: CallRecord, opts: Any = None) -> None:
+        """Begin a call; `opts` may have a timeout of its own, as torch gives them.
 
         Raises:
             RuntimeError: an earlier call of this group failed, or this process was forked from a rank.
         """
         self.require_usable(record.text)
-        self.record = record
+        self.record, self._opts = record, opts
+
+    def _limit_s(self) -> float:
+        """How long this call may wait: as it says itself, else as its group does. To read that takes a microsecond."""
+        own: timedelta | None = getattr(self._opts, "timeout", None)
+        return own.total_seconds() if own is not None and own > timedelta() else self.timeout_s
 
     def require_usable(self, call: str) -> None:
         """Refuse calls on a group that has failed or been left, and in a process forked from a rank.
@@ -183,11 +189,11 @@ class Meeting:
             if any(mark != self._posted.mark for mark in here):
                 self._refuse()
             now = time.monotonic()
-            deadline = deadline or now + self.timeout_s
+            deadline = deadline or now + self._limit_s() - futex.LOOK_S
             reason = self.failure or self.arena.why_gone(rank, self.members)
             if now > deadline:
                 whom, call = self.members[rank], self._posted.text
-                reason = f"timed out waiting {self.timeout_s * 1000:.0f} ms for rank {whom} to make its call of {call}"
+                reason = f"Timed out waiting {self._limit_s() * 1000:.0f} ms for rank {whom} to make its call of {call}"
             if reason and self._is_behind(rank):
                 raise RuntimeError(f"rank {self.me}: {self._posted.text}: {reason}")
 

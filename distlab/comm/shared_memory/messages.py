@@ -374,7 +374,7 @@ class Messages:
         if all(reasons):
             return reasons[0]
         whom = "any rank" if message.peer < 0 else f"rank {self.meeting.members[message.peer]}"
-        timed_out = f"timed out waiting {self.meeting.timeout_s * 1000:.0f} ms for {whom}"
+        timed_out = f"Timed out waiting {self.meeting.timeout_s * 1000:.0f} ms for {whom}"
         return timed_out if time.monotonic() > message.deadline_s else ""
 
     def _leave_to_thread(self, message: Message) -> None:

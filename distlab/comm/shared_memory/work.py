@@ -6,6 +6,7 @@ import functools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
@@ -17,11 +18,18 @@ from torch._C._dynamo import eval_frame
 from torch.futures import Future
 
 Tensors = list[torch.Tensor]
+KEPT_BYTES = 64  # of results may outlive the work, as the one number of which DDP asks its join
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class End:
-    """Whether and how a call has ended. It holds none of the call's tensors, whose memory is the caller's to free."""
+    """Whether and how a call has ended. It holds none of the call's tensors, whose memory is the caller's to free.
+
+    Attributes:
+        event: ends an event of torch's profiler with the call (`forms.event_of`).
+    """
+
+    event: Future[None] | None = None
 
     def __init__(self) -> None:
         self.is_over, self.error = False, cast("BaseException | None", None)
@@ -31,6 +39,8 @@ class End:
     def come(self, error: BaseException | None = None) -> None:
         """Say that the call is over, with its error if it failed."""
         self.error, self.is_over = error, True
+        if self.event is not None:
+            self.event.set_result(None)
         self._latch.release()
 
     def stand(self, limit_s: float) -> bool:
@@ -51,11 +61,20 @@ class SharedWork(dist.Work):
 
     source, until_s = -1, 0.0
 
-    def __init__(self, results: Tensors, end: End | None = None) -> None:
+    def __init__(self, results: Tensors) -> None:
         super().__init__()
-        self.end = End() if end is None else end
+        self.end = End()
         self._results = results
         self._future: Future[Tensors] | None = None
+
+    def __del__(self) -> None:
+        """Live on for a while: torch's C++ may hold its half alone, wait for it and ask for its tensors."""
+        end, until_s, results = self.end, self.until_s, self._results
+        if sum(tensor.nbytes for tensor in results) > KEPT_BYTES:
+            results = []
+        vars(self).clear()
+        self.end, self.until_s, self._results, self._future = end, until_s, results, None
+        _LET_GO.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is over; raise what it raised.
@@ -71,7 +90,7 @@ class SharedWork(dist.Work):
     def _outcome(self, limit_s: float = 0.0) -> BaseException | None:
         """Wait until the call is over, or for a limit above 0; return what it raised."""
         if not (self.end.is_over or self._stand(limit_s)):
-            return RuntimeError(f"timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
+            return RuntimeError(f"Timed out waiting {limit_s * 1000:.0f} ms for a call of backend 'shared'")
         if self.until_s and (left_s := self.until_s - time.monotonic()) > 0:
             time.sleep(left_s)
         return self.end.error
@@ -144,13 +163,16 @@ class CallQueue:
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], End] | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
 
-    def run(self, call: Callable[[], None], results: Tensors, *, is_async: bool) -> SharedWork:
-        """Do a call, or have it done; whatever it raises here or in its work's `wait` is the call's own."""
+    def run(self, call: Callable[[], None], results: Tensors, *, is_async: bool) -> SharedWork | None:
+        """Do a call, or have it done; whatever it raises here or in its work's `wait` is the call's own.
+
+        Nobody needs a work of a call that is over when this returns: there is none, as torch has it.
+        """
         if not is_async and self._turn.acquire(blocking=False):
             try:
                 if not self._pending:
                     call()
-                    return SharedWork(results, _OVER)
+                    return None
             finally:
                 self._turn.release()
         work = SharedWork(results)
@@ -159,9 +181,10 @@ class CallQueue:
             if not self.threads:
                 self.threads.append(start_thread(self._serve, self.name))
             self._calls.put((call, work.end))
-        if not is_async:
-            work.wait()
-        return work
+        if is_async:
+            return work
+        work.wait()
+        return None
 
     def close(self) -> None:
         """Let the thread end after the calls that it has."""
@@ -183,8 +206,8 @@ class CallQueue:
             del end, error
 
 
-_OVER = End()
-_OVER.come()
+# The last works that nobody in Python holds any more. DDP's join drops one for which its reducer waits in C++ later.
+_LET_GO: deque[SharedWork] = deque(maxlen=1024)
 
 
 def keep_untraced(*kinds: type) -> None:

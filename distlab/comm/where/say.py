@@ -18,7 +18,7 @@ from distlab.comm.where.stacks import RankStack, stacks_of
 _PAIRS = ("send", "isend", "recv", "irecv")
 _WITH_ALL = ("new_group", "init_process_group", "monitored_barrier", "split_group")
 _IDLE, _BACKWARD = "serve_rank", "_engine_run_backward"
-_WELL = "no rank waits for one that does not come"
+_OUTSIDE = "it runs no code of the program: it starts, or it ends"
 
 
 class WhereItStands(NamedTuple):
@@ -28,7 +28,7 @@ class WhereItStands(NamedTuple):
         site: file:line of the program's own code, or "".
         function: the function there.
         call: such as "all_reduce", "recv" or "backward"; "" where it is in none.
-        why: why nothing is known.
+        why: why it is not known what the rank does; "" where it is.
     """
 
     site: str
@@ -39,7 +39,8 @@ class WhereItStands(NamedTuple):
     def __str__(self) -> str:
         if not self.site:
             return self.why or "it has finished its function"
-        return f"it is at {short(self.site)} in {self.function}" + (f", in {self.call}" if self.call else "")
+        where = f"it is at {short(self.site)} in {self.function}" + (f", in {self.call}" if self.call else "")
+        return f"{where}; {self.why}" if self.why else where
 
 
 def report(job: RunningJob, *, with_stacks: bool = True) -> Iterator[str]:
@@ -85,39 +86,54 @@ def place_of(stack: RankStack) -> WhereItStands:
             call = call or "backward"
     if frames and not any(frame.function == _IDLE for frame in frames):
         last = next((frame for frame in frames if owner_of(frame.file) != "torch"), frames[0])
-        return WhereItStands(f"{last.file}:{last.line}", last.function, call)
+        return WhereItStands(f"{last.file}:{last.line}", last.function, call, _OUTSIDE)
     return WhereItStands("", "", "", stack.why)
 
 
 def by_stacks(places: Mapping[int, WhereItStands]) -> dict[int, Wait]:
-    """Return which ranks wait, by their stacks: for all that are elsewhere; for whom a message waits no stack tells."""
-    found = {}
-    for rank, place in places.items():
+    """Return which ranks wait, by their stacks: for all that are known to be elsewhere; of a message no stack tells."""
+    found, known = {}, {rank: place for rank, place in places.items() if place.site or not place.why}
+    for rank, place in known.items():
         if place.call not in ("", "wait", "backward"):
-            absent = [other for other, one in places.items() if place.call not in _PAIRS and one.call != place.call]
+            absent = [other for other, one in known.items() if place.call not in _PAIRS and one.call != place.call]
             found[rank] = Wait(f"{place.call} at {short(place.site)}", absent, 0.0, "it", True, place.call)
     return found
 
 
 def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStands]) -> str:
-    """Say in one sentence what is wrong."""
+    """Say in one sentence what is wrong, and of which ranks that is not known."""
     ledger = ledger_of(records)
     met = ledger.disagreement()
     if found := ledger.exchange() if met is None else explain(ledger, *met):
         return found
     recorded = {rank: wait for rank, wait in waits_of(records.by_rank, ledger).items() if wait.is_blocked}
-    waits = by_stacks(places) | recorded
-    here, chain = [process.rank for process in job.ranks], _chain(waits, places)
-    lost = [rank for rank in range(job.world_size) if rank not in here]
-    if lost and job.ranks[0].environment.get("LOCAL_WORLD_SIZE", str(job.world_size)) == str(job.world_size):
+    waits, told = by_stacks(places) | recorded, list[str]()
+    here, stopped = [process.rank for process in job.ranks], [one.rank for one in job.ranks if one.is_stopped]
+    lost, size = [rank for rank in range(job.world_size) if rank not in here], str(job.world_size)
+    is_elsewhere = bool(lost) and job.ranks[0].environment.get("LOCAL_WORLD_SIZE", size) != size
+    if lost and not is_elsewhere:
         have = "has" if len(lost) == 1 else "have"
-        return f"{ranks_in_words(lost)} of {job.world_size} {have} no process: ended, or not begun; {chain or _WELL}"
-    if stopped := [process.rank for process in job.ranks if process.is_stopped]:
-        return f"stopped by a signal, until SIGCONT comes: {ranks_in_words(stopped)}; {chain or _WELL}"
-    elsewhere = f"; {ranks_in_words(lost)} run on other machines and are not seen from here" if lost else ""
-    if not chain and (messages := [rank for rank in waits if rank not in recorded and waits[rank].op in _PAIRS]):
-        chain = f"{_wait(messages)} in a message, and no record tells whether its other end comes"
-    return (chain or f"nothing is wrong: {_WELL}") + elsewhere
+        told.append(f"{ranks_in_words(lost)} of {job.world_size} {have} no process: ended, or not begun")
+    if stopped:
+        told.append(f"stopped by a signal, until SIGCONT comes: {ranks_in_words(stopped)}")
+    chain, unknown = _chain(waits, places), dict[str, list[int]]()
+    for rank in here:
+        if places[rank].why and rank not in [*waits, *stopped] and not (chain and places[rank].site):
+            unknown.setdefault(places[rank].why, []).append(rank)
+    if chain:
+        told.append(chain)
+    elif stuck := [rank for rank in waits if rank not in recorded]:
+        calls = " and ".join(dict.fromkeys(waits[rank].op for rank in stuck))
+        told.append(f"{_wait(stuck)} in {calls}, and no record tells whether that can end")
+    elif not unknown:
+        told.append(f"{'nothing is wrong: ' * (not told)}no rank waits for one that does not come")
+    told += [
+        f"what {ranks_in_words(ranks)} do{'es' * (len(ranks) == 1)} is not known: {why}"
+        for why, ranks in unknown.items()
+    ]
+    if is_elsewhere:
+        told.append(f"{ranks_in_words(lost)} run on other machines and are not seen from here")
+    return "; ".join(told)
 
 
 def _wait(ranks: Sequence[int]) -> str:

@@ -96,7 +96,13 @@ def _stack_of(process: JobRank) -> RankStack:
         stack = _spied(spy, process.pid)
     if stack.frames or process.stack is None:
         return stack
-    text = ask({0: process.stack}, lambda ranks: os.kill(process.pid, SIGNAL) if ranks else None, WAIT_S)[0]
+
+    def send(ranks: list[int]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if ranks:
+                os.kill(process.pid, SIGNAL)
+
+    text = ask({0: process.stack}, send, WAIT_S)[0]
     frames = tuple(threads_in(text)[-1][1])
     return RankStack(frames, "" if frames else SILENT)
 
@@ -118,11 +124,13 @@ def _spied(spy: str, pid: int) -> RankStack:
         if done.returncode == 0:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 threads: list[dict[str, Any]] = json.loads(done.stdout)
-                chosen = next((one for one in threads if one.get("os_thread_id") == pid), threads[0])
-                if chosen["frames"]:
-                    read = [(one["filename"], one["line"], one["name"]) for one in chosen["frames"]]
+                own = [one for one in threads if one.get("os_thread_id") == pid] or threads[:1]
+                read = [(one["filename"], one["line"], one["name"]) for thread in own for one in thread["frames"]]
+                if read:
                     return RankStack(tuple(Frame(f, int(line), name.rpartition(".")[2]) for f, line, name in read))
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        why = " ".join(line.strip() for line in lines[:2])
+                why = "no thread of it runs Python: it starts, or it ends"
+        else:
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            why = f"py-spy cannot read it ({' '.join(line.strip() for line in lines[:2])})"
         time.sleep(0.02)
-    return RankStack((), f"py-spy cannot read it ({why or 'its frames change too fast'})")
+    return RankStack((), why or "py-spy cannot read it (its frames change too fast)")

@@ -8,6 +8,8 @@ the fault of an answer.
 from __future__ import annotations
 
 import contextlib
+import linecache
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -159,6 +161,7 @@ def judge(
 def _with_unwaited(fault: Fault | None, evidence: Evidence, fn: Callable[..., Any]) -> Fault | None:
     """Add to a fault that the answer started a call and never waited for it; a message not waited for is a fault."""
     from distlab.course.grading.diagnosis.traffic import MESSAGES, never_waited
+    from distlab.course.grading.lesson import source_text
 
     call = never_waited(evidence, file_of(fn))
     if call is None or (fault is not None and "not waited" in fault.code):
@@ -170,9 +173,11 @@ def _with_unwaited(fault: Fault | None, evidence: Evidence, fn: Callable[..., An
         return Fault("not waited", text)
     if fault is not None:
         return fault._replace(message=f"{fault.message}\n  {seen}: keep what the call returns, and call its wait()")
-    if call.op not in MESSAGES:  # C++ may have waited for it
+    text = source_text(fn) or "".join(linecache.getlines(file_of(fn)))
+    if re.search(r"\.(get_future|is_completed)\(", text):  # other ways to wait
         return None
-    return Fault("not waited", f"right result, but by luck: {seen}; keep what i{call.op} returns, and call its wait()")
+    name, so = (f"i{call.op}", "") if call.op in MESSAGES else (f"dist.{call.op}", ", and may read it half summed")
+    return Fault("not waited", f"right result, but by luck: {seen}{so}; keep what {name} returns, and call its wait()")
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def count_layers(
     A module's work is part of that of the modules around it.
     """
     layers = _layers(module)
-    state = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    state = {key: value.detach().clone() for key, value in module.state_dict(keep_vars=True).items()}
     optimizer_state = copy.deepcopy(optimizer.state_dict()) if optimizer is not None else None
     gradients = [(p, p.grad) for p in module.parameters()]
     for parameter in module.parameters():  # accumulate into zeros: what a step with bucketed gradients does

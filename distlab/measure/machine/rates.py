@@ -1,24 +1,23 @@
 """What the kernels of one device take, by kind and shape, and what that says of one model's step.
 
 A GPU's rate of matrix products depends on their shapes and on how their factors lie in memory, up to tenfold; other
-kernels take a time that depends on their bytes. Both are measured over a grid, in the precision of the model. And the
-host runs ahead of the device: a step takes the time of its kernels, or the host's time to launch them, if that is
-longer.
+kernels take a time that depends on their bytes. And the host runs ahead of the device: a step takes the time of its
+kernels, or the host's time to launch them, if that is longer.
 
-`operators_of` lists what a step asks of the device. `device_for` turns list and rates into the Device that the
-simulator takes, whose rates are the means over this model's own shapes.
+`operators_of` lists what a step asks of the device. `device_for` times each of these operators alone, and makes the
+Device that the simulator takes, whose rates are the means over this model's own shapes.
 
 Symbols: m, n, k: a product of [m, k] and [k, n].
 """
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,10 +31,8 @@ from distlab.measure.machine.ranks import now
 from distlab.plan import Device, Workload
 
 LAYOUTS = ("NN", "NT", "TN", "TT")  # of both factors: N where rows lie together in memory, T where columns do
-SIZES = {"cpu": (32, 128, 512), "cuda": (256, 1024, 4096)}  # of m, n and k
-BYTES = {"cpu": (4_096, 262_144, 16_777_216), "cuda": (65_536, 1_048_576, 16_777_216, 268_435_456, 1_073_741_824)}
-POSITIONS = {"cpu": (64, 256), "cuda": (256, 1024, 4096)}
-HEADS, HEAD_SIZE = 16, 64
+SIZE = {"cpu": 512, "cuda": 4096}  # of m, n and k: a product at full speed
+MOST_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}  # a kernel at full speed: one of more bytes takes as many times longer
 COPY_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 BF16_CAPABILITY = (8, 0)  # from which on a GPU multiplies matrices of bfloat16
 TIMED_S = 2e-3  # a kernel is repeated for at least so long
@@ -47,7 +44,7 @@ class Operator(NamedTuple):
 
     Attributes:
         kind: "NN" and so on for a matrix product, "attention", "attention backward", or "memory" for all others.
-        shape: m, n, k of a product; the positions of attention; () of all others.
+        shape: m, n, k of a product; samples, heads, positions, features of attention; () of all others.
         amount: floating-point operations; of "memory" bytes read and written.
     """
 
@@ -56,140 +53,76 @@ class Operator(NamedTuple):
     amount: float
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What kernels take on one device in one precision.
+def best_device(base: Device, device: torch.device, dtype: torch.dtype = torch.float32) -> Device:
+    """Measure one device alone, in one precision, as data sheets state it: its best product, its largest kernel.
 
-    Attributes:
-        precision: the type of the numbers, such as "bfloat16".
-        sizes: of m, n and k, the same three for each.
-        matmul: operations per second by layout, each a flat grid over m, n and k.
-        positions: lengths of sequences.
-        attention: operations per second of attention, forward and backward, by length.
-        bytes: sizes of other kernels.
-        memory_s: seconds of such a kernel, by size.
-        operator_host_s: what the host spends on one operator of a training step.
-        to_device_bytes_per_s: copies from pinned memory of the host.
-        to_host_bytes_per_s: copies into it.
+    It takes about a second. There is no time per kernel, since a host that runs ahead hides it.
+
+    Args:
+        base: name and memory are taken from it.
+        device: where to measure.
+        dtype: type of the numbers.
     """
-
-    precision: str
-    sizes: tuple[int, ...]
-    matmul: dict[str, tuple[float, ...]]
-    positions: tuple[int, ...]
-    attention: dict[str, tuple[float, ...]]
-    bytes: tuple[int, ...]
-    memory_s: tuple[float, ...]
-    operator_host_s: float
-    to_device_bytes_per_s: float
-    to_host_bytes_per_s: float
-
-    def seconds(self, operator: Operator) -> float:
-        """Return what an operator takes on the device; between grid points by interpolation in the logarithms."""
-        kind, shape, amount = operator
-        if kind == "memory":
-            logs = np.interp(np.log2(max(amount, 1.0)), np.log2(self.bytes), np.log2(self.memory_s))
-            beyond = max(1.0, amount / self.bytes[-1])
-            return float(2.0**logs) * beyond
-        if kind.startswith("attention"):
-            rate = float(np.interp(np.log2(shape[0]), np.log2(self.positions), self.attention[kind]))
-            return amount / rate
-        table = np.array(self.matmul[kind]).reshape((len(self.sizes),) * 3)
-        for size in shape:  # linear along each axis; beyond the grid its edge holds
-            place = float(np.interp(np.log2(max(size, 1)), np.log2(self.sizes), np.arange(len(table))))
-            low = min(int(place), len(table) - 2)
-            table = table[low] * (1 - (place - low)) + table[low + 1] * (place - low)
-        return amount / float(table)
-
-
-def best_device(rates: Rates, base: Device) -> Device:
-    """Return the device with the rates of the best product and of the largest kernel, as data sheets state them.
-
-    It has no time per kernel, since a host that runs ahead hides it.
-    """
+    most, size, copied = MOST_BYTES[device.type], SIZE[device.type], COPY_BYTES[device.type]
+    products = [Operator(layout, (size,) * 3, 2.0 * size**3) for layout in LAYOUTS]
+    host, there = torch.zeros(copied // 4, pin_memory=device.type == "cuda"), torch.zeros(copied // 4, device=device)
+    ways = ((there, host), (host, there))
     return replace(
         base,
-        matmul_flops_per_s=max(itertools.chain.from_iterable(rates.matmul.values())),
-        memory_bytes_per_s=rates.bytes[-1] / rates.memory_s[-1],
+        matmul_flops_per_s=max(one.amount / seconds_of(one, device, dtype) for one in products),
+        memory_bytes_per_s=most / seconds_of(Operator("memory", (), most), device, dtype),
         kernel_s=0.0,
-        host_link_bytes_per_s=min(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s),
-        source=f"measured by distlab calibrate in {rates.precision}, the best shape found",
+        host_link_bytes_per_s=copied
+        / max(_seconds(partial(to.copy_, of, non_blocking=True), device) for to, of in ways),
+        source=f"measured by distlab calibrate in {str(dtype).removeprefix('torch.')}, the best shape found",
     )
 
 
-def measure_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> Rates:
-    """Measure one device alone, in one precision; some seconds on a GPU."""
-    sizes, num_bytes, positions = SIZES[device.type], BYTES[device.type], POSITIONS[device.type]
-    matmul = {
-        layout: tuple(_matmul_rate(layout, shape, device, dtype) for shape in itertools.product(sizes, repeat=3))
-        for layout in LAYOUTS
-    }
-    forward, backward = zip(*(_attention_rates(length, device, dtype) for length in positions), strict=True)
-    size = COPY_BYTES[device.type]
-    host, there = torch.zeros(size // 4, pin_memory=device.type == "cuda"), torch.zeros(size // 4, device=device)
-    return Rates(
-        precision=str(dtype).removeprefix("torch."),
-        sizes=sizes,
-        matmul=matmul,
-        positions=positions,
-        attention={"attention": forward, "attention backward": backward},
-        bytes=num_bytes,
-        memory_s=tuple(_memory_s(size, device, dtype) for size in num_bytes),
-        operator_host_s=_operator_host_s(device, dtype),
-        to_device_bytes_per_s=size / _seconds(lambda: there.copy_(host, non_blocking=True), device),
-        to_host_bytes_per_s=size / _seconds(lambda: host.copy_(there, non_blocking=True), device),
-    )
+def seconds_of(operator: Operator, device: torch.device, dtype: torch.dtype) -> float:
+    """Time an operator alone, on random numbers; others than products and attention as a copy of as many bytes."""
+    kind, shape, amount = operator
+    if kind == "memory":
+        timed = min(amount, MOST_BYTES[device.type])
+        count = max(1, int(timed) // 2 // torch.empty(0, dtype=dtype).element_size())
+        source, target = (torch.zeros(count, device=device, dtype=dtype) for _ in range(2))
+        return _seconds(lambda: target.copy_(source), device) * max(1.0, amount / timed)
+    if kind.startswith("attention"):
+        made = [torch.randn(*shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
+
+        def forward() -> Tensor:
+            query, key, value = made
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        if kind == "attention":
+            return _seconds(forward, device)
+        with torch.enable_grad():
+            output = forward()
+        ones = torch.ones_like(output)
+        return _seconds(lambda: torch.autograd.grad(output, made, ones, retain_graph=True), device)
+    m, n, k = shape
+    sizes = zip(kind, ((m, k), (k, n)), strict=True)
+    factors = (torch.randn(*(size if each == "N" else size[::-1]), device=device).to(dtype) for each, size in sizes)
+    left, right = (factor if each == "N" else factor.T for each, factor in zip(kind, factors, strict=True))
+    return _seconds(lambda: left @ right, device) * amount / (2.0 * m * n * k)  # of a batch of products
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call out of many that follow one another."""
-    repeats = 3
-    for _ in range(2):  # the first warms up, and says how often to repeat
+    repeats, took = 3, 0.0
+    for _ in range(3):  # the first warms up; each says how often to repeat
         begin = now(device)
         for _ in range(repeats):
             call()
         took = (now(device) - begin) / repeats
         repeats = int(min(MOST_REPEATS, max(3, TIMED_S / took)))
-    begin = now(device)
-    for _ in range(repeats):
-        call()
-    return (now(device) - begin) / repeats
+    return took
 
 
-def _matmul_rate(layout: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> float:
-    m, n, k = shape
-    sizes = zip(layout, ((m, k), (k, n)), strict=True)  # rows lie together in memory (N), or columns do (T)
-    made = (torch.randn(*(size if kind == "N" else size[::-1]), device=device).to(dtype) for kind, size in sizes)
-    left, right = (factor if kind == "N" else factor.T for kind, factor in zip(layout, made, strict=True))
-    return 2.0 * m * n * k / _seconds(lambda: left @ right, device)
+def operator_host_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return what the host spends on one operator of a step.
 
-
-def _attention_rates(length: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    batch = max(1, POSITIONS[device.type][-1] // length)
-    made = [torch.randn(batch, HEADS, length, HEAD_SIZE, device=device).to(dtype) for _ in range(3)]
-    flops = 2.0 * batch * HEADS * length * length * HEAD_SIZE  # of one product
-
-    def forward() -> Tensor:
-        query, key, value = made
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    forward_s = _seconds(forward, device)
-    for tensor in made:
-        tensor.requires_grad_()
-    output = forward()
-    gradient = torch.ones_like(output)
-    backward_s = _seconds(lambda: torch.autograd.grad(output, made, gradient, retain_graph=True), device)
-    return 2 * flops / forward_s, 5 * flops / backward_s
-
-
-def _memory_s(num_bytes: int, device: torch.device, dtype: torch.dtype) -> float:
-    count = num_bytes // 2 // torch.empty(0, dtype=dtype).element_size()
-    source, target = (torch.zeros(count, device=device, dtype=dtype) for _ in range(2))
-    return _seconds(lambda: target.copy_(source), device)
-
-
-def _operator_host_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Time steps of a model so small that the device always waits for the host."""
+    It times steps of a model so small that the device always waits for the host.
+    """
     config = GPTConfig(context=16, num_layers=4, num_heads=2, hidden_size=16)
     model = GPT(config).to(device, dtype)
     tokens = torch.zeros((1, config.context), dtype=torch.long, device=device)
@@ -210,28 +143,31 @@ def operators_of(step: Callable[[], object]) -> tuple[Operator, ...]:
     return tuple(listed.found)
 
 
-def device_for(rates: Rates, operators: Sequence[Operator], workload: Workload, base: Device) -> Device:
-    """Return the device as one model's step finds it: mean rates over its operators, and what the host adds.
+def device_for(
+    operators: Sequence[Operator], workload: Workload, best: Device, device: torch.device, dtype: torch.dtype
+) -> Device:
+    """Return the device as one model's step finds it: mean rates over its operators, and what the host takes.
 
     Args:
-        rates: of the device, in the model's precision.
-        operators: of one step.
-        workload: the same step as the simulator takes it; its kernels carry the time for which the host is behind.
-        base: name and memory are taken from it.
+        operators: of one step; each is timed here.
+        workload: the same step as the simulator takes it; its kernels share the host's time.
+        best: `best_device`, whose other figures stay.
+        device: where to time.
+        dtype: type of the model's numbers.
     """
-    products = [operator for operator in operators if operator.kind != "memory"]
-    others = [operator for operator in operators if operator.kind == "memory" and operator.amount]
-    product_s, other_s = (sum(map(rates.seconds, some)) for some in (products, others))
-    behind_s = max(0.0, len(operators) * rates.operator_host_s - product_s - other_s)
+    amounts, seconds = [0.0, 0.0], [0.0, 0.0]
+    for one, count in Counter(operators).items():
+        if one.amount:
+            amounts[one.kind == "memory"] += count * one.amount
+            seconds[one.kind == "memory"] += count * seconds_of(one, device, dtype)
     works = [work for layer in workload.layers for work in (layer.forward, layer.input_gradient, layer.weight_gradient)]
     num_kernels = sum(work.num_kernels for work in (*works, workload.optimizer))
     return replace(
-        base,
-        matmul_flops_per_s=sum(operator.amount for operator in products) / product_s,
-        memory_bytes_per_s=sum(operator.amount for operator in others) / other_s,
-        kernel_s=behind_s / max(1, num_kernels),
-        host_link_bytes_per_s=min(rates.to_device_bytes_per_s, rates.to_host_bytes_per_s),
-        source=f"measured by kind and shape in {rates.precision}, for {workload.name}",
+        best,
+        matmul_flops_per_s=amounts[0] / seconds[0],
+        memory_bytes_per_s=amounts[1] / seconds[1],
+        launch_s=len(operators) * operator_host_s(device, dtype) / max(1, num_kernels),
+        source=f"measured by kind and shape, for {workload.name}",
     )
 
 
@@ -252,8 +188,8 @@ def _operator(func: Any, args: Any, kwargs: Any, result: Any) -> Operator:
     work, name = work_of(func, args, kwargs, result), func._schema.name
     if "scaled_dot_product" in name:
         backward = "backward" in name
-        length = args[1 if backward else 0].shape[-2]
-        return Operator("attention backward" if backward else "attention", (length,), work.matmul_flops)
+        kind = "attention backward" if backward else "attention"
+        return Operator(kind, tuple(args[backward].shape), work.matmul_flops)
     if work.matmul_flops:
         left, right = [value for value in tree_leaves(args) if isinstance(value, Tensor) and value.dim() > 1][-2:]
         layout = "".join("N" if factor.stride(-1) == 1 else "T" for factor in (left, right))
@@ -261,10 +197,7 @@ def _operator(func: Any, args: Any, kwargs: Any, result: Any) -> Operator:
     return Operator("memory", (), work.memory_bytes)
 
 
-def measure_precisions(kind: str) -> tuple[Rates, ...]:
-    """Measure this rank's device in float32, and a GPU in the half precision that it has."""
-    device = seam.device_of(kind, 0)
-    dtypes = [torch.float32]
-    if device.type == "cuda":
-        dtypes.append(torch.bfloat16 if seam.capability(device) >= BF16_CAPABILITY else torch.float16)
-    return tuple(measure_rates(device, dtype) for dtype in dtypes)
+def best_gpu(base: Device) -> Device:
+    """Return this rank's GPU by `best_device`, in the half precision that it has."""
+    device = seam.device_of("cuda", 0)
+    return best_device(base, device, torch.bfloat16 if seam.capability(device) >= BF16_CAPABILITY else torch.float16)

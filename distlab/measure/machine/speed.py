@@ -42,7 +42,7 @@ from distlab.measure.machine.ranks import (
     shared_cores,
     time_calls,
 )
-from distlab.measure.machine.rates import Rates, best_device, measure_precisions
+from distlab.measure.machine.rates import best_gpu
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import compute_s, fit_link
 
@@ -277,14 +277,12 @@ class Calibration:
         errors: signed relative error of the fit at each observation, by name.
         seconds: how long calibrating took.
         machine: where and when; on GPUs with the versions of CUDA and nccl.
-        rates: on GPUs, what kernels take by kind and shape, in each precision.
     """
 
     cluster: Cluster
     errors: dict[str, float]
     seconds: float
     machine: str
-    rates: tuple[Rates, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the calibration as JSON-ready values."""
@@ -305,8 +303,8 @@ def calibrate(
 ) -> Calibration:
     """Measure rounds on num_ranks ranks for about `seconds` and fit their median.
 
-    On GPUs one of them is measured alone first, by kind and shape of kernels, and the cluster's device is `best_device`
-    in half precision. The errors are those of the fit to small models.
+    On GPUs one of them is measured alone last, and the cluster's device is `best_device` in half precision. The errors
+    are those of the fit to small models.
 
     Args:
         num_ranks: ranks that compute and communicate at once.
@@ -315,9 +313,6 @@ def calibrate(
         seconds: after this no further round starts; three rounds are always taken.
     """
     start = time.monotonic()
-    rates: tuple[Rates, ...] = ()
-    if device != "cpu":
-        rates = run(partial(measure_precisions, device), 1, timeout_s=RATES_LIMIT_S, record=False)[0]
     made = Nodes.for_ranks(nodes, num_ranks)
     job = partial(_measure_rounds, device, made.count, seconds)
     rounds = run(job, num_ranks, nodes=made, timeout_s=30 * seconds + 60, record=False)[0]
@@ -326,10 +321,11 @@ def calibrate(
     cluster = fit_cluster(middle, num_ranks, memory_bytes=memory, num_nodes=made.count)
     errors = {row.what: compute_s(row.work, cluster.device) / row.seconds - 1 for row in middle.observations}
     machine = str(this_machine())
-    if rates:
-        cluster = replace(cluster, device=best_device(rates[-1], cluster.device))
+    if device != "cpu":
+        alone = run(partial(best_gpu, cluster.device), 1, timeout_s=RATES_LIMIT_S, record=False)[0]
+        cluster = replace(cluster, device=alone)
         machine += f", CUDA {torch.version.cuda}, nccl {'.'.join(map(str, nccl_version()))}"
-    return Calibration(cluster, errors, time.monotonic() - start, machine, rates)
+    return Calibration(cluster, errors, time.monotonic() - start, machine)
 
 
 def load_calibration(path: Path) -> Calibration:

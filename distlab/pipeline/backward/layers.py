@@ -3,10 +3,14 @@
 A rule holds for one exact type. A subclass may compute something else, so it has none. But a layer that sends
 something before and after such a computation may say so itself (`modules.split`): the rule then holds for the
 middle, and what is sent backward is sent in I.
+
+`choose_layers` says which layers of a module can wait: those with a rule, whose forward is their own, outside of
+compiled code, and that share no parameter with a layer that cannot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -228,6 +232,49 @@ def rule_of(layer: nn.Module) -> LayerRule | None:
 def place_of(layer: nn.Module) -> str:
     """Return the method of a layer that computes what its rule parts."""
     return "local_compute" if isinstance(layer, LocalCompute) else "forward"
+
+
+def choose_layers(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Sort the modules that own parameters that want gradients.
+
+    Returns:
+        The layers that can wait, by name; and of the others the reason, by name.
+    """
+    layers: dict[str, nn.Module] = {}
+    kept: dict[str, str] = {}
+    compiled = tuple(f"{name}." for name, part in module.named_modules() if _is_compiled(part))
+    for name, layer in module.named_modules():
+        own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+        is_inside = "." in compiled or f"{name}.".startswith(compiled)  # "." is the module itself
+        if own and (reason := "it is compiled" if is_inside else _reason(layer)):
+            kept[name] = reason
+        elif own:
+            layers[name] = layer
+    while shared := next(_shared(module, layers, kept), None):  # what one may not, those that share with it may not
+        kept[shared[0]] = f"shares a parameter with {shared[1] or 'the module itself'}"
+        del layers[shared[0]]
+    return layers, kept
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile made this module, or module.compile() was called."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _reason(layer: nn.Module) -> str | None:
+    rule = rule_of(layer)
+    if "forward" in vars(layer) or place_of(layer) in vars(layer):
+        return "its forward was replaced"
+    return f"{type(layer).__name__} has no rule" if rule is None else rule.refuses(layer)
+
+
+def _shared(module: nn.Module, layers: dict[str, nn.Module], kept: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield layers that can wait and share a parameter with one that cannot, with that one's name."""
+    owner = {p: name for name in kept for p in module.get_submodule(name).parameters(recurse=False)}
+    for name, layer in layers.items():
+        for parameter in layer.parameters(recurse=False):
+            if parameter in owner:
+                yield name, owner[parameter]
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from distlab.pipeline.backward.choose import choose_layers
-from distlab.pipeline.backward.layers import LayerRule, Notes, Sums, WeightWork, place_of, rule_of
+from distlab.pipeline.backward.layers import LayerRule, Notes, Sums, WeightWork, choose_layers, place_of, rule_of
 
 
 class LinearPlainly(torch.autograd.Function):

@@ -46,7 +46,7 @@ class StageState:
                 "the schedule that it was saved with"
             )
         for number, module in self.stages.items():
-            _require_same(_kinds(module.state_dict()), _kinds(saved[str(number)]), f"stage {number}")
+            _require_same(_kinds(module.state_dict(keep_vars=True)), _kinds(saved[str(number)]), f"stage {number}")
         sizes = [
             [len(group["params"]) for group in state["param_groups"]]
             for state in (self.optimizer.state_dict(), states[0]["optimizer"])

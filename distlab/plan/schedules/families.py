@@ -9,9 +9,9 @@ from distlab.plan.schedules.automatic import UNIT_TIMES, automatic, zb_1p, zb_2p
 from distlab.plan.schedules.basic import gpipe, naive, one_f_one_b
 from distlab.plan.schedules.grammar import ActionTimes, Schedule
 from distlab.plan.schedules.turns import interleaved, interleaved_zero_bubble, looped_bfs, zb_h1, zb_h2
-from distlab.plan.schedules.v_shaped import dualpipe, dualpipe_v, v_half, v_min, zb_v
+from distlab.plan.schedules.v_shaped import dualpipe_v, v_half, v_min, zb_v
 
-Placement = Literal["one", "loop", "v", "copies"]
+Placement = Literal["one", "loop", "v"]
 
 
 class Family(NamedTuple):
@@ -22,7 +22,7 @@ class Family(NamedTuple):
         title: what people and pictures call it.
         make: its function, from numbers of ranks and of micro-batches (and what else it takes) to a Schedule.
         placement: stages on ranks: "one" stage per rank; in a "loop", stage s on rank s mod p; as a "v", stages s and
-            2p - 1 - s on rank s; or two "copies" of the model, stage s on ranks s and p - 1 - s.
+            2p - 1 - s on rank s.
         splits_backward: whether it has I and W.
     """
 
@@ -50,7 +50,7 @@ class Family(NamedTuple):
         return needed
 
     def home(self, num_ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
-        """Return the rank of each stage where there is one copy of the model."""
+        """Return the rank of each stage."""
         stages = range(num_ranks * stages_per_rank)
         if self.placement == "v":
             return tuple(min(stage, stages[-1] - stage) for stage in stages)
@@ -73,7 +73,6 @@ _FAMILIES = (
     Family("v_half", "V-Half", v_half, "v", True),
     Family("v_min", "V-Min", v_min, "v", True),
     Family("dualpipe_v", "DualPipeV", dualpipe_v, "v", True),
-    Family("dualpipe", "DualPipe", dualpipe, "copies", True),
 )
 SCHEDULES = {family.name: family for family in _FAMILIES}
 TIMED = ("zb_1p", "zb_2p", "automatic")  # those made for the times of their actions

@@ -5,7 +5,7 @@ waits for the far end of the pipeline. Every rank holds about the same at its pe
 one stage per rank: "p half-stages" is as much memory as p / 2 micro-batches of 1F1B.
 
 zb_v and dualpipe_v are told step by step (`Row`), the way papers tell it: "n times: a forward of this half, a backward
-of that". dualpipe has the model twice and runs it from both ends.
+of that".
 
 v_half and v_min repeat one pattern: the time from a forward pass to its backward pass is the memory it costs. Where F,
 I and W take one slot each, a rank with two half-stages starts a micro-batch every 6 slots. A micro-batch that is held
@@ -20,8 +20,7 @@ drain once more, to fill gaps, which is left out here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -37,11 +36,6 @@ KIND = np.array([F, F, I, I, W, W], np.int32)
 OLDEST = -1
 
 
-def v_stage(num_ranks: int, rank: int, half: Ints) -> Ints:
-    """Return the stage of a rank's half: 0 on the way down the ranks, 1 on the way up."""
-    return np.where(half == 0, rank, 2 * num_ranks - 1 - rank)
-
-
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Plan ZB-V: no bubble where F = I = W, with the memory of 1F1B's first rank (2p half-stages) on every rank.
 
@@ -52,7 +46,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     require_count(num_ranks=num_ranks, num_microbatches=num_microbatches)
     count = max(num_microbatches, 2 * num_ranks - 1)
     rows = [_zb_v_row(num_ranks, rank, count) for rank in range(num_ranks)]
-    return join_rows(rows, partial(v_stage, num_ranks), num_microbatches=num_microbatches)
+    return _join_rows(rows, num_microbatches)
 
 
 def _zb_v_row(num_ranks: int, rank: int, count: int) -> Ints:
@@ -84,40 +78,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     require_count(num_ranks=num_ranks, num_microbatches=num_microbatches)
     count = max(num_microbatches, 2 * num_ranks)
     rows = [_dualpipe_row(num_ranks, rank, count) for rank in range(num_ranks)]
-    return join_rows(rows, partial(v_stage, num_ranks), num_microbatches=num_microbatches)
-
-
-def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Plan DualPipe: two copies of the model, and micro-batches that enter from both ends.
-
-    Stage s is on rank s for the first half of the micro-batches (rounded up), and on rank p - 1 - s for the second; so
-    each rank has two stages. It is plan data only: its copies' gradients would have to be summed. Check with
-    `validate(schedule, copies=2)`. The pattern needs 2p micro-batches; with fewer, some are left out of it.
-
-    Raises:
-        ValueError: an odd number of ranks: in the middle one, both copies would be one.
-
-    Source: DeepSeek-V3 2024 (arXiv:2412.19437), section 3.2.1, figure 5 and table 2, in the order of their code.
-    """
-    require_count(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    if num_ranks % 2:
-        raise ValueError(f"dualpipe pairs ranks from both ends; {num_ranks} ranks are odd, use {num_ranks + 1} ranks")
-    half_ranks, first_half = num_ranks // 2, -(-num_microbatches // 2)
-    count = max(first_half, num_ranks)
-    rows = []
-    for rank in range(num_ranks):
-        row = _dualpipe_row(half_ranks, min(rank, num_ranks - 1 - rank), count)
-        if rank >= half_ranks:  # seen from the other end of the pipeline
-            row[:, 0] = 1 - row[:, 0]
-        # From here on half 0 is the copy whose stage 0 is on rank 0; the other copy's micro-batches come after its own.
-        row = row[row[:, 2] < np.where(row[:, 0] == 0, first_half, num_microbatches - first_half)]
-        row[:, 2] += row[:, 0] * first_half
-        rows.append(row)
-    return join_rows(rows, partial(_copy_stage, num_ranks), num_microbatches=num_microbatches)
-
-
-def _copy_stage(num_ranks: int, rank: int, half: Ints) -> Ints:
-    return np.where(half == 0, rank, num_ranks - 1 - rank)
+    return _join_rows(rows, num_microbatches)
 
 
 def _dualpipe_row(num_ranks: int, rank: int, count: int) -> Ints:
@@ -167,7 +128,7 @@ def _repeat(num_ranks: int, num_microbatches: int, hops: tuple[int, int, int, in
     for slot in slots:
         order = np.argsort(np.add.outer(BEAT * np.arange(num_microbatches), slot).reshape(-1), kind="stable")
         rows.append(np.stack([half[order], kind[order], microbatch[order]], axis=1))
-    return join_rows(rows, partial(v_stage, num_ranks), num_microbatches=num_microbatches)
+    return _join_rows(rows, num_microbatches)
 
 
 def _block(num_ranks: int, hops: tuple[int, int, int, int]) -> NDArray[np.int64]:
@@ -202,7 +163,7 @@ def _weight_slots(passes: NDArray[np.int64]) -> list[int]:
 
 
 class Row:
-    """The growing order of a rank with two halves, 0 and 1: parts of the model, or copies of it.
+    """The growing order of a rank with two halves, 0 and 1: parts of the model.
 
     `row.add(3, "0F 1F")` appends 0F 1F 0F 1F 0F 1F. Each half and kind goes through the micro-batches in order; a B
     counts as an I and a W. A "W" without a half is the weight gradient of the oldest I whose W has not come yet; a row
@@ -243,18 +204,17 @@ class Row:
         return table
 
 
-def join_rows(rows: Sequence[Ints], stage_of: Callable[[int, Ints], Ints], *, num_microbatches: int) -> Schedule:
+def _join_rows(rows: Sequence[Ints], num_microbatches: int) -> Schedule:
     """Put the ranks' rows together, without the micro-batches that were only there to fill the pattern.
 
     Args:
-        rows: (half, kind, micro-batch) of each rank's actions.
-        stage_of: from a rank and the halves of its actions to their stages.
+        rows: (half, kind, micro-batch) of each rank's actions; half 0 is on the way down the ranks, 1 on the way up.
         num_microbatches: micro-batches to keep: the first ones.
     """
     kept = [row if row[:, 2].max() < num_microbatches else row[row[:, 2] < num_microbatches] for row in rows]
-    table = np.concatenate(kept)
+    table, last = np.concatenate(kept), 2 * len(rows) - 1
     return Schedule.from_columns(
-        stage=np.concatenate([stage_of(rank, row[:, 0]) for rank, row in enumerate(kept)]),
+        stage=np.concatenate([np.where(row[:, 0] == 0, rank, last - rank) for rank, row in enumerate(kept)]),
         kind=table[:, 1],
         microbatch=table[:, 2],
         lengths=[len(row) for row in kept],

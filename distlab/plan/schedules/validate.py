@@ -49,14 +49,13 @@ class ScheduleReport:
         )
 
 
-def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1) -> ScheduleReport:
+def validate(schedule: Schedule, *, forward_only: bool = False) -> ScheduleReport:
     """Check that a schedule runs and computes the right thing; sends and receives are checked where it has them.
 
     Args:
         schedule: what each rank runs.
         forward_only: the schedule must have no backward pass (inference); without, it must have all of them, each as
             one B or as an I and a W.
-        copies: of the model: a stage may be on so many ranks, and a micro-batch stays in one copy. DualPipe has 2.
 
     Raises:
         ScheduleError: the first fault found: a stage on two ranks, something missing or run twice, an order that breaks
@@ -64,19 +63,24 @@ def validate(schedule: Schedule, *, forward_only: bool = False, copies: int = 1)
     """
     if not len(schedule):
         raise ValueError("the schedule has no action; give every stage its forward and backward passes")
-    _check_ranks_of_stages(schedule, copies)
+    _check_ranks_of_stages(schedule)
     _check_forward_once(schedule)
     _check_backward_once(schedule, forward_only)
-    if copies > 1:
-        _check_copies(schedule, copies)
     messages = _find_messages(schedule)
     if schedule.has_communication:
         _check_messages_once(schedule, messages)
     _check_order(schedule, messages)
-    need = _needs(schedule, messages)
     sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, len(schedule))
     peaks = (_peaks(schedule, (F,), (B, W)), _peaks(schedule, (I,), (W,)))
-    return ScheduleReport(*sizes, *peaks, _longest_chain(schedule, need))
+    return ScheduleReport(*sizes, *peaks, int(_slots(schedule, _needs(schedule, messages)).max()) + 1)
+
+
+def slots_of(schedule: Schedule) -> Rows:
+    """Return the slot in which each action runs if every one takes one: causes come before consequences.
+
+    The schedule must be valid, as `validate` says.
+    """
+    return _slots(schedule, _needs(schedule, _find_messages(schedule)))
 
 
 class ScheduleMessages(NamedTuple):
@@ -111,49 +115,16 @@ def _find_messages(schedule: Schedule) -> ScheduleMessages:
     return ScheduleMessages(producer, consumer, is_forward, rank[producer] != rank[consumer])
 
 
-def _check_ranks_of_stages(schedule: Schedule, copies: int) -> None:
-    """Check that all actions of a stage are on one rank, or on as many as there are copies of the model."""
-    width = schedule.num_ranks
-    places, first = np.unique(schedule.stage.astype(np.int64) * width + schedule.rank, return_index=True)
-    stage, rank = places // width, places % width
-    many = np.flatnonzero(np.bincount(np.unique(stage, return_inverse=True)[1]) > copies)
-    if not many.size:
-        return
-    mine = np.flatnonzero(stage == np.unique(stage)[many[0]])
-    mine = mine[np.argsort(first[mine])]  # the ranks of the stage, in the order in which the schedule names them
-    row, homes = int(first[mine[copies]]), rank[mine[:copies]].tolist()
-    if copies == 1:
-        expected, got = "on one rank", f"some on rank {homes[0]} and some on rank {schedule.rank[row]}"
-    else:
-        expected, got = f"on {copies} ranks, one for each copy", f"some on rank {schedule.rank[row]} too"
-    expected = f"all actions of stage {schedule.stage[row]} {expected}"
-    advice = f"move this action to rank {' or '.join(map(str, homes))}"
-    raise ScheduleError(schedule, row, expected=expected, got=got, advice=advice)
-
-
-def _check_copies(schedule: Schedule, copies: int) -> None:
-    """Check that every micro-batch stays in one copy of the model, forward and backward.
-
-    The schedule must run every forward pass once.
-    """
-    width, rank, key = schedule.num_microbatches, schedule.rank, _keys_of(schedule)
-    way = np.empty(schedule.num_stages * width, np.int64)  # rank of each stage and micro-batch
-    forward = schedule.kind == F
-    way[key[forward]] = rank[forward]
-    strays = np.flatnonzero(way[key] != rank)
-    _, first, counts = np.unique(way.reshape(-1, width), axis=1, return_index=True, return_counts=True)
+def _check_ranks_of_stages(schedule: Schedule) -> None:
+    """Check that all actions of a stage are on one rank."""
+    rank, (_, first, own) = schedule.rank, np.unique(schedule.stage, return_index=True, return_inverse=True)
+    home = rank[first][own]  # where the stage of each row comes first
+    strays = np.flatnonzero(home != rank)
     if strays.size:
-        row = int(strays[0])
-        home = way[key[row]]
-        expected, got = f"it on rank {home}, where its forward pass ran", f"it on rank {rank[row]}"
-        advice = f"move it to rank {home}: a micro-batch goes through one copy of the model"
+        row = int(strays[np.argmin(own[strays])])
+        expected = f"all actions of stage {schedule.stage[row]} on one rank"
+        got, advice = f"some on rank {home[row]} and some on rank {rank[row]}", f"move this action to rank {home[row]}"
         raise ScheduleError(schedule, row, expected=expected, got=got, advice=advice)
-    if len(first) > copies:  # the ways that most micro-batches go are right
-        microbatch = int(first[np.argsort(-counts, kind="stable")[copies:]].min())
-        row = int(np.flatnonzero(forward & (schedule.microbatch == microbatch) & (schedule.stage == 0))[0])
-        expected = f"micro-batch {microbatch} on the ranks of one copy of the model, of which there are {copies}"
-        got = f"its stages on ranks {', '.join(map(str, way.reshape(-1, width)[:, microbatch]))}"
-        raise ScheduleError(schedule, row, expected=expected, got=got, advice="move it through one copy, as the others")
 
 
 def _check_forward_once(schedule: Schedule) -> None:
@@ -301,24 +272,24 @@ def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:
     return need
 
 
-def _longest_chain(schedule: Schedule, need: Rows) -> int:
-    """Slot by slot, let every rank run its next action if its inputs are there; return the number of slots.
+def _slots(schedule: Schedule, need: Rows) -> Rows:
+    """Slot by slot, let every rank run its next action if its inputs are there; return the slot of each action.
 
     Raises:
         ScheduleError: deadlock, with who waits for whom.
     """
-    done = np.zeros(len(schedule) + 1, np.bool_)
-    done[-1] = True  # what an action without a need reads: row -1
+    slots = np.full(len(schedule) + 1, len(schedule), np.int64)  # of what has not run
+    slots[-1] = -1  # what an action without a need reads: row -1
     need = np.append(need, -1)
-    place, stop, slots = schedule.offsets[:-1].copy(), schedule.offsets[1:], 0
+    place, stop, slot = schedule.offsets[:-1].copy(), schedule.offsets[1:], 0
     while (left := place < stop).any():
-        ready = done[need[place]] & left
+        ready = (slots[need[place]] < slot) & left
         if not ready.any():
             raise _deadlock(schedule, need, place, left)
-        done[place[ready]] = True
+        slots[place[ready]] = slot
         place += ready
-        slots += 1
-    return slots
+        slot += 1
+    return slots[:-1]
 
 
 def _deadlock(schedule: Schedule, need: Rows, place: Rows, left: NDArray[np.bool_]) -> ScheduleError:
@@ -348,12 +319,12 @@ def _deadlock(schedule: Schedule, need: Rows, place: Rows, left: NDArray[np.bool
     )
 
 
-def add_communication(schedule: Schedule, *, copies: int = 1) -> Schedule:
+def add_communication(schedule: Schedule) -> Schedule:
     """Derive the sends and receives of a schedule of computations.
 
     A send follows the action that makes its message. A receive stands right before the action that needs it, or earlier
     where the messages between two ranks would otherwise overtake each other: they arrive first in, first out. Stages
-    that share a rank hand over in memory. `copies` of the model are as in `validate`.
+    that share a rank hand over in memory.
 
     Raises:
         ScheduleError: the schedule is not valid, so that a message would have no sender or no receiver.
@@ -361,7 +332,7 @@ def add_communication(schedule: Schedule, *, copies: int = 1) -> Schedule:
     """
     if schedule.has_communication:
         raise ValueError("the schedule already has sends and receives; pass the schedule of computations alone")
-    validate(schedule, forward_only=not np.isin(schedule.kind, (B, I)).any(), copies=copies)
+    validate(schedule, forward_only=not np.isin(schedule.kind, (B, I)).any())
     messages = _find_messages(schedule)
     crosses = messages.crosses
     producer, consumer = messages.producer[crosses], messages.consumer[crosses]

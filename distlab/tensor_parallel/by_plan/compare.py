@@ -4,7 +4,8 @@ No plan shows how a forward uses what a layer makes. Three projections may lie o
 each head; a softmax may need all features. Then each rank computes something, and the shapes fit. So before the model
 itself is cut, two copies that share its weights run in eval mode on an example: a whole one and a cut one. What each
 cut layer reads must be what the whole one's reads (a row layer: the rank's part of it). The first that is not says
-where the plan is wrong.
+where the plan is wrong. Then both run backward: what stays whole must have the whole model's gradients, not a part of
+them, nor a multiple.
 
 While the cut model trains, a hook compares the ranks. Ranks that work on different inputs would add up parts of
 different samples. A parameter that each rank holds whole must have the same gradient on all: where it has not, the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,9 +35,10 @@ from distlab.rng import keep_random_state
 from distlab.tensor_parallel.by_plan.plan import HINTS, LAYERS, columns_of, parent_of
 from distlab.tensor_parallel.linear import agree_on_inputs
 
-OUTPUT = "the output"
+OUTPUT, GRADIENT = "the output", "the gradient of "
+FINE = 1e-4  # rounding that does not hide a wrong gradient
 TOLERANCE = 1e-6  # of a parameter's norm: far more than rounding, far less than an update
-Read = list[tuple[str, Tensor]]  # what a forward's cut layers read, by their names, and then the output
+Read = list[tuple[str, Tensor]]  # what a forward's cut layers read, by their names; the output; gradients
 
 
 def compare(
@@ -45,7 +48,7 @@ def compare(
     example: Sequence[Any],
     group: ProcessGroup | None,
 ) -> None:
-    """Run a whole and a cut copy of a model; the model itself, which is not cut yet, stays as it is.
+    """Run a whole and a cut copy of a model, forward and backward; the model itself, not cut yet, stays as it is.
 
     Args:
         model: the same values on all ranks.
@@ -54,8 +57,9 @@ def compare(
         example: inputs of a forward, the same on all ranks.
         group: the ranks.
 
-    It sends what a forward of the cut model sends, two exchanges of 40 bytes and an all-reduce of 8; the rank holds its
-    parts twice meanwhile.
+    It sends what a step of the cut model sends, two exchanges of 40 bytes and an all-reduce of 8; the rank holds its
+    parts twice meanwhile. No backward runs in half precision, whose rounding would hide what it looks for, nor where
+    the whole model has none in eval mode.
 
     Raises:
         ValueError: on every rank: inputs differ, they compute something else, the cut model alone raises, or there is
@@ -64,9 +68,11 @@ def compare(
     agree_on_inputs(example, group)
     where, running = f"rank {group_rank(group)}: parallelize_module:", list[str]()
     layers = [name for name, style in styles.items() if style in LAYERS]
-    whole, twin = _copy(model), _copy(model)
+    whole, twin = _copy(model, layers), _copy(model, layers)
     cut(twin)
     expected = _run(whole, layers, example, [])
+    with suppress(RuntimeError):  # some layers of torch run backward in training alone
+        expected += _gradients(whole, expected)
     if unread := [name for name in (*layers, OUTPUT) if name not in dict(expected)]:
         raise ValueError(
             f"{where} the example gives no numbers to compare of {', '.join(unread[:4])}; pass inputs of a forward "
@@ -74,8 +80,10 @@ def compare(
         )
     try:
         got = _run(twin, layers, example, running)
+        if expected[-1][0].startswith(GRADIENT):
+            got += _gradients(twin, got)
     except Exception as error:  # whatever a foreign forward raises
-        inside = running[-1]
+        inside = (running or [""])[-1]
         near = [name for name in styles if name.startswith(inside + ".")] or [*styles]
         raise ValueError(
             f"{where} {inside or 'the model'} ({type(model.get_submodule(inside)).__name__}) fails in the cut "
@@ -87,14 +95,20 @@ def compare(
         ) from error
     at, by = _first_difference(got, expected, styles, max(map(_rounding, model.parameters())), group)
     if at < len(expected):
-        why = _why(expected[at][0], styles)
+        name = expected[at][0]
+        what = "has other gradients" if name.startswith(GRADIENT) else "returns other numbers"
         raise ValueError(
-            f"{where} the cut model returns other numbers than the whole one (here by {by:.1e} of the largest); {why}"
+            f"{where} the cut model {what} than the whole one (here by {by:.1e} of the largest); {_why(name, styles)}"
         )
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    own = {id(one): nn.Parameter(one.detach(), one.requires_grad) for _, one in every_parameter(model)}  # same memory
+def _copy(model: nn.Module, layers: Sequence[str]) -> nn.Module:
+    """Return a copy on the same memory, in which only what stays whole wants gradients."""
+    cut = {id(one) for name in layers for one in model.get_submodule(name).parameters()}
+    own = {
+        id(one): nn.Parameter(one.detach(), one.requires_grad and id(one) not in cut and _rounding(one) < FINE)
+        for _, one in every_parameter(model)
+    }
     return copy.deepcopy(model, own).eval()
 
 
@@ -118,9 +132,19 @@ def _run(model: nn.Module, layers: Sequence[str], example: Sequence[Any], runnin
         module.register_forward_hook(leave)
     with keep_random_state():
         output = model(*copy.deepcopy(tuple(example)))
-    return read + [(OUTPUT, one.detach()) for one in find(output)[0] if one.is_floating_point()]
+    return read + [(OUTPUT, one) for one in find(output)[0] if one.is_floating_point()]
 
 
+def _gradients(model: nn.Module, read: Read) -> Read:
+    """Return the gradients that the output's first tensor brings; others may be of the own heads, such as a cache."""
+    first = next((one for name, one in read if name == OUTPUT), None)
+    if first is not None and first.requires_grad:
+        first.backward(torch.arange(first.numel()).to(first).cos().view_as(first))
+    named = every_parameter(model)
+    return [(GRADIENT + name, one.grad.to_dense()) for name, one in named if one.grad is not None]
+
+
+@torch.no_grad()
 def _first_difference(
     got: Read, expected: Read, styles: Mapping[str, str], rounding: float, group: ProcessGroup | None
 ) -> tuple[int, float]:
@@ -128,6 +152,7 @@ def _first_difference(
     num_ranks = dist.get_world_size(group)
     first, by = min(len(got), len(expected)), 0.0
     begin = [name for name, _ in expected].index(OUTPUT)
+    some = max((float(one.abs().max()) for name, one in expected if name.startswith(GRADIENT)), default=0.0) / 100
     for at, ((name, other), (also, one)) in enumerate(zip(expected, got, strict=False)):
         if styles.get(name) == "row" and other.shape[-1] % num_ranks == 0:
             other = other.chunk(num_ranks, -1)[group_rank(group)]
@@ -135,7 +160,8 @@ def _first_difference(
             continue  # behind the first tensor of the output: a cache of keys has other heads on each rank
         by = float("nan") if name != also or one.shape != other.shape else 0.0
         if by == 0.0 and one.numel():
-            by = float((one - other).abs().max()) / (float(other.abs().max()) or 1.0)
+            least = some if name.startswith(GRADIENT) else 0.0  # a gradient may be rounding alone
+            by = float((one - other).abs().max()) / (max(float(other.abs().max()), least) or 1.0)
         if not by <= min(100 * max(rounding, _rounding(other)) ** 0.75, 0.05):
             first = at
             break
@@ -145,6 +171,11 @@ def _first_difference(
 
 
 def _why(name: str, styles: Mapping[str, str]) -> str:
+    if name.startswith(GRADIENT):
+        return (
+            f"first {name}. Where each rank has a part of it alone, its module works on the own heads, features or "
+            "positions and needs the style 'inside'; where the whole was summed, it has that style and should not"
+        )
     if styles.get(name) != "row":
         return (
             f"what row layers before it read is right, and {name if name == OUTPUT else f'what {name} reads'} is not. "

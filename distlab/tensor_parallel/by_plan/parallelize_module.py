@@ -25,17 +25,21 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.gradient_hook import LinearHook
 from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.moved import mark_moved
-from distlab.blocks.replicate import broadcast_each
+from distlab.blocks.replicate import broadcast_each, parameter_facts
 from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.async_calls import Sum
 from distlab.tensor_parallel.by_plan.compare import compare, watch
-from distlab.tensor_parallel.by_plan.plan import LAYERS, Heads, check_ties, find_heads, find_styles, is_own, parent_of
-from distlab.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    agree_on,
-    shapes_of,
+from distlab.tensor_parallel.by_plan.plan import (
+    LAYERS,
+    Heads,
+    check_ties,
+    find_heads,
+    find_inside,
+    find_styles,
+    is_own,
+    parent_of,
 )
+from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
 
 
@@ -60,8 +64,9 @@ def parallelize_module(
         plan: {pattern: style}; see `plan.py` for both. `PLANS` has those of Hugging Face's Llama and GPT-2, of nanoGPT
             and of timm's ViT.
         group: the ranks.
-        example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does: see
-            `compare.py`. Only the plans "Llama" (also Qwen2), "GPT-2" and "nanoGPT" need none.
+        example: inputs for one forward, the same on all ranks. The cut model must compute what the whole one does, and
+            what stays whole must have the whole one's gradients: see `compare.py`. Only the plans "Llama" (also Qwen2),
+            "GPT-2" and "nanoGPT" need none.
 
     Shapes: as the model's: outputs are whole on every rank
     Cost: a step sends, in elements per rank: forward 2 (t-1)/t of the output of each row layer and each embedding of
@@ -75,11 +80,11 @@ def parallelize_module(
     Raises:
         ValueError: equal on every rank: ranks disagree; a pattern matches nothing; a module cannot be cut, or the ranks
             do not divide it; a tied tensor that is cut once only; no example; other numbers
-            than the whole model's. Forward: inputs that differ, parameters that drift apart.
+            or gradients than the whole model's. Forward: inputs that differ, parameters that drift apart.
     """
     before = dict(every_parameter(model))
     facts = {"plan": dict(plan), "example": example is not None}
-    tensors = shapes_of({**before, **dict(model.named_buffers())}.items())
+    tensors = parameter_facts({**before, **dict(model.named_buffers())}.items())
     agree_on("the model or plan of parallelize_module", group, **facts, tensors=tensors)
     styles, heads, ties = _check(model, plan, group, has_example=example is not None)
     with torch.no_grad():
@@ -127,11 +132,9 @@ def _cut(
             holder.register_module(name.rpartition(".")[2], part)
             if isinstance(holder, nn.TransformerEncoderLayer):
                 holder.activation_relu_or_gelu = 0  # else torch reads the weights itself in eval mode, past the layers
-    for name, style in styles.items():
-        if style == "inside":
-            _sum_over_ranks(model.get_submodule(name), group)
-        elif style == "narrow":
-            _narrow(model.get_submodule(name), group)
+    _sum_over_ranks(find_inside(model, styles), group)
+    for name in [name for name, style in styles.items() if style == "narrow"]:
+        _narrow(model.get_submodule(name), group)
     _tie(model, ties)
     for name, numbers in heads.local.items():
         for attribute, number in numbers.items():
@@ -157,13 +160,13 @@ def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> Non
             mark_moved(parameter, name, "parallelize_module gave each rank its part")
 
 
-def _sum_over_ranks(module: nn.Module, group: ProcessGroup | None) -> None:
-    """Sum the gradients of a module that every rank uses on its own heads or features."""
+def _sum_over_ranks(parameters: Iterable[nn.Parameter], group: ProcessGroup | None) -> None:
+    """Sum the gradients of parameters that every rank uses on its own heads or features."""
 
     def summed(gradient: Tensor) -> Tensor:
         return Sum(gradient.clone(memory_format=torch.contiguous_format), group, waits=True).finish()
 
-    for parameter in module.parameters():
+    for parameter in parameters:
         if parameter.requires_grad:
             parameter.register_hook(LinearHook(summed))
 

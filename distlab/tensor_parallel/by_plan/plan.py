@@ -13,7 +13,8 @@ one part at most. The first styles are those of layers:
 
 Two are for modules with no cut layer in their place. `narrow`: an attention module whose forward takes the width of
 its heads from the shape of its input. `inside`: a module with parameters that works on the own features, heads or
-positions, such as the norm of each head; its gradients are summed over the ranks.
+positions, such as the norm of each head; its gradients are summed over the ranks. Of a module that holds cut layers
+this means its own parameters alone, such as a temperature of its attention; name the modules in it apart.
 
 A module that views its queries by a number of heads keeps that number as an attribute. After the cut there are fewer,
 so the attribute becomes this rank's number. A module whose forward uses a constant cannot be made to; it is refused.
@@ -162,6 +163,15 @@ def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
             )
         tied.append(group)
     return tied
+
+
+def find_inside(model: nn.Module, styles: Mapping[str, str]) -> list[nn.Parameter]:
+    """Return the parameters whose gradients are summed, each once; of a module that holds cut layers its own alone."""
+    found: dict[nn.Parameter, None] = {}
+    for name in [name for name, style in styles.items() if style == "inside"]:
+        holds = any(other.startswith(f"{name}.") for other, style in styles.items() if style in LAYERS)
+        found |= dict.fromkeys(model.get_submodule(name).parameters(recurse=not holds))
+    return list(found)
 
 
 class Heads(NamedTuple):

@@ -36,12 +36,14 @@ class Times(NamedTuple):
         backward_ns: when backward began and ended.
         done_ns: when the step ended.
         hooks: of each bucket, how many parameters have a hook that runs after the gradient is written, and before.
+        early: of each bucket, how often it was started in backward.
     """
 
     reached_ns: int
     backward_ns: tuple[int, int]
     done_ns: int
     hooks: list[tuple[int, int]]
+    early: list[int]
 
 
 class Pause(torch.autograd.Function):
@@ -95,16 +97,17 @@ def _use(fn: Callable[[list[FlatBucket]], Callable[[], Any]], rank: int, n: int)
         for layer in order[1:] if name == UNUSED and rank == 0 and n > 1 else order:
             x = layers[layer](Pause.apply(x, begun_ns, layer))
         x.square().mean().backward()  # type: ignore[no-untyped-call]
-        end_ns = time.monotonic_ns()
+        end_ns, early = time.monotonic_ns(), [len(bucket.starts) for bucket in buckets]
         try:
             synchronize()
         except RuntimeError as error:
             words = f"step {number + 1}, starts {[bucket.starts for bucket in buckets]}, hooks {hooks}"
             raise RuntimeError(f"{error}; {words}") from error
-        seen |= {f"{name}: gradients there when bucket {at} starts": b.starts[:] for at, b in enumerate(buckets)}
+        if n > 1 or any(bucket.starts for bucket in buckets):  # one rank need send nothing
+            seen |= {f"{name}: gradients there when bucket {at} starts": b.starts[:] for at, b in enumerate(buckets)}
         seen |= {f"{name}: gradient of layer {key}": gradient_of(one) for key, one in layers.named_parameters()}
         backward_ns = min(begun_ns.values()), end_ns
-        noted[name] = Times(begun_ns.get(0, end_ns), backward_ns, time.monotonic_ns(), hooks)
+        noted[name] = Times(begun_ns.get(0, end_ns), backward_ns, time.monotonic_ns(), hooks, early)
     return {"what overlap returns": "a function"} | seen | {"times": Noted(noted)}
 
 
@@ -112,7 +115,8 @@ def _draw(draw: Draw) -> tuple[Any, ...]:
     dtype, num_parameters = draw.dtype("float64", "float32"), draw.integer(2, 7)
     weights = [draw.tensor(*draw.shape(1, empty=False), dtype=dtype, same=True) for _ in range(num_parameters)]
     inputs = [draw.tensor(dtype=dtype) for _ in range(3)]
-    used = [[draw.own(0, 3) > 0 or index == 0 for index in range(num_parameters)] for _ in range(3)]
+    fewest = 0 if draw.world_size > 1 else 1  # one rank may leave a gradient that is not there as it is
+    used = [[draw.own(fewest, 3) > 0 or index == 0 for index in range(num_parameters)] for _ in range(3)]
     return weights, draw.integer(1, 3), inputs, used
 
 
@@ -149,6 +153,10 @@ def judge_overlap(evidence: Evidence) -> Iterator[Fault]:
     for fault in _judge_step(evidence, "step 2", "in the second step "):
         text = f"the first step is right, not the second: {fault.message}"
         yield Fault("second step", f"{text}. Is every count set back after a step?")
+    for rank, made in enumerate(evidence.results if evidence.world_size > 1 else ()):
+        if 0 in (early := made[""]["result"]["times"].value[REORDERED].early):
+            text = f"{REORDERED}: rank {rank} starts bucket {early.index(0)} after backward, which was full before"
+            yield Fault("starts late", f"{text}: each hook starts all that are next and full (while, not if)")
 
 
 def _calls_of(evidence: Evidence, rank: int, step: str) -> tuple[list[Call], Times]:
@@ -161,6 +169,8 @@ def _judge_step(evidence: Evidence, step: str, when: str) -> Iterator[Fault]:
     for rank in range(evidence.world_size):
         made, times = _calls_of(evidence, rank, step)
         who, (start_ns, end_ns) = f"{when}rank {rank}", times.backward_ns
+        if evidence.world_size == 1 and not made:  # nobody to send to
+            return
         if len(made) != NUM_BUCKETS:
             text = f"{who} made {len(made)} calls for {NUM_BUCKETS} buckets"
             yield Fault("calls", f"{text}: one all_reduce a bucket, bucket.start(None)")
@@ -240,8 +250,9 @@ def budget_overlap(evidence: Evidence) -> list[str]:
     early = []
     for rank in range(evidence.world_size):
         made, times = _calls_of(evidence, rank, "step 1")
-        early.append((times.backward_ns[1] - made[0].start_ns) / 1e6)
-    return [f"{NUM_BUCKETS} all-reduces a step, the first under way {min(early):.1f} ms before backward ended"]
+        early += [(times.backward_ns[1] - call.start_ns) / 1e6 for call in made[:1]]
+    first = f"the first under way {min(early, default=0.0):.1f} ms before backward ended"
+    return [f"{NUM_BUCKETS} all-reduces a step, {first}"]
 
 
 _HOOKS = """

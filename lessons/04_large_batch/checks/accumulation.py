@@ -46,7 +46,7 @@ def use_accumulate(
     }
 
 
-drive_accumulate = Cases(_cases, use_accumulate, needs="one exchange of all gradients, as a ring,")
+drive_accumulate = Cases(_cases, use_accumulate, most_bytes=2.1, needs="one exchange of all gradients, as a ring,")
 
 
 def budget_accumulate(evidence: Evidence) -> list[str]:

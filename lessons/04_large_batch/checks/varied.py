@@ -49,8 +49,8 @@ def _draw_lars(draw: Draw) -> tuple[Any, ...]:
     zero = draw.one_of("none", "none", "weight", "gradient", "both")
     weight = torch.zeros_like(weight) if zero in ("weight", "both") else weight
     gradient = torch.zeros_like(gradient) if zero in ("gradient", "both") else gradient
-    size = draw.one_of(1.0, 0.01)  # norms below and above 1
-    weight, gradient = size * weight, size * gradient
+    size, small = draw.one_of(1.0, 0.01), draw.one_of(1.0, 0.001)  # norms, and ratios, below and above 1
+    weight, gradient = size * weight, size * small * gradient
     terms = {"lr": draw.number(0.01, 2.0), "momentum": draw.one_of(0.0, draw.number(0.1, 0.99))}
     terms |= {"decay": draw.one_of(0.0, draw.number(0.001, 0.3)), "coefficient": draw.number(0.001, 0.5)}
     return weight, gradient, buffer, Keywords(terms)
@@ -67,7 +67,7 @@ def _draw_lamb(draw: Draw) -> tuple[Any, ...]:
     return weight, gradient, mean, square.abs(), Keywords(terms)
 
 
-vary_rate, vary_repair = Vary(_draw_rate), Vary(_draw_warm_up, use=use_warm_up)
+vary_rate, vary_repair = Vary(_draw_rate, num_calls=24), Vary(_draw_warm_up, use=use_warm_up)
 vary_accumulate = Vary(
     _draw_accumulate,
     use=use_accumulate,
@@ -77,4 +77,5 @@ vary_accumulate = Vary(
         "empty": "the mean loss of no sample is not a number",
     },
 )
-vary_lars, vary_lamb = (Vary(one, left_out={"empty": "a weight holds elements"}) for one in (_draw_lars, _draw_lamb))
+_HOLDS = {"empty": "a weight holds elements"}
+vary_lars, vary_lamb = (Vary(one, num_calls=24, left_out=_HOLDS) for one in (_draw_lars, _draw_lamb))

@@ -13,7 +13,7 @@ from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Mutant
 
 QUANTIZE_LENGTH = 1001
-QUANTIZE_CASES = (("drawn", 8), ("drawn", 4), ("drawn", 1), ("equal", 4))
+QUANTIZE_CASES = (("drawn", 8), ("drawn", 4), ("tiny", 1), ("equal", 4))
 
 
 def gradient_of(rank: int, *shape: int, purpose: str) -> Tensor:
@@ -39,10 +39,8 @@ def _pack_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
 def _quantize_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
     """Make gradients whose range differs between ranks, and whose values are not centred; and one of equal values."""
     drawn = (rank + 1) * (gradient_of(rank, QUANTIZE_LENGTH, purpose="quantize") + 0.4)
-    equal = torch.full((QUANTIZE_LENGTH,), 0.5 + rank)
-    return {
-        f"{kind} numbers, {bits} bits": (drawn if kind == "drawn" else equal, bits) for kind, bits in QUANTIZE_CASES
-    }
+    kinds = {"drawn": drawn, "tiny": 1e-12 * drawn, "equal": torch.full((QUANTIZE_LENGTH,), 0.5 + rank)}
+    return {f"{kind} numbers, {bits} bits": (kinds[kind], bits) for kind, bits in QUANTIZE_CASES}
 
 
 drive_pack = Cases(_pack_cases)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.course.grading.cases import Cases, Free
+from distlab.course.grading.cases import Cases, Noted
 from distlab.course.grading.diagnosis.memory import peak_bytes
 from distlab.course.grading.diagnosis.traffic import calls, in_megabytes
-from distlab.course.grading.diagnosis.values import seeded
+from distlab.course.grading.diagnosis.values import seeded, whole
 from distlab.grading import Evidence, Fault, Mutant
 
 MASTER_SHAPES = ((40, 8), (40, 8), (320,), (40, 8))
@@ -43,7 +43,7 @@ def use_master(
         ],
         "weights and masters keep their memory": places == [tensor.data_ptr() for tensor in every],
         "new memory at the peak": TWO if peak <= 1.05 * 8 * max(master.numel() for master in masters) else MORE,
-        "peak": Free(peak),
+        "peak": Noted(peak),
     }
 
 
@@ -62,7 +62,7 @@ def _use_scaler(fn: Callable[..., Any], rank: int, n: int) -> dict[str, Any]:
             given[-1][2] = torch.inf if event.startswith("inf") else torch.nan
         got = fn([*given], scale, streak, INTERVAL)  # a list of its own: what counts is in the tensors
         is_whole = isinstance(got, tuple | list) and len(got) == 3
-        update, scale, streak = (bool(got[0]), float(got[1]), int(got[2])) if is_whole else (got, scale, streak)
+        update, scale, streak = (bool(got[0]), float(got[1]), whole(got[2])) if is_whole else (got, scale, streak)
         seen = {"whether to update": update, "the next scale": scale, "the next streak": streak}
         result[f"step {step} ({event})"] = seen | {"the gradients": given if update is True else []}
     return result

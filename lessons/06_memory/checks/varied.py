@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from distlab_lesson_06.checks.halves import use_master
 from torch import Tensor, nn
 
+from distlab.course.grading.diagnosis.values import whole
 from distlab.course.grading.variation.draw import Draw, Keywords, Vary
 from distlab.grading import Mutant
 from distlab.plan import Plan, Precision, Sharding
@@ -120,13 +121,6 @@ def _draw_master(draw: Draw) -> tuple[Any, ...]:
     return weights, masters, gradients, draw.one_of(draw.number(0.0005, 0.01), draw.number(0.1, 2.0))
 
 
-def _use_master(
-    fn: Callable[..., Any], weights: list[Tensor], masters: list[Tensor], gradients: list[Tensor], lr: float
-) -> dict[str, Any]:
-    seen = use_master(fn, weights, masters, gradients, lr)
-    return {name: value for name, value in seen.items() if name != "peak"}
-
-
 _EVENTS = ("none", "one rank", "none", "all ranks", "none", "some ranks")
 
 
@@ -160,7 +154,7 @@ def _use_scaler(
     return {
         "whether to update": bool(update),
         "the next scale": float(next_scale),
-        "the next streak": int(next_streak),
+        "the next streak": whole(next_streak),
         "the true gradients": [gradient.clone() for gradient in given] if update else [],
     }
 
@@ -177,7 +171,7 @@ vary_repair = Vary(
         "layout": "a right answer may flatten targets with view(-1), as most training loops do",
     },
 )
-vary_master = Vary(_draw_master, use=_use_master)
+vary_master = Vary(_draw_master, use=use_master)
 vary_scaler = Vary(
     _draw_scaler,
     use=_use_scaler,

@@ -14,11 +14,12 @@ from distlab.comm import RankError
 from distlab.course.grading.cases import Cases
 from distlab.course.grading.diagnosis.traffic import calls, in_megabytes
 from distlab.course.grading.diagnosis.values import seeded
+from distlab.course.grading.variation.draw import Name
 from distlab.grading import Evidence, Fault, Mutant
 
 SHAPES = {"embed.weight": torch.Size([5, 3]), "norm.bias": torch.Size([7]), "head.weight": torch.Size([2, 6])}
 LIMITS = {"a limit of a third of the norm": 1 / 3, "a limit of three times the norm": 3.0}
-CLIP_SHARDS, CLIP_WHOLE = (6, 10), (4, 3)
+CLIP_SHARDS, CLIP_WHOLE = (6, 10, 3), (4, 3)
 
 
 def _clip_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
@@ -48,16 +49,20 @@ def _state_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
         filling = 0.0 if name.endswith("bias") else torch.nan  # so that dropping one value is not enough
         row = torch.full((-(-shape.numel() // n), n), filling, dtype=torch.float64).flatten()
         row[: shape.numel()] = seeded(-1, *shape, purpose=name).flatten()
-        shards[name] = row.chunk(n)[rank].clone()
-    return {"": (shards, dict(SHAPES))}
+        shards[Name(name)] = row.chunk(n)[rank].clone()
+    return {"": (shards, {Name(name): shape for name, shape in SHAPES.items()})}
 
 
-def _use_state(fn: Callable[..., Any], shards: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Any]:
-    return {"the state": fn(shards, shapes), "the caller's shards afterwards": shards}
+def use_state(fn: Callable[..., Any], shards: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Any]:
+    """Return the state, and what the shards are afterwards."""
+    state = fn(shards, shapes)
+    own = {str(name): shard for name, shard in shards.items()}
+    state = {str(name): tensor for name, tensor in state.items()} if isinstance(state, dict) else state
+    return {"the state": state, "the caller's shards afterwards": own}
 
 
-drive_clip = Cases(_clip_cases, use_clip, most_bytes=1.05, needs="an all-reduce of one number per call")
-drive_repair = Cases(_state_cases, _use_state, most_bytes=0)
+drive_clip = Cases(_clip_cases, use_clip, most_bytes=2.1, needs="an all-reduce of one number per call")
+drive_repair = Cases(_state_cases, use_state, most_bytes=0)
 
 
 def failure_repair(error: RankError, world_size: int) -> Fault | None:

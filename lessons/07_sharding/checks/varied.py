@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from distlab_lesson_07.checks.rows import use_step
-from distlab_lesson_07.checks.state import use_clip
+from distlab_lesson_07.checks.state import use_clip, use_state
 from torch import Tensor
 
-from distlab.course.grading.variation.draw import Draw, Vary
+from distlab.course.grading.variation.draw import Draw, Name, Vary
 from distlab.grading import Mutant
 
 TAKES_NO_GROUP = "takes no group"
@@ -117,7 +117,8 @@ def _draw_clip(draw: Draw) -> tuple[Any, ...]:
 
 
 def _draw_state(draw: Draw) -> tuple[Any, ...]:
-    names = [f"{draw.one_of('weight', 'bias', 'running_mean')}_{i}" for i in range(draw.one_of(3, 1, 0, 2, 5))]
+    kinds, count = ("weight", "bias", "running_mean"), draw.one_of(3, 1, 0, 2, 5)
+    names = [Name(f"{draw.one_of(*kinds)}_{i}") for i in range(count)]
     shards, shapes = {}, {}
     for name in names:
         shape, dtype = draw.shape(empty=False), draw.dtype()
@@ -142,7 +143,8 @@ vary_clip = Vary(
     least_bytes=0.5,
     left_out={"bytes": "a square may travel as float32", "sub-group": TAKES_NO_GROUP},
 )
-vary_repair = Vary(_draw_state, least_bytes=0.25, left_out=ROWS | {"bytes": "rank 0 alone may be sent the shards"})
+_ON_0 = {"bytes": "rank 0 alone may be sent the shards"}
+vary_repair = Vary(_draw_state, use=use_state, least_bytes=0.25, left_out=ROWS | _ON_0)
 
 _MEAN = "mean = torch.empty_like(own)"
 _MEANS = "means = [torch.empty_like(shard) for shard in shards]"

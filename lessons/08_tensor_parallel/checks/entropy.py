@@ -11,7 +11,6 @@ from distlab_lesson_08.checks.shared import CUT, DOUBLE, FILLING, JOIN, TWO_SUMS
 from torch import Tensor
 
 from distlab.course.grading.cases import Cases
-from distlab.course.grading.diagnosis.faults import found
 from distlab.course.grading.diagnosis.traffic import calls, in_megabytes, over_budget, sent_line
 from distlab.course.grading.diagnosis.values import seeded
 from distlab.grading import Evidence, Fault, Mutant
@@ -67,7 +66,7 @@ def judge_cross_entropy(evidence: Evidence) -> Iterator[Fault]:
     if fault is not None and calls(evidence, 0, "all_gather"):
         text = f"{fault.message}: scores travel, so that every rank holds [N, V] again"
         yield Fault("logits gathered", f"{text}; exchange the largest, the sum of exponentials, the target's score")
-    yield from found(fault)
+    yield from filter(None, [fault])
 
 
 def budget_cross_entropy(evidence: Evidence) -> list[str]:

@@ -24,15 +24,16 @@ def _cut_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
 
 def use_cut(fn: Callable[..., Any], weight: Tensor, bias: Tensor, kind: str, num_ranks: int) -> dict[str, Any]:
     """Return every rank's part; a row layer's bias counts once, on whichever rank: None and zeros are none."""
-    found: dict[str, Any] = {}
-    biases = []
+    found, biases = dict[str, Any](), []
+    memory = {whole.untyped_storage().data_ptr() for whole in (weight, bias)}
     for rank in range(num_ranks):
         got = fn(weight, bias, kind, num_ranks, rank)
         if not isinstance(got, tuple | list) or len(got) != 2 or not isinstance(got[0], Tensor):
             return {f"rank {rank}": got}
-        own, own_bias = got
+        (own, own_bias), parts = got, [part for part in got if isinstance(part, Tensor)]
         is_own = own.untyped_storage().nbytes() <= own.numel() * own.element_size()
-        found[f"rank {rank}"] = {"weight": own, "the weight has memory of its own": is_own}
+        is_own &= memory.isdisjoint(part.untyped_storage().data_ptr() for part in parts)
+        found[f"rank {rank}"] = {"weight": own, "weight and bias have memory of their own": is_own}
         if kind == "column":
             found[f"rank {rank}"]["bias"] = own_bias
         elif own_bias is not None and not (isinstance(own_bias, Tensor) and not own_bias.any()):

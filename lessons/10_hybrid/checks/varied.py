@@ -12,7 +12,7 @@ from distlab_lesson_10.checks.nodes import use_order
 from distlab_lesson_10.checks.shares import use_axes, use_part
 from torch import Tensor
 
-from distlab.course.grading.variation.draw import Draw, Vary
+from distlab.course.grading.variation.draw import Draw, Name, Vary
 from distlab.grading import Mutant
 from distlab.plan import Mesh
 
@@ -92,7 +92,9 @@ def _draw_norm(draw: Draw) -> tuple[Any, ...]:
         }
         if place[names[0]] == 0:
             gradients, split_over = {}, {}
-    return gradients, split_over, _groups_on(draw, axes), str(dtype).removeprefix("torch.")
+    split_over = {name: [*map(Name, split)] for name, split in split_over.items()}
+    groups = {Name(axis): group for axis, group in _groups_on(draw, axes).items()}
+    return gradients, split_over, groups, str(dtype).removeprefix("torch.")
 
 
 def _use_norm(

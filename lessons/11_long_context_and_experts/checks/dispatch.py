@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm import RankError
@@ -54,12 +55,13 @@ def _ask_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
     return {"asking": (*batch_of(rank, n), Expert(rank), probe_of(rank, n))}
 
 
-def _use_ask(
-    fn: Callable[..., Any], tokens: Tensor, experts: Tensor, weights: Tensor, expert: Expert, probe: Tensor
+def use_ask(
+    fn: Callable[..., Any], tokens: Tensor, experts: Tensor, weights: Tensor, expert: nn.Module, probe: Tensor
 ) -> Any:
-    """Ask the experts, and go backward."""
-    leaves = {"tokens": tokens.requires_grad_(), "weights": weights.requires_grad_()}
-    got = fn(tokens, experts, weights, expert)
+    """Ask the experts, and go backward; a gradient that is not there counts as zero, as where no token asked."""
+    leaves = {"tokens": tokens.detach().requires_grad_(), "weights": weights.detach().requires_grad_()}
+    got = fn(leaves["tokens"], experts, leaves["weights"], expert)
+    dist.barrier()  # a rank that stays away is seen here, not in the next call
     if not isinstance(got, Tensor) or got.shape != tokens.shape:
         return got
     if got.requires_grad:
@@ -67,7 +69,12 @@ def _use_ask(
     reached = {name: leaf.grad is not None and bool(leaf.grad.any()) for name, leaf in leaves.items()}
     leaves |= dict(expert.named_parameters())
     gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
-    return {"answers": got, "a gradient reaches": reached, "gradients": gradients, "rows of the expert": expert.rows}
+    return {
+        "answers": got,
+        "a gradient reaches": reached,
+        "gradients": gradients,
+        "rows of the expert": getattr(expert, "rows", None),
+    }
 
 
 def gradients_of(rank: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -87,7 +94,7 @@ def _use_synchronize(fn: Callable[..., Any], *gradients: list[Tensor]) -> dict[s
     return {name: [one.grad for one in some] for name, some in zip(("experts", "shared"), given[::-1], strict=True)}
 
 
-drive_ask = Cases(_ask_cases, _use_ask, needs="tokens, answers, their gradients and counts")
+drive_ask = Cases(_ask_cases, use_ask, needs="tokens, answers, their gradients and counts")
 drive_repair = Cases(
     lambda rank, n: {"gradients": gradients_of(rank)}, _use_synchronize, needs="an all-reduce of what is shared"
 )

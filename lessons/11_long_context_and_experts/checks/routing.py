@@ -46,17 +46,19 @@ def _balance_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _use_balance(fn: Callable[..., Any], probabilities: Tensor, experts: Tensor) -> Any:
-    loss = fn(probabilities.requires_grad_(), experts)
+def use_balance(fn: Callable[..., Any], probabilities: Tensor, experts: Tensor) -> Any:
+    """Return the loss and its gradient."""
+    leaf = probabilities.detach().requires_grad_()
+    loss = fn(leaf, experts)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return loss
     if is_graded := loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-    return {"loss": loss, "a gradient reaches probabilities": is_graded, "gradient": probabilities.grad}
+    return {"loss": loss, "a gradient reaches probabilities": is_graded, "gradient": leaf.grad}
 
 
 drive_route = Cases(_route_cases, _use_route)
-drive_balance = Cases(_balance_cases, _use_balance)
+drive_balance = Cases(_balance_cases, use_balance)
 
 
 def budget_route(evidence: Evidence) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from distlab_lesson_11.checks.dispatch import use_ask
+from distlab_lesson_11.checks.routing import use_balance
 from torch import Tensor, nn
 
 from distlab.course.grading.variation.draw import Draw, Vary
@@ -96,35 +96,12 @@ def _draw_ask(draw: Draw) -> tuple[Any, ...]:
     return tokens, experts, weights, nn.Sequential(expert, nn.Tanh()), probe
 
 
-def _use_ask(
-    fn: Callable[..., Any], tokens: Tensor, experts: Tensor, weights: Tensor, expert: nn.Module, probe: Tensor
-) -> dict[str, Any]:
-    """Ask, and go back; a gradient that is not there counts as zero, as where no token asked."""
-    leaves = [tokens.detach().requires_grad_(), weights.detach().requires_grad_(), *expert.parameters()]
-    answers = fn(leaves[0], experts, leaves[1], expert)
-    dist.barrier()  # a rank that stays away is seen here, not in the next call
-    if isinstance(answers, Tensor) and answers.requires_grad and answers.shape == probe.shape:
-        answers.backward(probe)  # type: ignore[no-untyped-call]
-    for leaf in leaves:
-        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    return {"answers": answers, "gradient of tokens": leaves[0].grad, "gradient of weights": leaves[1].grad}
-
-
 def _draw_balance(draw: Draw) -> tuple[Any, ...]:
     tokens, num_experts = draw.one_of(1, draw.integer(2, 5), draw.integer(6, 12)), draw.integer(1, 9)
     dtype, top_k = draw.dtype(*_FLOATS), draw.one_of(1, min(2, num_experts), min(3, num_experts))
     probabilities = _probabilities(draw, tokens, num_experts, dtype)
     asked = draw.tensor(tokens, num_experts).argsort(-1)[:, :top_k]  # a router may add noise before it chooses
     return probabilities, asked
-
-
-def _use_balance(fn: Callable[..., Any], probabilities: Tensor, experts: Tensor) -> list[Any]:
-    """Return the loss and its gradient."""
-    leaf = probabilities.detach().requires_grad_()
-    loss = fn(leaf, experts)
-    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-        loss.backward()  # type: ignore[no-untyped-call]
-    return [loss, leaf.grad]
 
 
 def _draw_synchronize(draw: Draw) -> tuple[Any, ...]:
@@ -155,12 +132,12 @@ vary_ring = Vary(
 vary_route = Vary(_draw_route, left_out={"dims": MATRIX})
 vary_ask = Vary(
     _draw_ask,
-    use=_use_ask,
+    use=use_ask,
     least_bytes=0.5,
     left_out={"bytes": "counts may travel as int32", "dims": MATRIX, "sub-group": TAKES_NO_GROUP},
 )
 vary_balance = Vary(
-    _draw_balance, use=_use_balance, left_out={"dims": MATRIX, "empty": "the mean over no token is not a number"}
+    _draw_balance, use=use_balance, left_out={"dims": MATRIX, "empty": "the mean over no token is not a number"}
 )
 vary_repair = Vary(_draw_synchronize, left_out={"layout": CONTIGUOUS, "sub-group": TAKES_NO_GROUP})
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distlab.checkpoint.crashes import Crash, crash_points
 from distlab.course.grading.cases import Cases, Free
@@ -28,7 +27,7 @@ def a_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
-def a_state(step: int, rank: int = 0, size: int = 300) -> dict[str, Tensor]:
+def a_state(step: int, rank: int = 0, size: int = 300) -> dict[str, Any]:
     """Return a small state that is a different one at each step and on each rank."""
     return {"weight": seeded(rank, size, purpose=f"step {step}"), "step": torch.tensor(step)}
 
@@ -75,7 +74,7 @@ def try_again(fn: Callable[..., Any], crash: Crash) -> str:
 def _use_kills(fn: Callable[..., Any], times: int) -> dict[str, Any]:
     """Save step 40 next to step 30, once or twice; look after each call, and save into what is left."""
     with a_folder() as name:
-        folder, state = Path(name), a_state(NEW, times)
+        folder, state = Path(name), a_state(NEW, times) | {"rate": 0.1, "epoch": times}
         (folder / f"step-{OLD}.pt").write_bytes(as_bytes(a_state(OLD)))
         if times == 2:
             fn(folder, NEW, a_state(NEW))
@@ -111,12 +110,12 @@ def budget_save(evidence: Evidence) -> list[str]:
 
 def _draw_save(draw: Draw) -> tuple[Any, ...]:
     step = draw.one_of(7, 0, 123456, 40)
-    return step, {
+    return step, {"epoch": draw.integer(0, 9), "rates": [draw.number(0, 1)]} | {
         f"w{i}": draw.tensor(*draw.shape(), dtype=draw.dtype(), strided=True) for i in range(draw.one_of(2, 1, 0, 3))
     }
 
 
-def _use_save(fn: Callable[..., Any], step: int, state: dict[str, Tensor]) -> dict[str, Any]:
+def _use_save(fn: Callable[..., Any], step: int, state: dict[str, Any]) -> dict[str, Any]:
     """Save twice, and return what was saved under each name."""
     with a_folder() as name:
         returned = [fn(Path(name), step + more, state) for more in (0, 1)]

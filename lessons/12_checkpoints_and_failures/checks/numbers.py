@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distlab.course.grading.cases import Cases
+from distlab.course.grading.diagnosis.values import whole
 from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.elastic import BatchRule
 from distlab.grading import Evidence, Mutant
@@ -35,7 +36,7 @@ def _use_samples(fn: Callable[..., Any], rule: BatchRule, lr: float, at: int, en
     if odd:
         return odd[0]
     return {
-        "samples of all ranks": sorted(int(sample) for samples, _, _ in ranks for sample in samples),
+        "samples of all ranks": sorted(whole(sample) for samples, _, _ in ranks for sample in samples),
         "number of samples of each rank": [len(samples) for samples, _, _ in ranks],
         "rates, as multiples of lr": [float(rate) / lr for _, _, rate in ranks],
         "weights": [float(weight) for _, weight, _ in ranks],

@@ -12,7 +12,6 @@ from distlab_lesson_12.checks.disk import a_folder, a_state, loaded
 
 from distlab.checkpoint.crashes import Crash, crash_points
 from distlab.comm import RankError
-from distlab.course.grading.diagnosis.faults import each_rank
 from distlab.course.grading.variation.draw import Draw, Vary
 from distlab.grading import Evidence, Fault, Mutant
 
@@ -85,7 +84,8 @@ def judge_shards(evidence: Evidence) -> Iterator[Fault]:
                 text = f"step-{step} has {', '.join(more)} too, which a killed save left in the folder"
                 yield Fault("stale", f"{text}; rank 0 removes what is left of it, and makes the folder anew")
 
-    yield from each_rank(evidence, look)
+    for rank, rows in enumerate(evidence.results):
+        yield from look(rank, rows)
 
 
 def failure_shards(error: RankError, world_size: int) -> Fault | None:

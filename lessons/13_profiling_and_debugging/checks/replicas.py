@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,9 +13,8 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.course.grading.cases import Cases
-from distlab.course.grading.diagnosis.faults import each_rank
 from distlab.course.grading.diagnosis.traffic import calls, num_calls
-from distlab.course.grading.diagnosis.values import compare, describe, seeded
+from distlab.course.grading.diagnosis.values import compare, describe, near, seeded
 from distlab.grading import Evidence, Fault, Mutant
 
 STEPS, TENSORS = 64, 5
@@ -109,11 +109,12 @@ SHAPES = ((3, 2), (4,))
 
 
 def drive_repair(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Time a step whose parts note when they ran, with a clock that notes when it was read."""
-    rank, seen, reads, ran = dist.get_rank(), {}, [], []
+    """Time a step whose parts note when they ran, with a clock that notes when it was read, and gradients then."""
+    rank, seen, reads, held, ran = dist.get_rank(), {}, [], [], []
     gradients = [torch.zeros(shape) for shape in SHAPES]
 
     def now() -> int:
+        held.append([gradient.clone() for gradient in gradients])
         reads.append(time.monotonic_ns())
         return reads[-1]
 
@@ -125,17 +126,22 @@ def drive_repair(fn: Callable[..., Any]) -> dict[str, Any]:
             time.sleep(0.002)
             ran.append(name)
             seen[name] = start, time.monotonic_ns()
-            if name == "update":
-                seen["gradients"] = [gradient.clone() for gradient in gradients]
+            seen[f"gradients in {name}"] = [gradient.clone() for gradient in gradients]
 
         return work
 
     times = fn(part("forward"), part("backward"), gradients, part("update"), now)
-    return {"times": times, "reads": reads, "ran": ran, **seen}
+    return {"times": times, "reads": reads, "held": held, "ran": ran, **seen}
+
+
+def _read_with(result: dict[str, Any], name: str, begin: int, end: int) -> list[int]:
+    """Return when the clock was read between two times, with the gradients as they are at the end of a part."""
+    found = zip(result["reads"], result["held"], strict=True)
+    return [read for read, held in found if begin <= read <= end and near(held, result[f"gradients in {name}"])]
 
 
 def judge_repair(evidence: Evidence) -> Iterator[Fault]:
-    """Each section holds its own part and nothing of the others; sync holds every call, from its start to its end."""
+    """Each section holds its own part and nothing of the others; sync all that makes means of the gradients."""
     n = evidence.world_size
 
     def look(rank: int, result: dict[str, Any]) -> Iterator[Fault]:
@@ -149,12 +155,14 @@ def judge_repair(evidence: Evidence) -> Iterator[Fault]:
         if not isinstance(times, list | tuple) or len(times) != len(SECTION):
             yield Fault("returned", f"{who} returns {describe(times)}: return four numbers, one for each section")
         made = calls(evidence, rank)
-        if len(made) < len(SHAPES):
-            yield Fault("no sync", f"{who} sends {len(made)} of {len(SHAPES)} gradients: average every one")
+        given, whole = sum(call.num_bytes for call in made), sum(4 * math.prod(shape) for shape in SHAPES)
+        if n > 1 and given < whole:
+            yield Fault("no sync", f"{who} sends {given} of {whole} bytes of gradients: average every one")
         if (late := next((call for call in made if not call.end_ns), None)) is not None:
             yield Fault("not waited", f"{who} never waits for {late.op}: what it reads may be half summed")
-        first, last = min(call.start_ns for call in made), max(call.end_ns for call in made)
         forward, backward, update = (result[name] for name in ("forward", "backward", "update"))
+        first = min((call.start_ns for call in made), default=update[0])
+        last = max((call.end_ns for call in made), default=backward[1])
         if first < backward[1]:
             yield Fault("before backward", f"{who} sends gradients before backward has filled them")
         if last > update[0]:
@@ -162,9 +170,18 @@ def judge_repair(evidence: Evidence) -> Iterator[Fault]:
         if not any(last <= read <= update[0] for read in reads):
             text = f"{who} reads the clock after it has started its calls, and not again when they are over"
             yield Fault("sync looks free", f"{text}: their time counts as update; wait before you read the clock")
-        if not any(backward[1] <= read <= first for read in reads):
-            text = f"{who} does not read the clock between backward and its first call"
+        if not _read_with(result, "backward", backward[1], first):
+            text = f"{who} does not read the clock between backward and the first thing that it does to gradients"
             yield Fault("sections mixed", f"{text}: sync then counts as backward, or backward as sync")
+        for at, shape in enumerate(SHAPES):
+            parts = [seeded(one, *shape, purpose=f"gradient {at}") for one in range(n)]
+            want, got = torch.stack(parts).mean(0).to(torch.float32), result["gradients in update"][at]
+            if (fault := compare(got, want, f"{who}'s gradient {at} in update", n)) is not None:
+                yield fault
+        if not (done := _read_with(result, "update", last, update[0])):
+            text = f"{who} does not read the clock between its last work on gradients and update"
+            yield Fault("sections mixed", f"{text}: dividing, or copying back, then counts as update; it is sync")
+        last = done[0]
         cuts = (0, *forward, *backward, first, last, *update, reads[-1])
         for at, (name, got) in enumerate(zip(SECTION, times, strict=True)):
             before, start, end, after = cuts[2 * at : 2 * at + 4]
@@ -173,13 +190,9 @@ def judge_repair(evidence: Evidence) -> Iterator[Fault]:
                 told = f"{got / 1e6:.1f} ms" if isinstance(got, int | float) else describe(got)
                 text = f"{who} says that {name} took {told}, which ran {(end - start) / 1e6:.1f} ms"
                 yield Fault("durations", f"{text}: return how long each section took, in the clock's own unit")
-        for at, shape in enumerate(SHAPES):
-            parts = [seeded(one, *shape, purpose=f"gradient {at}") for one in range(n)]
-            want = torch.stack(parts).mean(0).to(torch.float32)
-            if (fault := compare(result["gradients"][at], want, f"{who}'s gradient {at} in update", n)) is not None:
-                yield fault
 
-    yield from each_rank(evidence, look)
+    for rank, result in enumerate(evidence.results):
+        yield from look(rank, result)
 
 
 def budget_repair(evidence: Evidence) -> list[str]:

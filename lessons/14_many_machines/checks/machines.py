@@ -55,7 +55,7 @@ def _draw_rounds(draw: Draw) -> tuple[Any, ...]:
     return (rounds,)
 
 
-vary_clocks = Vary(_draw_rounds)
+vary_clocks = Vary(_draw_rounds, num_calls=24)
 _BEST = "min(rounds, key=lambda one: one[2] - one[0])"
 WRONG_CLOCKS = (
     Mutant(

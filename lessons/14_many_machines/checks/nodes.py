@@ -38,7 +38,7 @@ def _draw_hosts(draw: Draw) -> tuple[Any, ...]:
     return ([names[draw.integer(0, len(names) - 1)] for _ in range(draw.integer(1, 9))],)
 
 
-vary_places = Vary(_draw_hosts)
+vary_places = Vary(_draw_hosts, num_calls=24)
 _BETWEEN = "[[ranks[place] for ranks in inside if place < len(ranks)] for place in range(most)]"
 WRONG_PLACES = (
     Mutant("equal blocks", "node in pieces", "nodes need not be equal: a node's ranks have its name in hosts", 1).edit(

@@ -23,7 +23,7 @@ def _draw_list(draw: Draw) -> tuple[Any, ...]:
     return (",".join(names),)
 
 
-vary_hosts = Vary(_draw_list)
+vary_hosts = Vary(_draw_list, num_calls=24)
 
 
 def budget_hosts(evidence: Evidence) -> list[str]:
@@ -109,7 +109,7 @@ def _draw_task(draw: Draw) -> tuple[Any, ...]:
     return task(hosts, sizes, draw.integer(1, 10**6), draw.integer(0, sum(sizes) - 1)), list(hosts)
 
 
-vary_slurm = Vary(_draw_task)
+vary_slurm = Vary(_draw_task, num_calls=24)
 _SIZE, _PORT = 'sizes[int(slurm["SLURM_NODEID"])]', 'str(20000 + int(slurm["SLURM_JOB_ID"]) % 10000)'
 _SAME = "each task must name the same master, the first of the hosts"
 WRONG_SLURM = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from distlab.course.grading.diagnosis.faults import found
 from distlab.course.grading.diagnosis.values import describe
 from distlab.grading import Evidence, Fault, Mutant
 
@@ -114,7 +113,7 @@ def _judge_answer(case: Case, got: Any, want: Degrees | None) -> Iterator[Fault]
     if want is None or got is None:
         advice = "nothing fits, so the answer is None" if want is None else "there are plans that fit"
         if got is not want:
-            yield from found(powers if is_odd else None)
+            yield from [powers] * is_odd
             yield Fault("nothing fits" if want is None else "none found", f"{text}: {advice}")
         return
     if not _is_triple(got):
@@ -130,7 +129,7 @@ def _judge_answer(case: Case, got: Any, want: Degrees | None) -> Iterator[Fault]
     if slower <= 0:
         advice = "both take as long; of those take the smallest tensor degree, then the smallest pipeline degree"
         yield Fault("ties", f"{text}: {advice}")
-    yield from found(powers if is_odd else None)
+    yield from [powers] * is_odd
     yield Fault("slower", f"{text}: it keeps to the rules, and takes {slower:.3g} s longer; compare all that fit")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from distlab.course.grading.cases import Cases
 from distlab.grading import Evidence, Mutant
 from distlab.plan import Plan, Sharding
@@ -11,33 +9,25 @@ from distlab.plan import Plan, Sharding
 SIZES = (70e6, 12, 512, 256)  # parameters, layers, hidden, sequence
 
 
-class Case(NamedTuple):
-    """A plan, and what it is about."""
-
-    words: str
-    plan: Plan
-
-
-CASES = (
-    Case("one GPU", Plan()),
-    Case("data 4, nothing sharded", Plan(data=4)),
-    *(Case(f"data 4, ZeRO-{stage}", Plan(data=4, sharding=Sharding(stage))) for stage in (1, 2, 3)),
-    Case("tensor 4", Plan(tensor=4)),
-    Case("tensor 4, sequence parallel", Plan(tensor=4, sequence_parallel=True)),
-    Case("full recompute", Plan(recompute="full")),
-    Case("tensor 4, full recompute", Plan(tensor=4, recompute="full")),
-    Case("tensor 4, sequence parallel, full recompute", Plan(tensor=4, sequence_parallel=True, recompute="full")),
-    Case("pipeline 4, 16 micro-batches", Plan(pipeline=4, num_microbatches=16)),
-    Case("pipeline 4, 2 micro-batches", Plan(pipeline=4, num_microbatches=2)),
-    Case("one GPU, 8 micro-batches", Plan(num_microbatches=8)),
-    Case(
-        "data 2, tensor 2, pipeline 3, ZeRO-1, 6 micro-batches",
-        Plan(data=2, tensor=2, pipeline=3, num_microbatches=6, sharding=Sharding(1)),
+CASES = {  # plans, by what they are about
+    "one GPU": Plan(),
+    "data 4, nothing sharded": Plan(data=4),
+    **{f"data 4, ZeRO-{stage}": Plan(data=4, sharding=Sharding(stage)) for stage in (1, 2, 3)},
+    "tensor 4": Plan(tensor=4),
+    "tensor 4, sequence parallel": Plan(tensor=4, sequence_parallel=True),
+    "full recompute": Plan(recompute="full"),
+    "tensor 4, full recompute": Plan(tensor=4, recompute="full"),
+    "tensor 4, sequence parallel, full recompute": Plan(tensor=4, sequence_parallel=True, recompute="full"),
+    "pipeline 4, 16 micro-batches": Plan(pipeline=4, num_microbatches=16),
+    "pipeline 4, 2 micro-batches": Plan(pipeline=4, num_microbatches=2),
+    "one GPU, 8 micro-batches": Plan(num_microbatches=8),
+    "data 2, tensor 2, pipeline 3, ZeRO-1, 6 micro-batches": Plan(
+        data=2, tensor=2, pipeline=3, num_microbatches=6, sharding=Sharding(1)
     ),
-)
+}
 
 
-drive_fits = Cases({case.words: (*SIZES, case.plan) for case in CASES})
+drive_fits = Cases({words: (*SIZES, plan) for words, plan in CASES.items()})
 
 
 def budget_fits(evidence: Evidence) -> list[str]:

@@ -3,62 +3,43 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
-from distlab.course.grading.cases import Cases
+from distlab.course.grading.cases import Cases, Given
 from distlab.grading import Evidence, Mutant
 
-Offer = tuple[str, int, float, float]
+# Steps, seconds of one, GPUs, price, hours between failures of a GPU, seconds to save and to restart.
+BILLS: Given = {
+    "64 GPUs that hardly fail": (10_000, 10.0, 64, 2.5, 1e12, 1e-6, 0.0),
+    "1,024 GPUs, saved in 60 s, restarted at once": (50_000, 8.0, 1024, 2.0, 50_000.0, 60.0, 0.0),
+    "1,024 GPUs, restarts of 10 minutes": (50_000, 8.0, 1024, 2.0, 50_000.0, 60.0, 600.0),
+    "16,384 GPUs, as Llama 3": (1_000_000, 3.0, 16_384, 2.5, 50_000.0, 30.0, 600.0),
+    "16,384 GPUs that fail often: a third is left": (1000, 3.0, 16_384, 2.5, 20_000.0, 300.0, 1200.0),
+    "100,000 GPUs, an hour to restart: nothing is left": (1000, 3.0, 100_000, 2.5, 50_000.0, 600.0, 3600.0),
+    "900 GPUs, a failure every 4 s: exactly nothing is left": (1000, 3.0, 900, 2.5, 1.0, 2.0, 0.0),
+}
+MARKETS: Given = {  # offers, and days until the deadline
+    "one offer, in time": ([("a", 8, 20.25, 2.0)], 20.5),
+    "the cheapest is too late": ([("late", 8, 20.1, 2.0), ("dear", 64, 6.0, 3.0), ("good", 32, 12.0, 2.5)], 20.0),
+    "the lowest price per hour is slow hardware": ([("old", 64, 19.0, 1.5), ("new", 64, 6.0, 3.0)], 20.0),
+    "fewer GPUs are not cheaper": ([("few", 8, 19.0, 9.0), ("many", 64, 3.0, 2.0)], 20.0),
+    "the fastest is dear": ([("fast", 512, 2.0, 3.0), ("slow", 64, 12.0, 3.0)], 20.0),
+    "the fastest has a high price": ([("fast", 8, 10.0, 9.0), ("good", 8, 12.0, 2.0)], 20.0),
+    "done on the last day": ([("exact", 8, 20.0, 2.0), ("dear", 64, 5.0, 4.0)], 20.0),
+    "equal costs": ([("slow", 8, 16.0, 2.0), ("fast", 16, 8.0, 2.0)], 20.0),
+    "equal costs, the shorter one first": ([("quick", 16, 8.0, 2.0), ("idle", 8, 16.0, 2.0)], 20.0),
+    "all too late": ([("a", 8, 40.0, 2.0), ("b", 16, 21.0, 2.0)], 20.0),
+    "no offers": ([], 20.0),
+}
 
 
-class Bill(NamedTuple):
-    """A run: steps, seconds of one, GPUs, price, hours between failures of a GPU, seconds to save and to restart."""
-
-    words: str
-    arguments: tuple[int, float, int, float, float, float, float]
-
-
-class Market(NamedTuple):
-    """Offers and a deadline."""
-
-    words: str
-    offers: tuple[Offer, ...]
-    days: float
-
-
-BILLS = (
-    Bill("64 GPUs that hardly fail", (10_000, 10.0, 64, 2.5, 1e12, 1e-6, 0.0)),
-    Bill("1,024 GPUs, saved in 60 s, restarted at once", (50_000, 8.0, 1024, 2.0, 50_000.0, 60.0, 0.0)),
-    Bill("1,024 GPUs, restarts of 10 minutes", (50_000, 8.0, 1024, 2.0, 50_000.0, 60.0, 600.0)),
-    Bill("16,384 GPUs, as Llama 3", (1_000_000, 3.0, 16_384, 2.5, 50_000.0, 30.0, 600.0)),
-    Bill("16,384 GPUs that fail often: a third is left", (1000, 3.0, 16_384, 2.5, 20_000.0, 300.0, 1200.0)),
-    Bill("100,000 GPUs, an hour to restart: nothing is left", (1000, 3.0, 100_000, 2.5, 50_000.0, 600.0, 3600.0)),
-    Bill("900 GPUs, a failure every 4 s: exactly nothing is left", (1000, 3.0, 900, 2.5, 1.0, 2.0, 0.0)),
-)
-MARKETS = (
-    Market("one offer, in time", (("a", 8, 10.0, 2.0),), 20.0),
-    Market("the cheapest is too late", (("late", 8, 40.0, 2.0), ("dear", 64, 6.0, 3.0), ("good", 32, 12.0, 2.5)), 20.0),
-    Market("the lowest price per hour is slow hardware", (("old", 64, 19.0, 1.5), ("new", 64, 6.0, 3.0)), 20.0),
-    Market("fewer GPUs are not cheaper", (("few", 8, 19.0, 9.0), ("many", 64, 3.0, 2.0)), 20.0),
-    Market("the fastest is dear", (("fast", 512, 2.0, 3.0), ("slow", 64, 12.0, 3.0)), 20.0),
-    Market("the fastest has a high price", (("fast", 8, 10.0, 9.0), ("good", 8, 12.0, 2.0)), 20.0),
-    Market("done on the last day", (("exact", 8, 20.0, 2.0), ("dear", 64, 5.0, 4.0)), 20.0),
-    Market("equal costs", (("slow", 8, 16.0, 2.0), ("fast", 16, 8.0, 2.0)), 20.0),
-    Market("equal costs, the shorter one first", (("quick", 16, 8.0, 2.0), ("idle", 8, 16.0, 2.0)), 20.0),
-    Market("all too late", (("a", 8, 40.0, 2.0), ("b", 16, 21.0, 2.0)), 20.0),
-    Market("no offers", (), 20.0),
-)
-
-
-drive_bill = Cases({case.words: case.arguments for case in BILLS})
-drive_cheapest = Cases({case.words: (list(case.offers), case.days) for case in MARKETS})
+drive_bill, drive_cheapest = Cases(BILLS), Cases(MARKETS)
 
 
 def budget_bill(evidence: Evidence) -> list[str]:
     """Say what failures cost."""
-    longer = evidence.results[0][BILLS[3].words]["result"][0]
-    plain = math.prod(BILLS[3].arguments[:2]) / 86_400
-    return [f"{BILLS[3].words}: {longer / plain - 1:.0%} longer than without failures"]
+    words, run = list(BILLS.items())[3]
+    plain = math.prod(run[:2]) / 86_400
+    return [f"{words}: {evidence.results[0][words]['result'][0] / plain - 1:.0%} longer than without failures"]
 
 
 def budget_cheapest(evidence: Evidence) -> list[str]:

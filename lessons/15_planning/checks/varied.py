@@ -15,7 +15,7 @@ from distlab.plan import Cluster, Device, Link, Plan, Protocol, Sharding
 def _draw_plan(draw: Draw, stages: tuple[int, ...] = (3, 1, 2, 0)) -> Plan:
     return Plan(
         data=draw.one_of(1, draw.integer(2, 9), 64),
-        tensor=draw.one_of(2, 1, 8),
+        tensor=draw.one_of(2, 1, 16),  # which does not divide 24
         pipeline=draw.one_of(1, draw.integer(2, 6)),
         num_microbatches=draw.integer(1, 40),
         recompute=draw.one_of("none", "full", "selective"),
@@ -79,8 +79,10 @@ def _draw_cheapest(draw: Draw) -> tuple[Any, ...]:
         (f"offer {place}", 8 * draw.integer(1, 64), draw.number(1.0, 40.0), draw.number(1.0, 9.0))
         for place in range(draw.one_of(5, 3, 1, 0))
     ]
-    days, tie = draw.number(5.0, 45.0), draw.one_of("no tie", "longer first", "longer last", "nearly a tie")
-    if offers and tie != "no tie":  # two that cost the same, less than all others
+    days, ties = draw.number(5.0, 45.0), ("no tie", "longer first", "longer last", "nearly a tie", "on the last day")
+    if (tie := draw.one_of(*ties)) == "on the last day":
+        offers.append(("last", 8, days, 1e-5))
+    elif offers and tie != "no tie":  # two that cost the same, less than all others
         num_gpus, price = 8 * draw.integer(1, 64), draw.number(1e-4, 1e-3)
         names = draw.one_of(("a", "b"), ("b", "a"))
         less = 0.999 if tie == "nearly a tie" else 1.0  # then the longer run costs least, by little

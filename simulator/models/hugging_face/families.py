@@ -209,12 +209,6 @@ def _deepseek(fields: Fields) -> LlamaSizes:
     return _sizes(fields, mixture=mixture, latent=latent)
 
 
-def _glm4_mixed(fields: Fields) -> LlamaSizes:
-    mixture = _routed(fields)
-    biases, norms = fields.flag("attention_bias"), fields.flag("use_qk_norm")
-    return _sizes(fields, attention_biases=biases, head_norms=norms, mixture=mixture)
-
-
 def _ernie_mixed(fields: Fields) -> LlamaSizes:
     fields.only(use_bias=False, moe_layer_interval=1)
     fields.only(moe_layer_end_index=(-1, None, fields.count("num_hidden_layers") - 1))
@@ -332,7 +326,9 @@ FAMILIES: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
         "deepseek_v2": _deepseek,
         "deepseek_v3": _deepseek,
         "kimi_k2": _deepseek,
-        "glm4_moe": _glm4_mixed,
+        "glm4_moe": lambda f: _sizes(
+            f, attention_biases=f.flag("attention_bias"), head_norms=f.flag("use_qk_norm"), mixture=_routed(f)
+        ),
         "glm4_moe_lite": _deepseek,
         "dots1": lambda f: _sizes(f, head_norms=True, mixture=_routed(f)),
         "ernie4_5_moe": _ernie_mixed,

@@ -84,6 +84,12 @@ CASES = [
         *("dist.recv(torch.ones(1), 0) if dist.get_rank() else dist.isend(torch.ones(1), 1)", 2, "not waited"),
         r"right result, but by luck: rank 0 starts send to rank 1 at .* isend",
     ),
+    (
+        "dist.all_reduce(torch.ones(1), async_op=True)",
+        2,
+        "not waited",
+        "half summed; keep what dist.all_reduce returns",
+    ),
     ("dist.all_reduce(torch.ones(1 + dist.get_rank()))", 2, "mismatch", r"float32\[1\].*float32\[2\]"),
     (FILLS_THE_DISK, 1, "raised", r"OSError: \[Errno 27\] File too large .* in mean"),
 ]

@@ -16,6 +16,7 @@ from distlab.comm.p2p import Receive, Send, exchange
 from distlab.course.grading import Report, load_lesson, reference_of
 from distlab.course.grading.check import examine
 from distlab.course.grading.diagnosis.blame import in_plain_names, messages_that_do_not_fit
+from distlab.sharding import gather_into
 
 
 def checked(name: str, fn: Callable[..., Any], **options: Any) -> Report:
@@ -34,6 +35,20 @@ def test_what_a_wrapper_sends_in_backward_is_not_called_unwaited() -> None:
     report = checked("03.accumulate", never_divides)
     assert report.verdict == "wrong"
     assert "never waits" not in report.message
+
+
+def in_the_order_of_a_set(shards, shapes):
+    state = {}
+    for name in set(shards):
+        row = shards[name].new_empty(shards[name].numel() * dist.get_world_size())
+        gather_into(row, shards[name])
+        if dist.get_rank() == 0:
+            state[name] = row[: shapes[name].numel()].view(shapes[name]).clone()
+    return state
+
+
+def test_ranks_do_not_share_the_order_of_a_set_of_names() -> None:
+    assert checked("07.repair", in_the_order_of_a_set, worlds=(2,), seed=1).verdict == "wrong"
 
 
 def skips_missing_gradients(module):

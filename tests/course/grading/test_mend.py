@@ -89,11 +89,11 @@ def test_an_answer_of_a_different_form_is_told_its_line_and_what_would_make_it_r
 ) -> None:
     words, line = told("13.late", cost_of_lateness), line_of(cost_of_lateness, "ordered[0]")
     assert f"test_mend.py, line {line}: with `times[rank] > ordered[-2]` in the place of" in words
-    assert "all results are right in 16 drawn calls. Seen: " in words
+    assert "all results are right in 48 drawn calls. Seen: " in words
     assert "all results are right" not in told("13.late", far_from_right)
     monkeypatch.setattr("distlab.course.grading.causes.mend.is_sealed", lambda fn: True)
     words = told("13.late", cost_of_lateness)
-    assert f"line {line}: with one change there, all results are right in 16 drawn calls." in words
+    assert f"line {line}: with one change there, all results are right in 48 drawn calls." in words
     assert "ordered[-2]" not in words
 
 

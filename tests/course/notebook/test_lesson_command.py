@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from distlab.cli import main
-from distlab.course.notebook import jupyter
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -118,16 +117,18 @@ def wait_for(condition):
 @pytest.mark.timeout(300)  # a server, a terminal and a kernel begin: a busy machine takes minutes
 def test_a_server_that_answers_and_ends_with_ctrl_c(lesson, tmp_path):
     """It begins with a damaged copy and a port that is taken, and ends with a kernel that is stopped."""
+    from distlab.course.notebook.jupyter import FIRST_PORT  # loads JupyterLab for 1.6 s: not in each worker
+
     work = tmp_path / "work"
     work.mkdir()
     (work / "START.ipynb").write_bytes(b'{"cells": [')
     with socket.socket() as other, contextlib.ExitStack() as stack:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):  # it is taken anyway
-            other.bind(("127.0.0.1", jupyter.FIRST_PORT))
+            other.bind(("127.0.0.1", FIRST_PORT))
             other.listen()
         lab = stack.enter_context(started(work))
-        assert lab.port != jupyter.FIRST_PORT, "a free one is found"
+        assert lab.port != FIRST_PORT, "a free one is found"
         assert sum("http://" in line for line in lab.lines) == 1, "one clear line"
         (told,) = [line for line in lab.lines if "START.ipynb cannot be used: Expecting" in line]
         assert "distlab lesson reset START" in told

@@ -69,10 +69,10 @@ def executed(schedule_class, num_stages, num_microbatches):
     return Schedule.from_actions(ranks)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 5), (4, 8)])
-@pytest.mark.parametrize(("name", "ours"), [("ScheduleGPipe", gpipe), ("Schedule1F1B", one_f_one_b)])
-def test_torch_runs_our_order(name, ours, sizes):
-    assert executed(getattr(torch_schedules(), name), *sizes) == ours(*sizes)
+def test_torch_runs_our_order():
+    for sizes in ((1, 1), (2, 5), (4, 8)):
+        assert executed(torch_schedules().ScheduleGPipe, *sizes) == gpipe(*sizes)
+        assert executed(torch_schedules().Schedule1F1B, *sizes) == one_f_one_b(*sizes)
 
 
 MULTI = {  # torch's name: ours, its stages on rank 0, and (ranks, micro-batches, stages a rank)

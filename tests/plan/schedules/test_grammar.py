@@ -28,12 +28,6 @@ def test_a_text_parses_only_to_what_prints_as_itself(text):
     assert str(action) == text
 
 
-def test_letters_are_those_of_the_grammar():
-    for kind in KINDS:
-        assert parse_action(f"3{kind}12") == Action(3, kind, 12)
-        assert str(Action(3, kind, 12)) == f"3{kind}12"
-
-
 def test_commas_blanks_ranks_with_nothing_to_do_and_extras_of_torch():
     assert parse_schedule("0F0, 0B0\n\n 1F0\t1B0 \n") == parse_schedule("0F0,0B0\n1F0,1B0")
     assert parse_schedule("\n0F0,0B0,\n\n,1F0,,1B0,,\n\n") == parse_schedule("0F0,0B0\n1F0,1B0")

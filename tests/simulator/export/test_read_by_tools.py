@@ -8,27 +8,15 @@ import sys
 from dataclasses import fields
 
 import pytest
-from plan_files import BF16, SHARDED, WIDE, said
+from plan_files import PLANS, SHARDED, WIDE, said
 
-from distlab.plan import Plan, Sharding
-from simulator import ModelDescription
 from simulator.export import Options, export
 from simulator.export.torchtitan import SCHEDULES
 
 NOT_HERE = "is not installed: its parser was not asked (make test-exports)"
-TITAN = [
-    said(SHARDED),
-    said(Plan(8, 2, 8, tensor=2, sharding=Sharding(3, replicas=2), recompute="full", precision=BF16)),
-    said(Plan(4, context=2, sharding=Sharding(2), recompute="selective"), model=ModelDescription("qwen-3-32b")),
-    said(Plan(2, 4, 8, schedule="interleaved", stages_per_rank=4), model=ModelDescription("llama-3-70b")),
-    said(Plan(2, 4, 8, schedule="zb_v", stages_per_rank=2), model=ModelDescription("llama-3-70b")),
-    said(Plan(2, expert=4, sharding=Sharding(3)), model=ModelDescription("qwen-3-30b-a3b")),
-    said(Plan(4, 2, 8, tensor=8, sequence_parallel=True), model=ModelDescription("llama-3-70b")),
-    said(Plan(4, expert=8, sharding=Sharding(3)), model=ModelDescription("deepseek-v3")),
-]
 
 
-@pytest.mark.parametrize("own", TITAN, ids=lambda own: own.workload.model)
+@pytest.mark.parametrize("own", PLANS["torchtitan"][:8], ids=lambda own: own.workload.model)
 def test_torchtitan_makes_its_configuration(own, tmp_path, monkeypatch):
     pytest.importorskip("torchtitan", reason=f"torchtitan {NOT_HERE}")
     pytest.importorskip("triton", reason=f"triton, which torchtitan's models import, {NOT_HERE}")
@@ -59,17 +47,7 @@ def test_torchtitan_makes_its_configuration(own, tmp_path, monkeypatch):
         assert stages == plan.pipeline * plan.stages_per_rank
 
 
-ACCELERATE = [
-    said(),
-    said(sharding=Sharding(1, offload="optimizer")),
-    said(SHARDED),
-    said(SHARDED, data=8, tensor=2, context=2, recompute="full"),
-    said(SHARDED, sharding=Sharding(3, replicas=2, offload="all")),
-    said(SHARDED, sharding=Sharding(2)),
-]
-
-
-@pytest.mark.parametrize("own", ACCELERATE, ids=lambda own: f"stage {own.plan.sharding.stage}")
+@pytest.mark.parametrize("own", PLANS["accelerate"][:6], ids=lambda own: f"stage {own.plan.sharding.stage}")
 def test_accelerate_reads_its_file_and_knows_each_flag_that_it_makes(own, tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason=f"accelerate {NOT_HERE}")
     pytest.importorskip("transformers", reason=f"transformers, which accelerate asks of tensor ranks, {NOT_HERE}")
@@ -91,14 +69,6 @@ def test_accelerate_reads_its_file_and_knows_each_flag_that_it_makes(own, tmp_pa
         assert ParallelismConfig(**sizes).total_size == own.plan.world_size
 
 
-MEGATRON = [
-    said(WIDE, model=ModelDescription("llama-3-70b")),
-    said(WIDE, model=ModelDescription("gpt-3-175b"), recompute="full"),
-    said(Plan(2, 2, 8, schedule="interleaved", stages_per_rank=4)),
-    said(Plan(2, expert=4), model=ModelDescription("qwen-3-30b-a3b")),
-    said(SHARDED, context=2),
-    said(Plan(2, tensor=2), model=ModelDescription("qwen-2.5-7b")),
-]
 # Flags whose field in Megatron-Core has a different name.
 FIELDS = {
     "swiglu": "gated_linear_unit",
@@ -141,14 +111,14 @@ def megatron_arguments(own):
 
 
 def test_megatrons_arguments_have_every_flag():
-    assert all(megatron_arguments(own).num_layers for own in MEGATRON)
+    assert all(megatron_arguments(own).num_layers for own in PLANS["megatron"])
     own = said(SHARDED, float8="gathers", recompute="full", recompute_method="block", recompute_layers=8)
     found = megatron_arguments(own)
     assert (found.fp8_format, found.fp8_recipe, found.fp8_param_gather) == ("hybrid", "tensorwise", True)
     assert (found.recompute_method, found.recompute_num_layers) == ("block", "8")
 
 
-@pytest.mark.parametrize("own", MEGATRON, ids=lambda own: own.workload.model)
+@pytest.mark.parametrize("own", PLANS["megatron"][:6], ids=lambda own: own.workload.model)
 def test_megatron_core_makes_its_configurations_of_the_flags(own):
     pytest.importorskip("megatron.core", reason=f"megatron-core {NOT_HERE}")
     import torch
@@ -182,7 +152,7 @@ def test_megatron_core_makes_its_configurations_of_the_flags(own):
     assert optimizer.clip_grad == 1.0
 
 
-@pytest.mark.parametrize("own", [said(), said(Plan(4, 4, 8, tensor=2))], ids=["one node", "four nodes"])
+@pytest.mark.parametrize("own", PLANS["torchrun"], ids=lambda own: f"{own.plan.world_size} ranks")
 def test_torchruns_own_parser_reads_the_command(own):
     torchrun = pytest.importorskip("torch.distributed.run")
     _, *words = shlex.split(export(own, "torchrun", Options(script="train.py --name 'a b'")).text)
@@ -227,3 +197,24 @@ def test_torch_has_every_schedule_that_torchtitan_is_given():
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     for name in SCHEDULES.values():
         assert schedules.get_schedule_class(name).__name__
+
+
+def test_deepspeeds_own_parser_reads_the_plan_back():
+    pytest.importorskip("deepspeed", reason=f"DeepSpeed {NOT_HERE}")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for own in PLANS["deepspeed"][:-2]:
+        plan, read = own.plan, DeepSpeedConfig(json.loads(export(own, "deepspeed", Options(1.0)).text))
+        zero = read.zero_config
+        assert zero.stage == plan.sharding.stage
+        assert (zero.offload_optimizer is not None) == (plan.sharding.offload != "none")
+        assert (zero.offload_param is not None) == (plan.sharding.offload == "all")
+        assert read.gradient_accumulation_steps == plan.num_microbatches
+        assert read.train_micro_batch_size_per_gpu == 2
+        assert read.gradient_clipping == 1.0
+        assert not zero.model_extra, "a field that it does not know"
+        if plan.sharding.stage == 3:
+            assert zero.param_persistence_threshold == 0
+        if plan.precision is not None:
+            assert read.bfloat16_config.enabled == (plan.precision.compute == "bfloat16")
+            assert read.float16_config.enabled == (plan.precision.compute == "float16")

@@ -1,6 +1,9 @@
-"""Every export: what a plan says is there; a part that a tool cannot express is named in one line."""
+"""Every export: what a plan says is there; a part that a tool cannot express is named in one line.
 
-import ast
+What each tool gets of each plan stands in exports.json. `python tests/simulator/export/test_tools.py` writes the file
+anew; read its diff, and run `make test-exports`, in which the tools' own parsers read the same plans.
+"""
+
 import csv
 import json
 import re
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from plan_files import BF16, H100, LLAMA, SHARDED, WIDE, said
+from plan_files import BF16, DATA_FIRST, H100, LLAMA, PLANS, SHARDED, WIDE, said
 
 import simulator
 from distlab.cli.simulate import TOOLS as NAMES
@@ -20,7 +23,6 @@ from distlab.plan.compression import Compression
 from simulator import ClusterDescription, ModelDescription, model_by_name
 from simulator.export import TOOLS, Options, export
 
-DATA_FIRST = ("data", "pipeline", "expert", "context", "tensor")
 TENSOR_FIRST = ("tensor", "pipeline", "data", "expert", "context")
 THIRD = Precision("float16", reduce="bfloat16", gradients="bfloat16")
 MIXED = ModelDescription("qwen-3-30b-a3b")
@@ -30,101 +32,11 @@ def test_the_command_line_knows_all_tools():
     assert tuple(TOOLS) == NAMES
 
 
-def settings_of(text):
-    """Return what a torchtitan module sets: names of arguments and of fields, with their values as text."""
-    tree = ast.parse(text)
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword):
-            found[node.arg] = ast.unparse(node.value)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-            found[node.targets[0].attr] = ast.unparse(node.value)
-    return found
-
-
-def test_torchtitan_gets_degrees_batch_and_types():
-    plan = Plan(8, 4, 16, tensor=2, context=2, sharding=Sharding(3, replicas=2), recompute="full", precision=BF16)
-    found = settings_of(export(said(plan), "torchtitan", Options(0.5)).text)
-    degrees = {name: found[f"{name}_degree"] for name in ("tensor_parallel", "pipeline_parallel", "context_parallel")}
-    assert degrees == {"tensor_parallel": "2", "pipeline_parallel": "4", "context_parallel": "2"}
-    assert (found["data_parallel_replicate_degree"], found["data_parallel_shard_degree"]) == ("2", "4")
-    assert (found["local_batch_size"], found["global_batch_size"]) == ("32", "256")
-    assert (found["pipeline_parallel_microbatch_size"], found["pipeline_parallel_schedule"]) == ("2", "'1F1B'")
-    assert (found["max_norm"], found["seq_len"]) == ("0.5", "8192")
-    assert found["activation_checkpoint"] == "FullAC.Config()"
-    assert found["fsdp_reshard_after_forward"] == "'always'"
-    plain = settings_of(export(said(SHARDED), "torchtitan").text)
-    assert (plain["local_batch_size"], plain["global_batch_size"]) == ("2", "128")
-    assert plain["activation_checkpoint"] == "None"
-
-
-def test_torchtitan_cuts_a_model_into_as_many_stages_as_the_plan():
-    deep = ModelDescription("llama-3-70b")
-    plan = Plan(1, 4, 8, schedule="interleaved", stages_per_rank=4)
-    found = settings_of(export(said(plan, model=deep), "torchtitan").text)
-    ends = [int(found[f"pipeline_parallel_{end}_stage_less_layers"]) for end in ("first", "last")]
-    assert -(-(80 + sum(ends)) // int(found["pipeline_parallel_layers_per_stage"])) == 16
-    two = export(said(Plan(1, 4, 8, schedule="interleaved", stages_per_rank=2)), "torchtitan").text
-    assert "layers_per_stage" not in two
-
-
-def flags_of(said_, options=Options()):  # noqa: B008
-    lines = [line.split(" ", 1) for line in export(said_, "megatron", options).text.splitlines()]
-    return {line[0]: line[1] if len(line) > 1 else True for line in lines}
-
-
-def test_megatron_gets_the_model_and_the_plan():
-    flags = flags_of(said(WIDE, model=ModelDescription("llama-3-70b")), Options(1.0))
-    assert flags["--num-layers"] == "80"
-    assert (flags["--num-attention-heads"], flags["--num-query-groups"]) == ("64", "8")
-    assert (flags["--ffn-hidden-size"], flags["--vocab-size"]) == ("28672", "128256")
-    assert (flags["--tensor-model-parallel-size"], flags["--pipeline-model-parallel-size"]) == ("8", "4")
-    assert (flags["--micro-batch-size"], flags["--global-batch-size"]) == ("1", "256")
-    assert (flags["--recompute-granularity"], flags["--clip-grad"]) == ("selective", "1.0")
-    for name in ("--swiglu", "--sequence-parallel", "--use-distributed-optimizer", "--bf16", "--group-query-attention"):
-        assert flags[name] is True
-    assert "--use-tp-pp-dp-mapping" not in flags
-    other = flags_of(said(WIDE, model=ModelDescription("gpt-3-175b"), order=DATA_FIRST))
-    assert other["--use-tp-pp-dp-mapping"] is True
-    assert "--swiglu" not in other
-    mixed = flags_of(said(Plan(2, expert=4, num_microbatches=2), model=MIXED))
-    assert (mixed["--num-experts"], mixed["--moe-router-topk"]) == ("128", "8")
-    assert (mixed["--moe-ffn-hidden-size"], mixed["--expert-model-parallel-size"]) == ("768", "4")
-    assert mixed["--global-batch-size"] == "16"
-    sharded = flags_of(said(SHARDED))
-    assert sharded["--data-parallel-sharding-strategy"] == "optim_grads_params"
-    own = ModelDescription(hidden_size=512, num_layers=4, num_heads=8, num_key_value_heads=2, feed_forward_size=1536)
-    sized = flags_of(said(Plan(2), model=own))
-    assert (sized["--hidden-size"], sized["--num-query-groups"], sized["--ffn-hidden-size"]) == ("512", "2", "1536")
-
-
-def test_recompute_per_operator_is_torchtitans_selective_policy():
-    found = export(said(SHARDED, recompute="operators", float8="products"), "torchtitan").text
-    assert settings_of(found)["activation_checkpoint"] == "SelectiveAC.Config()"
-    partly = export(said(SHARDED, recompute="full", recompute_method="block", recompute_layers=4), "accelerate")
-    assert json.loads(partly.text)["fsdp_config"]["fsdp_activation_checkpointing"] is False
-
-
-@pytest.mark.parametrize(
-    ("compute", "gradients", "flags"),
-    [
-        ("bfloat16", "float32", {"--bf16", "--accumulate-allreduce-grads-in-fp32"}),
-        ("bfloat16", "bfloat16", {"--bf16", "--grad-reduce-in-bf16"}),
-        ("float16", "float32", {"--fp16", "--accumulate-allreduce-grads-in-fp32"}),
-        ("float16", "float16", {"--fp16"}),
-        ("float32", "float32", set()),
-    ],
-)
-def test_megatron_sums_gradients_in_their_type(compute, gradients, flags):
-    found = flags_of(said(precision=Precision(compute, reduce=gradients, gradients=gradients)))
-    of_types = {"--bf16", "--fp16", "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"}
-    assert found.keys() & of_types == flags
-
-
 @pytest.mark.parametrize("name", ["qwen-3-8b", "gpt-3-175b", "mixtral-8x7b"])
 def test_megatrons_flags_count_as_many_parameters_as_the_model(name):
     """The sizes in the flags are those of the model: weights of products, without biases and norms."""
-    flags = flags_of(said(Plan(1), model=ModelDescription(name)))
+    lines = export(said(Plan(1), model=ModelDescription(name)), "megatron").text.splitlines()
+    flags = dict(line.partition(" ")[::2] for line in lines)
     number = {key: int(value) for key, value in flags.items() if str(value).isdigit()}
     hidden, depth, heads = (number[f"--{key}"] for key in ("hidden-size", "num-layers", "num-attention-heads"))
     head = number.get("--kv-channels", hidden // heads)
@@ -136,33 +48,21 @@ def test_megatrons_flags_count_as_many_parameters_as_the_model(name):
     assert counted == pytest.approx(model_by_name(name).num_parameters, rel=2e-3)
 
 
-def test_accelerate_gets_a_backend_for_each_stage():
-    found = [json.loads(export(said(sharding=Sharding(stage)), "accelerate").text) for stage in range(4)]
-    assert [one["distributed_type"] for one in found] == ["MULTI_GPU", "DEEPSPEED", "FSDP", "FSDP"]
-    assert [one["num_processes"] for one in found] == [4] * 4
-    assert found[1]["deepspeed_config"]["gradient_accumulation_steps"] == 8
-    assert [one["fsdp_config"]["fsdp_reshard_after_forward"] for one in found[2:]] == [False, True]
-    wide = json.loads(export(said(SHARDED, data=8, tensor=2, context=2), "accelerate").text)
-    sizes = wide["parallelism_config"]
-    assert sizes["parallelism_config_tp_size"] * sizes["parallelism_config_cp_size"] == 4
-    assert sizes["parallelism_config_dp_shard_size"] == 8
-    assert (wide["num_machines"], wide["num_processes"]) == (4, 32)
+KEPT = Path(__file__).with_name("exports.json")
 
 
-def test_launchers_start_as_many_ranks_as_the_plan_has():
-    for plan in (Plan(4), Plan(8), Plan(4, 4, 8, tensor=2)):
-        own, ranks = said(plan), plan.world_size
-        script = export(own, "slurm").text
-        number = {key: int(value) for key, value in re.findall(r"#SBATCH --([a-z-]+)=(\d+)", script)}
-        assert number["nodes"] * number["gpus-per-node"] == ranks
-        spec = json.loads(export(own, "pytorchjob").text)["spec"]
-        pods = sum(each["replicas"] for each in spec["pytorchReplicaSpecs"].values())
-        assert pods * int(spec["nprocPerNode"]) == ranks
-        (job,) = json.loads(export(own, "jobset").text)["spec"]["replicatedJobs"]
-        inner = job["template"]["spec"]
-        (container,) = inner["template"]["spec"]["containers"]
-        assert inner["completions"] * int(container["resources"]["limits"]["nvidia.com/gpu"]) == ranks
-        assert f"--nnodes={inner['completions']} " in container["command"][-1]
+def written():
+    """Export each plan to its tool; return texts and notes by tool."""
+    return {
+        tool: [[*found.text.splitlines(), *found.notes] for found in (export(own, tool, Options(0.5)) for own in plans)]
+        for tool, plans in PLANS.items()
+    }
+
+
+def test_each_tool_gets_of_each_plan_what_it_got():
+    known = json.loads(KEPT.read_text("utf-8"))
+    for tool, found in written().items():
+        assert found == known[tool], tool
 
 
 # Options of sbatch, Slurm 23.11.
@@ -351,3 +251,7 @@ def test_any_plan_gives_a_file_or_one_line(tool, model, degrees, stage, schedule
         compile(found.text, tool, "exec")
     if tool in ("torchrun", "megatron"):
         assert shlex.split(found.text)
+
+
+if __name__ == "__main__":
+    KEPT.write_text(json.dumps(written(), indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -23,7 +23,7 @@ from simulator import viz as v
 from simulator.sweeps.compression import CompressionLine
 from simulator.viz.collectives.ring import draw_ring_frame, ring_steps
 from simulator.viz.mesh.degrees import draw_impossible
-from simulator.viz.schedules import NAMES, play
+from simulator.viz.schedules import play
 
 KEPT = Path(__file__).with_name("pictures.json")
 
@@ -106,10 +106,6 @@ CALLS = {
 }
 
 
-def spans_of(*ends, lane="communication", kind="send"):
-    return Trace.from_spans(Span(rank, lane, kind, kind, 0, end * t.MS) for rank, end in enumerate(ends))
-
-
 def overlay(predicted_ms=(37, 38, 39), trouble=""):
     steps = [Trace.concatenate([t.by_hand(), t.by_hand(1)]) for _ in range(2)]
     return v.Overlay(*steps, [0.069, 0.070, 0.071, 0.075], [ms / 1e3 * 1.8 for ms in predicted_ms], trouble)
@@ -140,9 +136,8 @@ PICTURES = {
        for options in ({"unit_layers": 2}, {"replicas": 2}, {"offload": "all"}, {"prefetch": 0})},
     **{f"mesh: {mesh}, nodes of {node}": lambda mesh=mesh, node=node: v.draw_mesh(mesh, devices_per_node=node)
        for mesh, node in (
-           (CUBE, 4), (CUBE, 1), (Mesh({"pipeline": 2, "data": 2, "context": 2, "tensor": 8}), 8),
-           (Mesh({"data": 3, "expert": 4, "tensor": 1}), 4), (Mesh({"pipeline": 6, "data": 2, "tensor": 8}), 8),
-           (Mesh({"own name": 2, "expert": 2, "context": 2}), 2))},
+           (CUBE, 4), (Mesh({"data": 3, "expert": 4, "tensor": 1}), 4),
+           (Mesh({"pipeline": 6, "data": 2, "tensor": 8}), 8), (Mesh({"own name": 2, "expert": 2, "context": 2}), 2))},
     "mesh: one rank": lambda: v.draw_mesh(CUBE, devices_per_node=4, rank=5),
     "degrees": lambda: v.draw_degrees(step_of(Plan(data=4))),
     "degrees: idle": lambda: v.draw_degrees(
@@ -152,7 +147,7 @@ PICTURES = {
     "placement": lambda: v.draw_placement(orders() + [(("context", "expert", *o[2:]), step) for o, step in orders()]),
     **{f"planner: {plan.world_size} ranks": lambda plan=plan: v.draw_planner(
         sim.bill(step_of(plan), sim.Run(1e9, 2.0, sim.Failures("llama-3"))))
-       for plan in (Plan(), Plan(2, 4, 8, tensor=2), Plan(8, sharding=Sharding(3)))},
+       for plan in (Plan(), Plan(2, 4, 8, tensor=2))},
     "strategies": lambda: v.draw_strategy_map(
         sim.strategy_map(("llama-2-7b",), sim.cluster("dgx-h100", 32), (1, 32), batch_size=64)),
     "race": lambda: v.draw_race(WIRE, 8, ("tree", "ring"), measured={"ring": ([1e4, 1e6], [2e-4, 3e-3])}),
@@ -162,13 +157,13 @@ PICTURES = {
     "fit: off": lambda: v.draw_fit(SIZES, [*TIMES[:2], 2 * TIMES[2]], 50e-6, 2e9),
     "scaling: claims": scaled,
     **{f"ring of {n}, step {step}": lambda n=n, step=step: draw_ring_frame(ring_steps(t.ring(n)), step)
-       for n, step in ((3, 0), (2, 1), (4, 6), (7, 3))},
+       for n, step in ((3, 0), (7, 3))},
     "ring of whole tensors": lambda: draw_ring_frame(ring_steps(t.ring(4, whole=True)), 1),
     **{f"messages: {name}": lambda calls=calls: v.draw_message_diagram(calls) for name, calls in CALLS.items()},
     **{f"routing: {places} places, {args}": lambda places=places, args=args: v.draw_routing(
         t.choices(*args), num_experts=6, capacity=places, kept=[t.within(one, places) for one in t.choices(*args)])
        for places, args in ((2, (3, 7, 2)), (1, (6, 8, 3)))},
-    **{f"context: {n}": lambda n=n: v.draw_context(n) for n in (1, 4, 8)},
+    **{f"context: {n}": lambda n=n: v.draw_context(n) for n in (1, 8)},
     "cost": lambda: v.draw_cost_curve(sim.curve(bills())),
     "cost: two clusters": lambda: v.draw_cost_curve(
         sim.curve([*bills(), *bills("dgx-h100", [4, 8], sim.Run(1e12, 4.0, FAILURES))])),
@@ -176,23 +171,22 @@ PICTURES = {
     "goodput": lambda: v.draw_goodput(FAILURES, 16_384, 30.0),
     "compression": lambda: sweep(0, 1, at=1e7),
     "compression: never and always": lambda: sweep(1, 2, at=1e8),
-    **{f"schedule: {name}": lambda name=name: v.draw_schedules([play(name, 4, 8)]) for name in NAMES},
-    "schedules end together": lambda: v.draw_schedules([play("gpipe", 4, 8), play("one_f_one_b", 4, 8)]),
+    **{f"schedule: {name}": lambda name=name: v.draw_schedules([play(name, 4, 8)])
+       for name in ("gpipe", "interleaved", "zb_v", "dualpipe_v")},
     "schedules: later": lambda: v.draw_schedules([play("zb_h1", 4, 8), play("one_f_one_b", 4, 8)]),
     "schedules: steps need not end together": lambda: v.draw_schedules([v.run_schedule("ZB-H2", zb_h2(4, 8), UNIT)]),
     "bubble": lambda: v.draw_schedule(sim.simulate(GPT, H100, Plan(2, 2, 4)).trace),
     "bubble: predicted": lambda: v.draw_schedule(play("gpipe", 2, 3).trace, play("one_f_one_b", 2, 3).trace),
     "bubble: of stages": lambda: v.draw_schedule(play("interleaved", 2, 4, stages_per_rank=3).trace),
-    "bubble: large": lambda: v.draw_schedule(t.grid(64, 256)),
     "bubble: none known": lambda: v.draw_schedule(t.data_parallel(1)),
-    **{f"shards: {n} ranks": lambda n=n: v.draw_shards(t.cut(n), t.SPLITS, num_heads=4) for n in (1, 2, 4)},
+    **{f"shards: {n} ranks": lambda n=n: v.draw_shards(t.cut(n), t.SPLITS, num_heads=4) for n in (1, 4)},
     "timeline": lambda: v.draw_timeline(t.data_parallel(4, jitter=0.05)),
     "timeline: predicted": lambda: v.draw_timeline(t.data_parallel(2, jitter=0.05), t.data_parallel(2)),
     "timeline: 64 ranks": lambda: v.draw_timeline(t.data_parallel(64, jitter=0.05), t.data_parallel(64)),
     "timeline: columns": lambda: v.draw_timeline(t.grid(64, 100)),
     "timeline: near": lambda: v.draw_schedule(t.grid(64, 100), time_range_s=(0.1, 0.2)),
-    "timeline: short": lambda: v.draw_timeline(spans_of(1, 2, lane="compute", kind="F")),
-    "timeline: messages": lambda: v.draw_timeline(spans_of(5, 6)),
+    "timeline: short": lambda: v.draw_timeline(
+        Trace.from_spans(Span(rank, "compute", "F", "F", 0, t.MS * (rank + 1)) for rank in (0, 1))),
     "overlay": lambda: v.draw_timeline(overlay()),
     "overlay: not calm": lambda: v.draw_timeline(overlay(trouble="The machine was busy.")),
     "train step": lambda: v.draw_train_step(t.data_parallel(4, jitter=0.05), 0.09),

@@ -199,9 +199,9 @@ def in_python_numbers(value: Any, depth: int = 20) -> Any:
     return value
 
 
-def close(one: float, other: float) -> bool:
-    """Whether two numbers are equal to nine digits."""
-    return abs(one - other) <= 1e-9 * abs(other)
+def whole(value: Any) -> Any:
+    """Return a whole number as an int, and what is none as it is: 12.5 does not count as 12."""
+    return int(value) if value % 1 == 0 else value
 
 
 def constant_ratio(got: Tensor, want: Tensor) -> float | None:

@@ -10,6 +10,7 @@ few calls meet every option. All ranks draw the same, except for the elements of
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,13 @@ AXES = ("dtype", "sizes", "dims", "empty", "layout", "arguments", "calls", "worl
 
 class GroupMembers(tuple[int, ...]):
     """The ranks of a group, in its place where no rank runs."""
+
+
+class Name(str):
+    """A name whose hash differs from rank to rank, as the hash of a text does among processes that torchrun starts."""
+
+    def __hash__(self) -> int:
+        return hash((os.getpid(), str(self)))
 
 
 class Keywords(dict[str, Any]):
