@@ -123,7 +123,10 @@ class _Known(NamedTuple):
                 if _operations(run) == made:
                     return wrong
                 whole.append(wrong)
-            elif not is_drawn and 4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) > len(wrong_at):
+            elif not is_drawn and (
+                (4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) >= len(wrong_at))
+                or (len(agrees) == len(odd) and any(is_telling(got[place]) for place in agrees))
+            ):
                 in_part.append((len(agrees), wrong))
         if whole:
             return whole[0]

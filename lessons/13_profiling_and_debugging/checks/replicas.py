@@ -168,8 +168,8 @@ def judge_repair(evidence: Evidence) -> Iterator[Fault]:
         if last > update[0]:
             yield Fault("waits too late", f"{who} runs update before its gradients have come: wait first")
         if not any(last <= read <= update[0] for read in reads):
-            text = f"{who} reads the clock after it has started its calls, and not again when they are over"
-            yield Fault("sync looks free", f"{text}: their time counts as update; wait before you read the clock")
+            text = f"{who} does not read the clock between the end of its last call, {made[-1].op}, and update"
+            yield Fault("sync looks free", f"{text}: that call then counts as update; it is sync")
         if not _read_with(result, "backward", backward[1], first):
             text = f"{who} does not read the clock between backward and the first thing that it does to gradients"
             yield Fault("sections mixed", f"{text}: sync then counts as backward, or backward as sync")
@@ -212,7 +212,7 @@ update()
 _STARTS = "works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]"
 
 WRONG_REPAIR = (
-    Mutant("sync looks free", "sync looks free", "wait before you read the clock", 2, 74).edit(
+    Mutant("sync looks free", "sync looks free", "that call then counts as update", 2, 74).edit(
         _WAIT,
         """
         cuts.append(now())

@@ -17,7 +17,6 @@ from trial_answers import written
 
 from distlab.course.grading import Exercise, Lesson, NotYet, Report, load_lesson
 from distlab.course.grading.check import examine
-from distlab.course.grading.variation.draw import Vary
 
 
 def right(tensor):
@@ -108,27 +107,6 @@ def test_fault_is_named(mean_exercise: Exercise, tmp_path: Path, body: str, worl
     assert re.search(says, text_of(report)), str(report)
     assert not report.passed
     assert report.function is report.reference
-
-
-def test_a_rank_may_say_that_it_is_not_written(mean_exercise: Exercise) -> None:
-    def not_yet(tensor):
-        if tensor is not None:
-            raise NotYet("91.mean")
-
-    report = examine(mean_exercise, not_yet, worlds=(2,))
-    assert (report.verdict, report.fault) == ("not attempted", "not attempted")
-    assert "91.mean is yours to write" in report.message
-
-
-def test_a_seed_for_all_is_told(mean_exercise: Exercise) -> None:
-    def seeds_the_world(tensor):
-        torch.manual_seed(0)
-        return right(tensor)
-
-    drawn = replace(mean_exercise, vary=Vary(lambda draw: (draw.tensor(3, dtype=torch.float32),), num_calls=2))
-    report = examine(drawn, seeds_the_world, worlds=(1,), seed=0)
-    assert report.fault == "state left behind", str(report)
-    assert "torch's random state is not what it was before" in report.message
 
 
 def test_right_on_some_numbers_of_ranks(mean_exercise: Exercise) -> None:

@@ -150,6 +150,6 @@ def test_what_a_check_cannot_use_is_told_by_itself_with_its_case_and_in_few_lett
         "it returned 'network'; expected tuple[str, float]"
     )
     assert checked("13.exposed", lambda compute, calls: max(calls)).message.endswith("\n  in the case: nothing sent")
-    ended = checked("13.divergence", lambda calls: (0, 0, "ended") if calls[1:] != calls[:-1] else None, seed=3)
-    _, smallest, _ = ended.message.splitlines()
-    assert re.search(r"first_divergence\(calls=\[\[.{100,115}\.\.\.\): the result", smallest), smallest
+    parts = dict.fromkeys(("compute", "tensor", "bubble", "data"), -1.0)
+    _, smallest, _ = checked("15.step", lambda *arguments: parts, seed=3).message.splitlines()
+    assert re.search(r"step_parts\(.* cluster=Cluster\(.{109}\.\.\.\): the result", smallest), smallest

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,7 +64,11 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
     elif isinstance(want, list | tuple):
         is_list = isinstance(got, list | tuple)
         if not is_list or len(got) != len(want):
-            return Fault("returned", f"{what}: expected {describe(want)}, got {describe(got)}")
+            text = f"{what}: expected {describe(want)}, got {describe(got)}"
+            if is_list and got and want and near([*got][: len(want)], [*want][: len(got)]):
+                more = len(got) - len(want)
+                text += f": the last {abs(more)} {'too many' if more > 0 else 'missing'}"
+            return Fault("returned", text)
         pairs = [(f"{what}[{index}]", *pair) for index, pair in enumerate(zip(got, want, strict=True))]
     elif isinstance(want, float) and isinstance(got, int | float | Tensor) and not isinstance(got, bool):
         if isinstance(got, Tensor) and got.numel() != 1:
@@ -80,7 +85,10 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
     for name, one, other in pairs:
         fault = compare(one, other, name, world_size)
         if fault is not None:
-            return fault
+            is_flat = not isinstance(want, dict) and all(isinstance(item, int | float | str) for item in (*got, *want))
+            is_moved = is_flat and Counter(got) == Counter(want)
+            also = f"; {what} has the right values in a different order" if is_moved else ""
+            return fault._replace(message=fault.message + also)
     return None
 
 
@@ -266,7 +274,8 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
 def _cut_off(got: Tensor, want: Tensor) -> str:
     """Say so if the only difference is that elements beyond a limit were set to the limit."""
     limit = float(got.abs().max()) if got.is_floating_point() and got.numel() > 1 else 0.0
-    return f": all beyond {limit:.4g} are cut off there" if limit and equal(got, want.clamp(-limit, limit)) else ""
+    is_cut = bool((want.abs() < limit).any()) and equal(got, want.clamp(-limit, limit))
+    return f": all beyond {limit:.4g} are cut off there" if is_cut else ""
 
 
 def apart(one: Any, other: Any, *, digits: int = 6) -> tuple[str, str]:
