@@ -112,7 +112,7 @@ def _facts(result: RunResult, one_process: RankReport, records: Records, overlay
     start_ns, end_ns = first.step_ns[0]
     calls = [call for call in records.calls(0) if start_ns <= call.start_ns <= end_ns]
     verdict = result.verdict(bar=STEP_BAR)
-    said = {"ranks": len(reports), "device": run.device, "parameters": first.counted.num_parameters}
+    said = {"ranks": len(reports), "device": run.device, "parameters": result.predicted.workload.num_parameters}
     said |= {"updates": run.num_updates, "max_difference": gap, "equal": gap <= TOLERANCE and agree}
     said |= {"losses_one_process": one_process.losses, "losses": first.losses}
     said["sent_bytes"] = round(sum(ring_bytes(call.op, call.num_bytes, len(call.group)) for call in calls))

@@ -2,8 +2,8 @@
 
 Sections come from annotations (`record_function("forward")`, "## backward ##"), and else from what torch marks by
 itself: the DataLoader, autograd's functions, `Optimizer.step`. Operators before a backward that no section holds are
-its forward: those of the program's thread, on which steps are marked, or, without marks, most operators run outside of
-autograd's functions. (With a GPU autograd has a thread of its own, which may run most of all.)
+its forward: those of the program's thread, on which steps are marked, or, without marks, most operators run (most
+kernels are launched) outside of autograd's functions. With a GPU autograd has a thread of its own, a busy one.
 
 On a CPU sections are the host's. It is blocked where none of its operators runs while a call is under way.
 
@@ -113,7 +113,7 @@ def read_rank(events: Sequence[KinetoEvent], rank: int, world_size: int) -> Trac
     host = [event for event in events if event.category not in ON_GPU and not event.category.startswith("gpu_")]
     kernels = [event for event in events if event.category in ON_GPU]
     operators = [event for event in host if event.category == "cpu_op" and not event.is_call]
-    main = _main_thread(host, operators)
+    main = _main_thread(host)
     program = [event for event in operators if event.thread == main]
     sections = _sections(host, operators, program)
     steps = _steps(host, sections)
@@ -125,14 +125,15 @@ def read_rank(events: Sequence[KinetoEvent], rank: int, world_size: int) -> Trac
     return Trace.from_spans(span._replace(rank=rank) for span in spans)
 
 
-def _main_thread(host: Sequence[KinetoEvent], operators: Sequence[KinetoEvent]) -> str:
+def _main_thread(host: Sequence[KinetoEvent]) -> str:
     """Return the program's thread, "" where nothing tells."""
     marks = Counter(event.thread for event in host if _STEP.fullmatch(event.name))
-    own, until = Counter[str](), dict[str, int]()  # of each thread: operators, and the end of autograd's function
-    for event in operators:
-        if event.is_autograd:
+    own, until = Counter[str](), dict[str, int]()  # of each thread: what counts, and the end of autograd's function
+    counted = LAUNCHES if any(event.category in LAUNCHES for event in host) else ("cpu_op",)
+    for event in host:
+        if event.category == "cpu_op" and event.is_autograd:
             until[event.thread] = max(event.end_ns, until.get(event.thread, 0))
-        elif event.start_ns >= until.get(event.thread, 0):
+        elif event.category in counted and event.start_ns >= until.get(event.thread, 0):
             own[event.thread] += 1
     return next((thread for found in (marks, own) for thread, _ in found.most_common(1)), "")
 

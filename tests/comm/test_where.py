@@ -21,6 +21,7 @@ from distlab.comm import Ranks, Records
 from distlab.comm.where import stacks
 from distlab.comm.where.find import JobRank, RunningJob, find_jobs
 from distlab.comm.where.say import WhereItStands, place_of, report, sentence
+from distlab.measure.machine import fit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where reads /proc")
 SPY = stacks.find_py_spy()
@@ -239,11 +240,13 @@ def test_a_process_that_starts_or_ends_or_may_not_be_read_is_told_in_words(tmp_p
     spy = tmp_path / "py-spy"
     monkeypatch.setattr(stacks, "find_py_spy", lambda: str(spy))
     main, shutdown = os.getpid(), {"filename": threading.__file__, "line": 1590, "name": "_shutdown"}
+    ours = {"filename": fit.__file__, "line": 9, "name": "interleave"}
     no_python = "no thread of it runs Python: it starts, or it ends"
     for said_by_spy, words in (
         ("echo '[]'", no_python),
         (f"""echo '[{{"os_thread_id": {main}, "frames": []}}]'""", no_python),
         (f"echo '{json.dumps([{'os_thread_id': main, 'frames': [shutdown]}])}'", f" in _shutdown; {OUTSIDE}"),
+        (f"echo '{json.dumps([{'os_thread_id': main, 'frames': [shutdown, ours]}])}'", "fit.py:9 in interleave"),
         ("echo 'Error: Permission denied' >&2; exit 1", "py-spy cannot read it (Error: Permission denied)"),
         ("echo soon", "py-spy cannot read it (its frames change too fast)"),
     ):

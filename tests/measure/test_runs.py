@@ -36,7 +36,6 @@ from distlab.measure.runs.calibrate import (
     Overhead,
     bytes_of,
     count_model,
-    fit_bytes,
     num_blocks,
     predict_step,
     solve_cost,
@@ -186,8 +185,7 @@ def test_costs_are_fitted_with_no_negative_part():
         ((1.0, 4.0), (0.0, 1.8)),  # nothing below zero for no bytes: the line through zero that is closest
         ((-1.0, -2.0), (0.0, 0.0)),
     ):
-        assert fit_bytes([ByteCost(*pair) for pair in zip((1.0, 2.0), seconds, strict=True)]) == pytest.approx(fitted)
-    assert fit_bytes(()) == (0.0, 0.0)
+        assert fit_line((1.0, 2.0), seconds) == pytest.approx(fitted)
     found = Overhead((ByteCost(1e3, 0.02), ByteCost(3e3, -0.01)))  # below zero: the noise of a step
     assert (found.codec_slowdown, Overhead().codec_slowdown) == pytest.approx((1.005, 1.0))
     sizes = [1e3, 1e4, 1e5]

@@ -64,6 +64,7 @@ def by_thread(marked, told):
         begin = 1000.0 * step
         made += [timed(f"ProfilerStep#{step}", "user_annotation", 1, begin, 1000.0)] * marked
         made += [timed("Optimizer.step#SGD.step", "user_annotation", 2, begin + 560, 1.0)]  # in a hook of backward
+        made += [timed("aten::stack", "cpu_op", 3, begin + 10 * i, 5.0) for i in range(40)]  # a loader's thread
         for number in range(6):
             thread, at, correlation = 1 + (number > 1), begin + 20 + 80 * number, correlation + 1
             forward = {"Fwd thread id": 1 if told == "thread" and thread == 2 else 0}

@@ -12,7 +12,7 @@ from distlab.comm.record.matching import explain, ledger_of
 from distlab.comm.record.read import RankRecord, RecordReader, Records, read_record, short
 from distlab.comm.watch.watchdog import Wait, describe, waits_of
 from distlab.comm.where.find import RunningJob
-from distlab.comm.where.frames import Frame, owner_of, traceback_lines
+from distlab.comm.where.frames import Frame, is_machinery, owner_of, traceback_lines
 from distlab.comm.where.stacks import RankStack, stacks_of
 
 _PAIRS = ("send", "isend", "recv", "irecv")
@@ -85,8 +85,11 @@ def place_of(stack: RankStack) -> WhereItStands:
         elif owner == "torch" and name == _BACKWARD:
             call = call or "backward"
     if frames and not any(frame.function == _IDLE for frame in frames):
-        last = next((frame for frame in frames if owner_of(frame.file) != "torch"), frames[0])
-        return WhereItStands(f"{last.file}:{last.line}", last.function, call, _OUTSIDE)
+        ours = (one for one in frames if owner_of(one.file) == "distlab" and not is_machinery(one.file))
+        others = (one for one in frames if owner_of(one.file) != "torch")
+        program = next(ours, None)  # as of `distlab tour`
+        last = program or next(others, frames[0])
+        return WhereItStands(f"{last.file}:{last.line}", last.function, call, "" if program else _OUTSIDE)
     return WhereItStands("", "", "", stack.why)
 
 

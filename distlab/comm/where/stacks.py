@@ -96,13 +96,9 @@ def _stack_of(process: JobRank) -> RankStack:
         stack = _spied(spy, process.pid)
     if stack.frames or process.stack is None:
         return stack
-
-    def send(ranks: list[int]) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if ranks:
-                os.kill(process.pid, SIGNAL)
-
-    text = ask({0: process.stack}, send, WAIT_S)[0]
+    text = ""
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        text = ask({0: process.stack}, lambda ranks: os.kill(process.pid, SIGNAL) if ranks else None, WAIT_S)[0]
     frames = tuple(threads_in(text)[-1][1])
     return RankStack(frames, "" if frames else SILENT)
 

@@ -229,18 +229,14 @@ def with_expert_loads(workload: Workload, loads: Sequence[float], plan: Plan, *,
         return workload
     faster = max(1.0, plan.world_size / cores) if cores else 1.0  # while the others wait
     felt = max(0.0, (plan.expert / faster - 1) / (plan.expert - 1))  # of what the busiest rank has beyond its share
-    left = iter(loads)
-    layers = [_busier(layer, 1 + felt * (next(left) - 1)) if layer.experts else layer for layer in workload.layers]
+    left, layers = iter(loads), list[Layer]()
+    for layer in workload.layers:
+        if (experts := layer.experts) is not None:
+            factor = 1 + felt * (next(left) - 1)
+            own = {name: getattr(experts, name) for name in WORKS}
+            busier = {name: work.times(factor) for name, work in own.items()}
+            rest = {name: getattr(layer, name).without(work) + busier[name] for name, work in own.items()}
+            rows = round(factor * experts.row_bytes)
+            layer = replace(layer, experts=replace(experts, **busier, row_bytes=rows), **rest)
+        layers.append(layer)
     return replace(workload, layers=tuple(layers))
-
-
-def _busier(layer: Layer, factor: float) -> Layer:
-    experts = layer.experts
-    assert experts is not None, "asked for layers with experts alone"
-    busier = {name: getattr(experts, name).times(factor) for name in WORKS}
-    rest = {name: getattr(layer, name).without(getattr(experts, name)) for name in WORKS}
-    return replace(
-        layer,
-        experts=replace(experts, **busier, row_bytes=round(factor * experts.row_bytes)),
-        **{name: rest[name] + busier[name] for name in WORKS},
-    )

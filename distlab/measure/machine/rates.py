@@ -33,7 +33,6 @@ from distlab.plan import Device, Workload
 LAYOUTS = ("NN", "NT", "TN", "TT")  # of both factors: N where rows lie together in memory, T where columns do
 SIZE = {"cpu": 512, "cuda": 4096}  # of m, n and k: a product at full speed
 MOST_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}  # a kernel at full speed: one of more bytes takes as many times longer
-COPY_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 BF16_CAPABILITY = (8, 0)  # from which on a GPU multiplies matrices of bfloat16
 TIMED_S = 2e-3  # a kernel is repeated for at least so long
 MOST_REPEATS = 100
@@ -63,17 +62,16 @@ def best_device(base: Device, device: torch.device, dtype: torch.dtype = torch.f
         device: where to measure.
         dtype: type of the numbers.
     """
-    most, size, copied = MOST_BYTES[device.type], SIZE[device.type], COPY_BYTES[device.type]
+    most, size, copied = MOST_BYTES[device.type], SIZE[device.type], MOST_BYTES[device.type] // 4
     products = [Operator(layout, (size,) * 3, 2.0 * size**3) for layout in LAYOUTS]
     host, there = torch.zeros(copied // 4, pin_memory=device.type == "cuda"), torch.zeros(copied // 4, device=device)
-    ways = ((there, host), (host, there))
+    copies = [partial(to.copy_, of, non_blocking=True) for to, of in ((there, host), (host, there))]
     return replace(
         base,
         matmul_flops_per_s=max(one.amount / seconds_of(one, device, dtype) for one in products),
         memory_bytes_per_s=most / seconds_of(Operator("memory", (), most), device, dtype),
         kernel_s=0.0,
-        host_link_bytes_per_s=copied
-        / max(_seconds(partial(to.copy_, of, non_blocking=True), device) for to, of in ways),
+        host_link_bytes_per_s=copied / max(_seconds(copy, device) for copy in copies),
         source=f"measured by distlab calibrate in {str(dtype).removeprefix('torch.')}, the best shape found",
     )
 
@@ -180,21 +178,17 @@ class _Listed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.found.append(_operator(func, args, kwargs or {}, result))
+        work, name, operator = work_of(func, args, kwargs or {}, result), func._schema.name, "memory"
+        shape, amount = tuple[int, ...](), work.matmul_flops or work.memory_bytes
+        if "scaled_dot_product" in name:
+            operator = "attention backward" if "backward" in name else "attention"
+            shape = tuple(args["backward" in name].shape)
+        elif work.matmul_flops:
+            left, right = [value for value in tree_leaves(args) if isinstance(value, Tensor) and value.dim() > 1][-2:]
+            operator = "".join("N" if factor.stride(-1) == 1 else "T" for factor in (left, right))
+            shape = (left.shape[-2], right.shape[-1], left.shape[-1])
+        self.found.append(Operator(operator, shape, amount))
         return result
-
-
-def _operator(func: Any, args: Any, kwargs: Any, result: Any) -> Operator:
-    work, name = work_of(func, args, kwargs, result), func._schema.name
-    if "scaled_dot_product" in name:
-        backward = "backward" in name
-        kind = "attention backward" if backward else "attention"
-        return Operator(kind, tuple(args[backward].shape), work.matmul_flops)
-    if work.matmul_flops:
-        left, right = [value for value in tree_leaves(args) if isinstance(value, Tensor) and value.dim() > 1][-2:]
-        layout = "".join("N" if factor.stride(-1) == 1 else "T" for factor in (left, right))
-        return Operator(layout, (left.shape[-2], right.shape[-1], left.shape[-1]), work.matmul_flops)
-    return Operator("memory", (), work.memory_bytes)
 
 
 def best_gpu(base: Device) -> Device:

@@ -48,11 +48,9 @@ from simulator import compute_s, fit_link
 
 MESSAGE_BYTES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
 LEAST_SIZES = 3  # of MESSAGE_BYTES: latency and bandwidth come from two, and one more tells how well they fit
-OVERLAP_MESSAGE_BYTES = 1_048_576
 REPEATS = 3  # of each reference model's step in a round
 SOURCE = "fitted by distlab calibrate"
 MIN_ROUNDS = 3
-RATES_LIMIT_S = 120.0
 THIS_MACHINE = "this machine"
 DEFAULT_PATH = Path.home() / ".cache" / "distlab" / "calibration.json"
 FEW, MANY = 3, 32  # all-reduces of a size; where ranks share cores, a short one takes 2 ms or 12 ms: a matter of turns
@@ -234,7 +232,7 @@ def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGr
 def _time_contention(device: torch.device) -> tuple[float, float]:
     """Compute and all-reduce at the same time; return the speed of each, relative to its speed alone."""
     _, _, loss = REFERENCES[2].build(device)
-    tensor = torch.zeros(OVERLAP_MESSAGE_BYTES // 4, device=device)
+    tensor = torch.zeros(262_144, device=device)  # 1 MiB
 
     def compute() -> None:
         for _ in range(3):
@@ -284,14 +282,10 @@ class Calibration:
     seconds: float
     machine: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the calibration as JSON-ready values."""
-        return asdict(self)
-
     def save(self, path: Path) -> None:
         """Write the calibration to a file, making its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def calibrate(
@@ -322,7 +316,7 @@ def calibrate(
     errors = {row.what: compute_s(row.work, cluster.device) / row.seconds - 1 for row in middle.observations}
     machine = str(this_machine())
     if device != "cpu":
-        alone = run(partial(best_gpu, cluster.device), 1, timeout_s=RATES_LIMIT_S, record=False)[0]
+        alone = run(partial(best_gpu, cluster.device), 1, timeout_s=120.0, record=False)[0]
         cluster = replace(cluster, device=alone)
         machine += f", CUDA {torch.version.cuda}, nccl {'.'.join(map(str, nccl_version()))}"
     return Calibration(cluster, errors, time.monotonic() - start, machine)

@@ -184,17 +184,12 @@ def bytes_of(layer: Layer, plan: Plan) -> float:
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
 
 
-def fit_bytes(costs: Sequence[ByteCost]) -> tuple[float, float]:
-    """Fit seconds = fixed + bytes x rate with the least squares, neither negative; 0 for no cost."""
-    return fit_line(*zip(*costs, strict=True)) if costs else (0.0, 0.0)
-
-
 def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, plan: Plan) -> Workload:
     """Add the overhead to the passes of each layer's blocks.
 
     The simulator divides work outside of regions by positions, so the cost is multiplied by their parts first.
     """
-    fixed_s, s_per_byte = fit_bytes(overhead.costs)
+    fixed_s, s_per_byte = fit_line(*zip(*overhead.costs, strict=True)) if overhead.costs else (0.0, 0.0)
     parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     waits_for_nobody = is_data_parallel_alone(plan) and plan.sharding.stage < 3
 

@@ -41,7 +41,6 @@ MESSAGE_BYTES = (4_096, 32_768, 131_072, 524_288, 2_097_152)
 ENOUGH_BYTES = 8_000_000  # a call is repeated until it sent so much, within limits
 FEW, MANY = 3, 24
 LEAST_S = 1e-9  # a part that takes no time needs a line too
-
 BUCKET_REPEATS = 3  # of each bucket, after one that warms up
 COLUMNS = 256
 ROWS = (64, 384, 1536)  # buckets of 64 KiB, 384 KiB and 1.5 MiB in float32
@@ -50,19 +49,15 @@ SETTLE = 2.0  # exchanges are left this many times their predicted time to finis
 MIN_SETTLE_S = 2e-3
 
 
-def has_plain_passes(plan: Plan) -> bool:
-    """Whether a plan has passes of its own: without recompute, in the model's precision."""
-    return plan.recompute == "none" and plan.precision is None
-
-
 def is_pipeline_alone(plan: Plan) -> bool:
     """Whether the plan is a pipeline and nothing else: no other axis, no sharding, recompute or precision."""
-    return plan.pipeline == plan.world_size > 1 and has_plain_passes(plan) and plan.sharding.stage == 0
+    is_plain = plan.recompute == "none" and plan.precision is None and plan.sharding.stage == 0
+    return plan.pipeline == plan.world_size > 1 and is_plain
 
 
 def is_data_parallel_alone(plan: Plan) -> bool:
     """Whether all ranks have replicas, sharded or not, without recompute or precision."""
-    return plan.data == plan.world_size and has_plain_passes(plan)
+    return plan.data == plan.world_size and plan.recompute == "none" and plan.precision is None
 
 
 class CallTimes(NamedTuple):
@@ -207,7 +202,9 @@ def _time_bucket(
         buffer = torch.empty_like(values)
         gradients = (buffer[:-COLUMNS].view(shapes[0]), buffer[-COLUMNS:])
         buckets.append(GradientBucket(number * IN_A_ROW + place, buffer, gradients))
-    before_s, later_s = _wire_s(compression, cluster, shapes)
+    replicas = group_of(cluster, range(dist.get_world_size()))
+    *first, last = (to_s(replicas.exchange_ns(*call)) for call in exchanges(compression, shapes))
+    before_s, later_s = (sum(first), last) if first else (last, 0.0)  # in `start`, and PowerSGD's second in `wait`
     settle_s = max(MIN_SETTLE_S, SETTLE * IN_A_ROW * before_s)
     times = []
     for repeat in range(BUCKET_REPEATS + 1):
@@ -227,10 +224,3 @@ def _time_bucket(
             times.append(((encoded - begin) / IN_A_ROW, max(0.0, (decoded - come) / IN_A_ROW - later_s)))
     encode, decode = np.median(times, axis=0).tolist()
     return encode, decode
-
-
-def _wire_s(compression: Compression, cluster: Cluster, shapes: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the predicted seconds of a bucket's exchanges: those that `start` begins, and PowerSGD's in `wait`."""
-    replicas = group_of(cluster, range(dist.get_world_size()))
-    *first, last = (to_s(replicas.exchange_ns(*call)) for call in exchanges(compression, shapes))
-    return (sum(first), last) if first else (last, 0.0)

@@ -209,7 +209,9 @@ class RunResult:
     def _step(self, loads: Sequence[float], measured: CalibrationRound) -> Step:
         """Simulate a step with experts as busy as these loads say."""
         run, cores = self.run, shared_cores(torch.device(self.run.device))
-        loaded = with_expert_loads(self.reports[0].counted, loads, run.plan, cores=cores)
+        workload = self.reports[0].workload
+        assert workload is not None, "windows were timed, so the workload was counted"
+        loaded = with_expert_loads(workload, loads, run.plan, cores=cores)
         return predict_step(loaded, measured, run.plan, order=run.order, cores=cores)
 
 

@@ -98,12 +98,6 @@ class RankReport:
     step_ns: list[tuple[int, int]] = field(default_factory=list)
     trace: Trace = field(default_factory=lambda: Trace.from_spans([]))
 
-    @property
-    def counted(self) -> Workload:
-        """The workload, where windows were timed."""
-        assert self.workload is not None, "windows were timed, so the workload was counted"
-        return self.workload
-
     def step_trace(self, step: int) -> Trace:
         """Return what the rank did in a timed step."""
         start, end = self.step_ns[step]
@@ -267,6 +261,5 @@ def judge(windows: Sequence[Window], *, bar: float) -> Verdict:
     median_error = float(np.median(np.abs(errors)))
     holds = median_error <= max(bar, 2 * spread) if len(calm) >= MIN_WINDOWS else None
     predicted = float(np.median([window.predicted_s for window in used]))
-    signed = float(np.median(errors))
-    counts = (len(calm), len(windows) - len(calm))
-    return Verdict(*counts, middle, predicted, median_error, signed, repeat_spread=spread, bar=bar, holds=holds)
+    found = (len(calm), len(windows) - len(calm), middle, predicted, median_error, float(np.median(errors)))
+    return Verdict(*found, repeat_spread=spread, bar=bar, holds=holds)
