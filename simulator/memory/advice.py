@@ -139,7 +139,7 @@ def check_fit(
         missing = memory.host_bytes - host
         fault = f"{needs} and {device.name} may use {format_bytes(host)} of it: {format_bytes(missing)} too much"
     change = find_change(workload, plan, device, flat_buffers=flat_buffers, run=run)
-    advice = f"{change.why}smallest change that fits: {change}, which holds {change.holds}" if change else NOTHING
+    advice = f"smallest change that fits: {change}, which holds {change.holds}" if change else NOTHING
     raise DoesNotFitError(f"{_ranks(plan, stage)}: {fault}", advice, change)
 
 

@@ -59,7 +59,7 @@ class PipelineRun:
         Zero-bubble papers call it the cost. `duration_s`, one step alone, also counts the waits before a rank begins
         and after it ends.
         """
-        offsets = self.order.offsets
+        offsets = np.unique(self.order.offsets)  # a rank with nothing to do begins where the next one does
         return to_s(int((self.end_ns[offsets[1:] - 1] - self.start_ns[offsets[:-1]]).max(initial=0)))
 
     @property
