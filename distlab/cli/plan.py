@@ -76,9 +76,9 @@ def _priced(text: str) -> tuple[str, float | None]:
 def plan(arguments: argparse.Namespace) -> int:
     """Find the best plan for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
 
-    Every way to divide the devices, none with offload, is bounded from below, and simulated in the order of its bound
-    until nothing can be better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C ends the search with
-    the best so far.
+    Every way to divide the devices, without offload, is bounded from below, and simulated in the order of its bound
+    until nothing can be better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C
+    ends the search with the best so far.
     """
     from simulator import Failures, Run, bill, search
 
@@ -120,9 +120,7 @@ def _why_none(arguments: argparse.Namespace, last: Search, too_long: list[float]
     from simulator.units import format_bytes
 
     if too_long:
-        return (
-            f"no plan ends in time: the shortest takes {min(too_long):.3g} days; add --days {1.005 * min(too_long):.3g}"
-        )
+        return f"no plan ends in time: the shortest does with --days {1.005 * min(too_long):.3g}"
     if not last.is_complete:
         return "no plan that fits had been found when the search was interrupted; let it run longer"
     question, row = last.found.question, last.leanest
@@ -130,13 +128,13 @@ def _why_none(arguments: argparse.Namespace, last: Search, too_long: list[float]
     said = _file(arguments, question, plan, workload.samples)
     change = find_change(workload, plan, question.device, flat_buffers=flat, run=counted(said, None))
     needs, free = last.needs(row), question.device.memory_bytes
-    why = f"no plan fits: on {plan.world_size} devices the leanest ({words_of(plan, workload.samples)}) needs "
-    why += f"{format_bytes(needs)}, {format_bytes(needs - free)} more than the {format_bytes(free)} of a device; "
+    more = f"{format_bytes(needs)}, {format_bytes(needs - free)} more than the {format_bytes(free)} of a device"
+    why = f"no plan fits: on {plan.world_size} devices the leanest ({words_of(plan, workload.samples)}) needs {more}; "
     if change is None:
         return why + NOTHING
-    less = change.why if change.plan.sharding.offload == "none" else "plan does not search offload, and with it "
-    flags = changed_flags(said.changed(change.plan, workload.samples // change.split))
-    return f"{why}{less}`distlab simulate {flags}` needs {change.holds}"
+    why += change.why if change.plan.sharding.offload == "none" else "plan does not search offload, and with it "
+    after = said.changed(change.plan, workload.samples // change.split)
+    return f"{why}`distlab simulate {changed_flags(after)}` needs {change.holds}"
 
 
 def _file(arguments: argparse.Namespace, question: Question, plan: Plan, samples: int) -> PlanFile:

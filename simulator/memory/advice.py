@@ -39,10 +39,7 @@ SIZES = ("activation", "output", "tensor_activation", "score", "input", "logits"
 WIDER_PRICE = 3.0  # sharding over all ranks in place of one group of replicas
 MOST_DOUBLINGS = 12  # of data ranks, where no change fits on as many ranks
 FOLLOWING = {"stages_per_rank", "recompute_method", "recompute_layers"}  # they say how a different change is made
-NOTHING = (
-    "no change of recompute, sharding, offload or micro-batch fits, nor with more data or tensor ranks; what is left: "
-    "a larger device, a smaller model or shorter sequences"
-)
+NOTHING = "no change of recompute, sharding, offload or micro-batch fits, nor do more data or tensor ranks"
 
 
 class DoesNotFitError(ValueError):

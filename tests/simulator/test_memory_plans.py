@@ -319,7 +319,7 @@ def test_where_nothing_fits_more_ranks_are_named():
     assert find_change(large, replace(change.plan, data=change.plan.data // 2), device(1.5e9, 0.0)).plan.data > 2
     nothing = refusal(Plan(), device(NO_ROOM))
     assert nothing.change is None
-    assert "nor with more data or tensor ranks" in str(nothing)
+    assert "nor do more data or tensor ranks" in str(nothing)
 
 
 PLANS = [
