@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number
 from distlab.cli.flags import add_flags, changed_flags, cluster_of, tables_said
-from distlab.cli.simulate import check_size, counted
+from distlab.cli.simulate import check_size, memory_by_run
 from distlab.course.flags import number
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def _why_none(arguments: argparse.Namespace, last: Search, too_long: list[float]) -> str:
     from simulator import words_of
     from simulator.memory.advice import NOTHING, find_change
-    from simulator.units import format_bytes
+    from simulator.units import counted, format_bytes
 
     if too_long:
         return f"no plan ends in time: the shortest does with --days {1.005 * min(too_long):.3g}"
@@ -126,10 +126,11 @@ def _why_none(arguments: argparse.Namespace, last: Search, too_long: list[float]
     question, row = last.found.question, last.leanest
     plan, workload, flat = last.found.plan(row), last.found.workload(row), question.cluster.software.flat_buffers
     said = _file(arguments, question, plan, workload.samples)
-    change = find_change(workload, plan, question.device, flat_buffers=flat, run=counted(said, None))
+    change = find_change(workload, plan, question.device, flat_buffers=flat, run=memory_by_run(said, None))
     needs, free = last.needs(row), question.device.memory_bytes
     more = f"{format_bytes(needs)}, {format_bytes(needs - free)} more than the {format_bytes(free)} of a device"
-    why = f"no plan fits: on {plan.world_size} devices the leanest ({words_of(plan, workload.samples)}) needs {more}; "
+    lean = f"the leanest ({words_of(plan, workload.samples)}) needs {more}"
+    why = f"no plan fits: on {counted(plan.world_size, 'device')} {lean}; "
     if change is None:
         return why + NOTHING
     why += change.why if change.plan.sharding.offload == "none" else "plan does not search offload, and with it "

@@ -121,7 +121,7 @@ def _made(said: PlanFile, file: str | None) -> tuple[Workload, Cluster]:
     return said.made() if file else (said.workload.workload(), cluster_of(said.cluster, said.plan.world_size))
 
 
-def counted(said: PlanFile, file: str | None) -> Run:
+def memory_by_run(said: PlanFile, file: str | None) -> Run:
     """Return what counts a changed plan as this command does: by its step, where the plan has one."""
     from simulator import memory_of, simulate, why_not_timed
 
@@ -138,7 +138,7 @@ def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | N
     """Return why a plan does not fit, and what makes it fit, in flags or in words of its file; "": it fits."""
     from simulator import DoesNotFitError, check_fit
 
-    how: Any = {"flat_buffers": cluster.software.flat_buffers, "run": counted(said, file)}
+    how: Any = {"flat_buffers": cluster.software.flat_buffers, "run": memory_by_run(said, file)}
     try:
         check_fit(workload, said.plan, cluster.device, **how)
     except DoesNotFitError as error:

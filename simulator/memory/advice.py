@@ -156,7 +156,7 @@ def find_change(
             memory = run(parts(one.split), one.plan) if run and memory.fits(device) else memory
         except ValueError:
             return None
-        host = f", and {format_bytes(memory.host_bytes)} of the host's memory" if memory.host_bytes else ""
+        host = f", and {format_bytes(memory.host_bytes)} of the host's memory per rank" if memory.host_bytes else ""
         return replace(one, holds=f"{format_bytes(memory.max_bytes)}{host}") if memory.fits(device) else None
 
     for wider in _wider(workload, plan):

@@ -294,7 +294,7 @@ def test_offload_is_offered_where_the_host_has_memory():
     for host in (lean.host_bytes, None):  # None: nobody said what the host has
         change = find_change(WORKLOAD, plan, device(room, host))
         assert change.plan.sharding.offload == "optimizer"
-        assert change.holds.endswith(f" and {format_bytes(lean.host_bytes)} of the host's memory")
+        assert change.holds.endswith(f" and {format_bytes(lean.host_bytes)} of the host's memory per rank")
     assert smallest_change(WORKLOAD, plan, device(room, lean.host_bytes - 1)).world_size > plan.world_size
 
 
