@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number
 from distlab.cli.flags import add_flags, changed_flags, cluster_of, tables_said
-from distlab.cli.simulate import check_size, counted
+from distlab.cli.simulate import check_size, memory_by_run
 from distlab.course.flags import number
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def _priced(text: str) -> tuple[str, float | None]:
 def plan(arguments: argparse.Namespace) -> int:
     """Find the best plan for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
 
-    Every way to divide the devices is bounded from below, and simulated in the order of its bound until nothing can be
-    better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C ends the search with
-    the best so far.
+    Every way to divide the devices, without offload, is bounded from below, and simulated in the order of its bound
+    until nothing can be better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C
+    ends the search with the best so far.
     """
     from simulator import Failures, Run, bill, search
 
@@ -117,23 +117,25 @@ def plan(arguments: argparse.Namespace) -> int:
 def _why_none(arguments: argparse.Namespace, last: Search, too_long: list[float]) -> str:
     from simulator import words_of
     from simulator.memory.advice import NOTHING, find_change
-    from simulator.units import format_bytes
+    from simulator.units import counted, format_bytes
 
     if too_long:
-        return f"no plan ends in time: the shortest takes {min(too_long):.3g} days; use more devices or more --days"
+        return f"no plan ends in time: the shortest does with --days {1.005 * min(too_long):.3g}"
     if not last.is_complete:
         return "no plan that fits had been found when the search was interrupted; let it run longer"
     question, row = last.found.question, last.leanest
     plan, workload, flat = last.found.plan(row), last.found.workload(row), question.cluster.software.flat_buffers
     said = _file(arguments, question, plan, workload.samples)
-    change = find_change(workload, plan, question.device, flat_buffers=flat, run=counted(said, None))
-    least, free = format_bytes(last.needs(row)), format_bytes(question.device.memory_bytes)
-    why = f"no plan fits: on {plan.world_size} devices the leanest ({words_of(plan, workload.samples)}) needs {least}"
+    change = find_change(workload, plan, question.device, flat_buffers=flat, run=memory_by_run(said, None))
+    needs, free = last.needs(row), question.device.memory_bytes
+    more = f"{format_bytes(needs)}, {format_bytes(needs - free)} more than the {format_bytes(free)} of a device"
+    lean = f"the leanest ({words_of(plan, workload.samples)}) needs {more}"
+    why = f"no plan fits: on {counted(plan.world_size, 'device')} {lean}; "
     if change is None:
-        return f"{why} and has {free} for it; {NOTHING}"
-    less = change.why if change.plan.sharding.offload == "none" else "plan does not search offload, and with it "
-    flags = changed_flags(said.changed(change.plan, workload.samples // change.split))
-    return f"{why} and has {free} for it; {less}`distlab simulate {flags}` needs {change.holds}"
+        return why + NOTHING
+    why += change.why if change.plan.sharding.offload == "none" else "plan does not search offload, and with it "
+    after = said.changed(change.plan, workload.samples // change.split)
+    return f"{why}`distlab simulate {changed_flags(after)}` needs {change.holds}"
 
 
 def _file(arguments: argparse.Namespace, question: Question, plan: Plan, samples: int) -> PlanFile:

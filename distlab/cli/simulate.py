@@ -52,6 +52,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     [workload], [cluster] and [plan]) says all of it in place of flags.
     """
     from simulator import memory_of, simulate, why_not_timed
+    from simulator.memory.memory import KINDS
     from simulator.plan_file import told_of
 
     if arguments.list:
@@ -72,7 +73,10 @@ def simulate(arguments: argparse.Namespace) -> int:
     _save(arguments, step, memory, cluster)
     found: dict[str, Any] = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
     found |= {"parameters": workload.num_parameters} | (_facts(step) if step else {})
-    found |= _memory_facts(cluster, memory)
+    found |= {"max_memory_bytes": memory.max_bytes, "device_memory_bytes": cluster.device.memory_bytes}
+    kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
+    found |= {"memory_bytes_by_kind": dict(zip(KINDS, kinds, strict=True)), "host_memory_bytes": memory.host_bytes}
+    found["fits"] = memory.fits(cluster.device)
     found["why_not"] = "" if found["fits"] else _why_not(said, workload, cluster, arguments.file)
     found["notes"] = _notes(workload, plan, found)
     if arguments.json:
@@ -117,20 +121,7 @@ def _made(said: PlanFile, file: str | None) -> tuple[Workload, Cluster]:
     return said.made() if file else (said.workload.workload(), cluster_of(said.cluster, said.plan.world_size))
 
 
-def _memory_facts(cluster: Cluster, memory: Memory) -> dict[str, Any]:
-    """Return what fills the fullest rank as JSON-ready values."""
-    from simulator.memory.memory import KINDS
-
-    return {
-        "max_memory_bytes": memory.max_bytes,
-        "device_memory_bytes": cluster.device.memory_bytes,
-        "memory_bytes_by_kind": dict(zip(KINDS, memory.at_peak_bytes[memory.fullest_stage].tolist(), strict=True)),
-        "host_memory_bytes": memory.host_bytes,
-        "fits": memory.fits(cluster.device),
-    }
-
-
-def counted(said: PlanFile, file: str | None) -> Run:
+def memory_by_run(said: PlanFile, file: str | None) -> Run:
     """Return what counts a changed plan as this command does: by its step, where the plan has one."""
     from simulator import memory_of, simulate, why_not_timed
 
@@ -147,7 +138,7 @@ def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | N
     """Return why a plan does not fit, and what makes it fit, in flags or in words of its file; "": it fits."""
     from simulator import DoesNotFitError, check_fit
 
-    how: Any = {"flat_buffers": cluster.software.flat_buffers, "run": counted(said, file)}
+    how: Any = {"flat_buffers": cluster.software.flat_buffers, "run": memory_by_run(said, file)}
     try:
         check_fit(workload, said.plan, cluster.device, **how)
     except DoesNotFitError as error:

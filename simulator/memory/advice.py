@@ -39,10 +39,7 @@ SIZES = ("activation", "output", "tensor_activation", "score", "input", "logits"
 WIDER_PRICE = 3.0  # sharding over all ranks in place of one group of replicas
 MOST_DOUBLINGS = 12  # of data ranks, where no change fits on as many ranks
 FOLLOWING = {"stages_per_rank", "recompute_method", "recompute_layers"}  # they say how a different change is made
-NOTHING = (
-    "no change of recompute, sharding, offload or micro-batch fits, nor with more data or tensor ranks; what is left: "
-    "a larger device, a smaller model or shorter sequences"
-)
+NOTHING = "no change of recompute, sharding, offload or micro-batch fits, nor do more data or tensor ranks"
 
 
 class DoesNotFitError(ValueError):
@@ -139,7 +136,7 @@ def check_fit(
         missing = memory.host_bytes - host
         fault = f"{needs} and {device.name} may use {format_bytes(host)} of it: {format_bytes(missing)} too much"
     change = find_change(workload, plan, device, flat_buffers=flat_buffers, run=run)
-    advice = f"{change.why}smallest change that fits: {change}, which holds {change.holds}" if change else NOTHING
+    advice = f"smallest change that fits: {change}, which holds {change.holds}" if change else NOTHING
     raise DoesNotFitError(f"{_ranks(plan, stage)}: {fault}", advice, change)
 
 
@@ -159,7 +156,7 @@ def find_change(
             memory = run(parts(one.split), one.plan) if run and memory.fits(device) else memory
         except ValueError:
             return None
-        host = f", and {format_bytes(memory.host_bytes)} of the host's memory" if memory.host_bytes else ""
+        host = f", and {format_bytes(memory.host_bytes)} of the host's memory per rank" if memory.host_bytes else ""
         return replace(one, holds=f"{format_bytes(memory.max_bytes)}{host}") if memory.fits(device) else None
 
     for wider in _wider(workload, plan):

@@ -59,9 +59,8 @@ class PipelineRun:
         Zero-bubble papers call it the cost. `duration_s`, one step alone, also counts the waits before a rank begins
         and after it ends.
         """
-        first, stop = self.order.offsets[:-1], self.order.offsets[1:]
-        busy = first < stop
-        return to_s(int((self.end_ns[stop[busy] - 1] - self.start_ns[first[busy]]).max(initial=0)))
+        offsets = np.unique(self.order.offsets)  # a rank with nothing to do begins where the next one does
+        return to_s(int((self.end_ns[offsets[1:] - 1] - self.start_ns[offsets[:-1]]).max(initial=0)))
 
     @property
     def work_s(self) -> float:

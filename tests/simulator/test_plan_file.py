@@ -15,7 +15,6 @@ from distlab.plan.partition import CUTS
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 from simulator.hardware import presets
 from simulator.hardware.presets import OwnDevice, OwnLink
-from simulator.plan_file import PlanFile
 
 MOST_RANKS_DRAWN = 64
 LONGEST_S = 60.0  # for one configuration: more counts as hanging
@@ -103,7 +102,7 @@ def random_file(random):
     offload = "none" if stage == 0 or random.random() < 0.8 else random.choice(OFFLOADS)
     order = tuple(random.sample(AXES, len(AXES)))
     plan["sharding"] = Sharding(stage, **drawn(random, SHARDING), offload=offload)
-    return PlanFile(sim.ModelDescription(**model), sim.ClusterDescription(**machine), Plan(**plan), order)
+    return sim.PlanFile(sim.ModelDescription(**model), sim.ClusterDescription(**machine), Plan(**plan), order)
 
 
 def check_trace(seed, step):
@@ -230,7 +229,7 @@ def test_figures_of_ones_own_replace_the_presets():
     assert machine.device.memory_bytes_per_s == sim.cluster("dgx-a100", stack="best-case").device.memory_bytes_per_s
     assert machine.intra_node.name == "nvlink2"
     assert machine.inter_node.protocols[0].bytes_per_s == 10e9
-    slower = PlanFile(found.workload, sim.ClusterDescription(stack="megatron", device=OwnDevice(1e14)), found.plan)
+    slower = sim.PlanFile(found.workload, sim.ClusterDescription(stack="megatron", device=OwnDevice(1e14)), found.plan)
     own = slower.cluster.cluster(8).device
     assert own.matmul_flops_per_s == pytest.approx(sim.stack("megatron").matmul_fraction * 1e14)
     assert sim.plan_of_text(found.text()) == found

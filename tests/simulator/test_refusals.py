@@ -61,10 +61,8 @@ ROWS = [
     ("GPT: num_layers is -1", lambda: sim.gpt_workload(num_layers=-1, **SIZES)),
     ("GPT: 5 heads do not divide", lambda: sim.gpt_workload(num_layers=1, **SIZES | {"num_heads": 5})),
     ("no attention that keeps scores", lambda: sim.fuse_attention(sim.fuse_attention(GPT))),
-    (
-        "1 convolutions for 2 layers; pass one for each",
-        lambda: sim.LlamaSizes(64, 2, 4, 2, 96, 100, convolutions=(3,)),
-    ),
+    ("1 convolutions for 2 layers; pass one for each",
+     lambda: sim.LlamaSizes(64, 2, 4, 2, 96, 100, convolutions=(3,))),
     ("choose a stage of 0 to 3", lambda: sim.adam_state_bytes(1, zero_stage=4)),
     ("at least 1", lambda: sim.activation_bytes_per_layer(0, 1, 1, 1)),
     ("choose none, selective or full", lambda: sim.activation_bytes_per_layer(8, 1, 1, 1, recompute="maybe")),
@@ -103,10 +101,8 @@ ROWS = [
     ("input_gradient of -1; pass times >= 0", lambda: run(ActionTimes(1, -1, 1))),
     ("rank 4; the pipeline has ranks 0..3", lambda: run(slow_ranks={4: 2})),
     ("gives rank 1 the factor 0; pass a number above 0", lambda: run(slow_ranks={1: 0})),
-    (
-        "deadlock: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1",
-        lambda: run(text="0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"),
-    ),
+    ("deadlock: rank 0 at 0B0 waits for 1B0; rank 1 at 1F1 waits for 0F1",
+     lambda: run(text="0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0")),
     ("0F0 is in the schedule twice", lambda: run(text="0F0,0F0,0B0")),
     ("what 0B0 needs is in no rank's order", lambda: run(text="0F0,0B0\n1F0")),
     ("0B0 comes before its own forward", lambda: run(text="0B0,0F0")),
@@ -121,24 +117,19 @@ ROWS = [
     ("needs operation 5; the graph has 1", lambda: graph(5)),
     ("pass times >= 0", lambda: Graph().add(0, COMPUTE, -1)),
     ("a duration is -1 ns; pass times >= 0", lambda: Graph().extend(0, [COMPUTE] * 2, [3, -1], [NONE, NONE])),
+    ("rank 1 has no stage in the schedule; give it one, or leave it out",
+     lambda: step(Plan(1, 3), schedule=parse_schedule("1F0,1B0\n,\n0F0,0B0"))),
     ("4 ranks and 4 micro-batches; the plan has", lambda: step(Plan(1, 4, 5), schedule=SCHEDULE)),
-    (
-        "4 (pipeline) x 2 (a rank) = 8 stages; workload 'GPT",
-        lambda: step(Plan(1, 4, 8, schedule="zb_v", stages_per_rank=2)),
-    ),
+    ("4 (pipeline) x 2 (a rank) = 8 stages; workload 'GPT",
+     lambda: step(Plan(1, 4, 8, schedule="zb_v", stages_per_rank=2))),
     ("3 (tensor) ranks cannot divide 4 heads", lambda: step(Plan(tensor=3))),
-    (
-        "2 (tensor) x 4 (context, all-to-all)",
-        lambda: step(Plan(tensor=2, context=4, context_kind="all_to_all")),
-    ),
+    ("2 (tensor) x 4 (context, all-to-all)", lambda: step(Plan(tensor=2, context=4, context_kind="all_to_all"))),
     ("multiple of 6 positions; got 64", lambda: step(Plan(context=3))),
     ("cannot divide 2 positions", lambda: step(Plan(tensor=4, context=32, sequence_parallel=True))),
     ("32 (data) x 1 (pipeline) x 4 (tensor) = 128 ranks", lambda: step(Plan(tensor=4, data=32))),
     ("5 blocks do not divide into 3 equal stages", lambda: step(Plan(pipeline=3, cut="blocks"))),
-    (
-        f"{MACHINE.device.name} has no products of 8 bits; use a device that has",
-        lambda: step(Plan(float8="products"), MACHINE),
-    ),
+    (f"{MACHINE.device.name} has no products of 8 bits; use a device that has",
+     lambda: step(Plan(float8="products"), MACHINE)),
     ("expert=2: experts and the other parameters", lambda: step(replace(sharded(3), expert=2))),
     *(
         (
@@ -147,28 +138,18 @@ ROWS = [
         )
         for stage in (2, 3)
     ),
-    (
-        "simulate times offload with pipeline=1",
-        lambda: step(Plan(4, 2, sharding=Sharding(3, offload="all"))),
-    ),
+    ("simulate times offload with pipeline=1", lambda: step(Plan(4, 2, sharding=Sharding(3, offload="all")))),
     ("stage is 1; pass a plan of stage 3", lambda: sim.sweep_units(GPT, cluster_of(4), sharded(1))),
     ("use at most 7 stages", lambda: sim.memory_of(GPT, Plan(pipeline=8))),
     ("choose one of parameters, gradients", lambda: sim.memory_of(GPT, Plan()).of("cache")),
     ("3 parts do not divide 1 samples", lambda: split_samples(GPT, 3)),
-    (
-        "among 4 ranks; the plan has",
-        lambda: sim.simulate(WORKLOAD, cluster_of(4), Plan(data=4), measured=sim.Measured(CODEC)),
-    ),
+    ("among 4 ranks; the plan has",
+     lambda: sim.simulate(WORKLOAD, cluster_of(4), Plan(data=4), measured=sim.Measured(CODEC))),
     ("encode_s is -1", lambda: replace(CODEC, encode_s=-1)),
     ("bandwidth above zero", lambda: sim.with_bandwidth(cluster_of(2), Plan(data=2), 0)),
-    (
-        "at least one compression",
-        lambda: sim.sweep_compression(WORKLOAD, cluster_of(2), Plan(data=2), compressions=()),
-    ),
-    (
-        "two replicas",
-        lambda: sim.sweep_compression(WORKLOAD, cluster_of(2), Plan(), compressions=[Compression("sign")]),
-    ),
+    ("at least one compression", lambda: sim.sweep_compression(WORKLOAD, cluster_of(2), Plan(data=2), compressions=())),
+    ("two replicas",
+     lambda: sim.sweep_compression(WORKLOAD, cluster_of(2), Plan(), compressions=[Compression("sign")])),
     ("write a number, or one of llama-3", lambda: sim.Failures("weekly")),
     ("rate is -1.0", lambda: sim.Failures(-1.0)),
     ("rate is nan", lambda: sim.Failures(math.nan)),
@@ -183,10 +164,7 @@ ROWS = [
     ("mtbf_s is -5.0", lambda: sim.goodput(1.0, -5.0)),
     ("mtbf_s is nan", lambda: sim.goodput(1.0, math.nan)),
     ("does not get on", lambda: sim.goodput(5000.0, 100.0)),
-    (
-        "does not get on",
-        lambda: sim.bill(step(Plan(2)), sim.Run(1e9, None, sim.Failures(100.0, save_s=60))),
-    ),
+    ("does not get on", lambda: sim.bill(step(Plan(2)), sim.Run(1e9, None, sim.Failures(100.0, save_s=60)))),
     ("the batch has 0 samples", lambda: sim.Question(SMALL, MACHINE, 0)),
     ("headroom is 1.0", lambda: sim.Question(SMALL, MACHINE, 8, headroom=1.0)),
     ("the price is -1.0", lambda: sim.Question(SMALL, MACHINE, 8, price=-1.0)),
@@ -201,7 +179,7 @@ ROWS = [
             )
         ),
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "call"), ROWS, ids=[words[:40] for words, _ in ROWS])

@@ -88,6 +88,14 @@ def test_the_figures_of_a_run():
     assert run.trace.duration_s == pytest.approx(run.duration_s)
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1F0,1I0,1W0\n,\n0F0,0I0,0W0", 7), ("0F0,0B0\n,", 3), (",\n0F0,0B0", 3)]
+)
+def test_a_rank_with_nothing_to_do_takes_no_time(text, seconds):
+    run = simulate_schedule(parse_schedule(text), ActionTimes(1, 1, (1, 5)[: 1 + text.count("1W")]))
+    assert run.steady_s == pytest.approx(seconds / 1e3)
+
+
 def test_a_schedule_of_ones_own_and_neighbours_on_one_rank():
     own = parse_schedule("0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1")
     step = simulate(workload_of([1] * 4), cluster_of(2), Plan(pipeline=2, num_microbatches=2), schedule=own)
