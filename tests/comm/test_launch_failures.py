@@ -70,17 +70,21 @@ def test_the_first_failure_is_told_first_and_soon(how, tmp_path, record_property
     record_property("tried", 20)
 
 
-def test_a_failure_is_reported_while_others_run():
-    def fail() -> None:
+def test_a_failure_is_reported_while_others_run_and_a_noisy_one_when_there_is_no_other():
+    def fail(error: Exception, seconds: int) -> None:
         dist.barrier()
         if dist.get_rank() == 1:
-            raise RuntimeError("one is enough")
-        time.sleep(1000)
+            raise error
+        time.sleep(seconds)
 
-    with pytest.raises(RankError) as caught:
-        run(fail, 2)
-    assert not isinstance(caught.value, RankTimeout)
-    assert "rank 0 was still running in fail (" in str(caught.value)
+    for error, seconds, words in (
+        (RuntimeError("one is enough"), 1000, "rank 0 was still running in fail ("),
+        (RuntimeError("Connection reset by peer"), 0, "rank 0 had already returned"),
+    ):
+        with pytest.raises(RankError, match="rank 1 of 2") as caught:
+            run(fail, 2, args=(error, seconds), record=False)
+        assert not isinstance(caught.value, RankTimeout)
+        assert words in str(caught.value)
 
 
 def test_peers_that_saw_the_connection_close_are_not_blamed():
@@ -113,17 +117,6 @@ def test_an_error_in_a_lambda_has_its_line():
     with pytest.raises(RankError) as failed:
         run(lambda: [[].pop() for _ in range(1)], 1)
     assert f'File "{__file__}", line {failed.traceback[0].lineno + 1}, in <lambda>' in str(failed.value)
-
-
-def test_a_noisy_failure_is_still_told_when_there_is_no_other():
-    def fail() -> None:
-        dist.barrier()
-        if dist.get_rank() == 1:
-            raise RuntimeError("Connection reset by peer")
-
-    with pytest.raises(RankError, match="rank 1 of 2") as caught:
-        run(fail, 2, record=False)
-    assert "rank 0 had already returned" in str(caught.value)
 
 
 @contextmanager

@@ -114,24 +114,6 @@ def own_lines(rank):
         dist.all_reduce(b)
 
 
-class Buckets:
-    """What is left over is sent by a different function than what a hook sends; all keep the order of buckets."""
-
-    def ready(self):
-        dist.all_reduce(torch.ones(4))
-
-    def rest(self):
-        dist.all_reduce(torch.ones(4))
-
-
-def in_hooks_or_after(rank):
-    """Of two buckets alike the second starts in a hook where its parameters were used, else after backward."""
-    buckets = Buckets()
-    for step in range(4):
-        buckets.ready()
-        buckets.ready() if step % 2 == rank % 2 else buckets.rest()
-
-
 SEND = """
 def send(counts, *gradient):
     for _ in range(counts[0]):
@@ -151,7 +133,7 @@ def in_backward_or_after(rank):
         package["send"]([2 - counts[0]])
 
 
-NO_EXCHANGE = [take_turns, wait_in_turn, own_lines, in_hooks_or_after, in_backward_or_after]
+NO_EXCHANGE = [take_turns, wait_in_turn, own_lines, in_backward_or_after]
 
 
 def test_ranks_may_reach_a_call_from_different_lines(ranks):

@@ -79,7 +79,7 @@ def with_options(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> tup
         if isinstance(value, kind):
             options = value
         elif value is not None:
-            place = "timeout" if isinstance(value, timedelta) else "rootRank" if isinstance(value, int) else "reduceOp"
+            place = "timeout" if isinstance(value, timedelta) else "rootRank" if type(value) is int else "reduceOp"
             setattr(options, place, value)
     return (*args[:count], options)
 

@@ -109,12 +109,13 @@ def table(gloo, shared):
     reasons = {why: [name for name in lacking if name.startswith(start)] for start, why in NOT_HERE.items()}
     skipped = sum(outcome == "skipped" for outcome in gloo.values())
     more = [name for name, outcome in shared.items() if outcome == "passed" and name not in passed]
+    neither = [name for name, outcome in gloo.items() if outcome not in ("passed", "skipped") and name not in more]
     rows = [
         ("pass on gloo and on `shared`", len(passed) - len(lacking), ""),
         *(("pass on gloo alone", len(names), f"{why}: {', '.join(names)}") for why, names in reasons.items() if names),
         ("pass on `shared` alone", len(more), ", ".join(more)),
         ("skipped by themselves", skipped, "they need GPUs, or more ranks"),
-        ("fail on both", len(gloo) - len(passed) - skipped - len(more), "a GPU, nccl or torchvision is missing"),
+        ("fail on both", len(neither), f"for want of a GPU, nccl, torchvision or new processes: {', '.join(neither)}"),
     ]
     version = torch.__version__.partition("+")[0]
     text = f"`distributed_test.py` of torch {version}, {len(gloo)} tests on {WORLD_SIZE} ranks of a CPU. `make soak`\n"
