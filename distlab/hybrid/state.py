@@ -165,7 +165,7 @@ class HybridState:
         """Return the parameters that are here whole."""
         assert isinstance(self._averaging, WholeGradients | ShardedStates), "FullyShard has pieces of its own"
         named = self._averaging.named
-        pieces = [OwnPiece(name, 0, 0, one.numel(), one) for name, one in named.items()]
+        pieces = [OwnPiece(name, 0, 0, one.numel(), one, one) for name, one in named.items()]
         tensors = {name: (tuple(one.shape), one.dtype) for name, one in named.items()}
         return OwnPieces(pieces, tensors, CutLayers(self._built.splits, self._layout.groups["tensor"]))
 

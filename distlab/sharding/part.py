@@ -92,7 +92,8 @@ class OwnPiece(NamedTuple):
         slot: place of the parameter in its bucket or unit.
         start: first element of the parameter, seen as a row.
         stop: one past its last element.
-        parameter: shares the memory of those elements; what an optimizer's step updates.
+        parameter: what an optimizer's step updates; it lies in `memory`.
+        memory: those elements.
     """
 
     name: str
@@ -100,6 +101,13 @@ class OwnPiece(NamedTuple):
     start: int
     stop: int
     parameter: nn.Parameter
+    memory: Tensor
+
+    def settle(self) -> None:
+        """Bring home what a step has put into memory of its own (`p.data = ...`)."""
+        if self.parameter.data_ptr() != self.memory.data_ptr():
+            self.memory.copy_(self.parameter.detach())
+            self.parameter.data = self.memory
 
 
 class Piece(nn.Parameter):

@@ -131,19 +131,19 @@ class Unit:
 
     def _own_pieces(self) -> list[OwnPiece]:
         """Return the tensors that have elements in the shard, as plain parameters in its memory."""
-        memory, trains = plain(self.shard), self.shard.requires_grad
-        return [
-            OwnPiece(self.layout.names[at], at, start, stop, nn.Parameter(memory[offset:][: stop - start], trains))
-            for at, start, stop, offset in self.layout.pieces(dist.get_rank(self.options.group))
-        ]
+        memory, trains, pieces = plain(self.shard), self.shard.requires_grad, []
+        for at, start, stop, offset in self.layout.pieces(dist.get_rank(self.options.group)):
+            own = memory[offset:][: stop - start]
+            pieces.append(OwnPiece(self.layout.names[at], at, start, stop, nn.Parameter(own, trains), own))
+        return pieces
 
     # Parameters: gather, use, free
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Take this rank's part of whole parameters, given in the order of the layout; sends nothing."""
-        for _, slot, start, stop, parameter in self.shard.pieces:
-            parameter.copy_(tensors[slot].detach().reshape(-1)[start:stop])
+        for one in self.shard.pieces:
+            one.parameter.copy_(tensors[one.slot].detach().reshape(-1)[one.start : one.stop])
 
     @torch.no_grad()
     def fill_from_first(self, parameters: Sequence[Tensor]) -> None:

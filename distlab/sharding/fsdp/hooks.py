@@ -91,14 +91,7 @@ class ForwardCall:
 
 
 class Running(NamedTuple):
-    """A call that runs.
-
-    Attributes:
-        call: itself.
-        views: the whole parameters that it uses.
-        versions: how often they had been changed when it began.
-        first: number of the first node of autograd's graph that it may make.
-    """
+    """A call that runs, the whole parameters that it uses, and when it began: their versions, the next graph node."""
 
     call: ForwardCall
     views: Views

@@ -127,6 +127,7 @@ def _take_shards(optimizer: Optimizer, before: list[list[Any]]) -> None:
             if isinstance(one, FlatShard):
                 plain(one)[:0].zero_()  # counts as a change of the shard: units gather it anew
                 for piece in one.pieces:
+                    piece.settle()
                     piece.parameter.grad = None
                     if piece.parameter in state:
                         state[piece.name] = state.pop(piece.parameter)

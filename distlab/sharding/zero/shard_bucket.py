@@ -270,6 +270,7 @@ class ShardBucket(GradientSlots):
     def mark_gradients(self, refusing: bool) -> None:
         """Let pieces tell of changes, and their gradients refuse torch's tools; or be plain ones, for the own step."""
         for piece in self.pieces:
+            piece.settle()
             piece.parameter.__class__ = Piece if refusing else nn.Parameter
             if self.has_gradient[piece.slot]:
                 gradient = self.gradient_of(piece)
@@ -334,5 +335,5 @@ class ShardBucket(GradientSlots):
             start, stop = max(offset, low), min(offset + size, high)
             if start < stop:
                 values = self.whole[start:stop] if self.equal else self.whole[start:stop].view(shape)
-                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, Piece(values)))
+                found.append(OwnPiece(self.names[slot], slot, start - offset, stop - offset, Piece(values), values))
         return found
