@@ -46,12 +46,7 @@ from distlab.plan.schedules.turns import (
     zb_h1 as zb_h1,
     zb_h2 as zb_h2,
 )
-from distlab.plan.schedules.v_shaped import (
-    dualpipe_v as dualpipe_v,
-    v_half as v_half,
-    v_min as v_min,
-    zb_v as zb_v,
-)
+from distlab.plan.schedules.v_shaped import dualpipe_v as dualpipe_v, v_half as v_half, v_min as v_min, zb_v as zb_v
 from distlab.plan.schedules.validate import (
     ScheduleReport as ScheduleReport,
     add_communication as add_communication,

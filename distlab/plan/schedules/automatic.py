@@ -103,11 +103,7 @@ def zb_1p(num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES
 
 
 def zb_2p(
-    num_ranks: int,
-    num_microbatches: int,
-    times: ActionTimes = UNIT_TIMES,
-    *,
-    held_after_input_gradient: float = 1.0,
+    num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES, *, held_after_input_gradient: float = 1.0
 ) -> Schedule:
     """Plan the automatic schedule within twice 1F1B's memory: 2p micro-batches on every rank.
 
