@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -173,7 +174,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     print(f"calibrating, about {SECONDS + 3} s ...", file=sys.stderr, flush=True)
     result = calibrate(arguments.ranks, device=arguments.device, nodes=nodes, seconds=SECONDS)
     result.save(path)
-    print(json.dumps(result.as_dict(), indent=2) if arguments.json else f"{_table(result)}\nKept in {path}.")
+    print(json.dumps(asdict(result), indent=2) if arguments.json else f"{_table(result)}\nKept in {path}.")
     return 0
 
 

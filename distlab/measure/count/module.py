@@ -49,10 +49,6 @@ class _Counts:
     logits_bytes: int = 0
     widest_bytes: int = 0
 
-    def weight_shapes(self) -> set[tuple[int, ...]]:
-        shapes = {tuple(p.shape) for p in self.parameters}
-        return shapes | {shape[::-1] for shape in shapes}
-
 
 def workload_from_module(
     module: nn.Module,
@@ -263,8 +259,8 @@ class _Counter(TorchDispatchMode):
     def _makes_weight_gradient(self, args: Any, result: Any) -> bool:
         if any(t.untyped_storage()._cdata in self.held for t in tensors_in(args)):
             return False  # it reads the weight: that is what the input's gradient needs
-        shapes = self.layers[self.around[self.current][-1]].weight_shapes()
-        return any(tuple(t.shape) in shapes for t in tensors_in(result))
+        own = {tuple(p.shape) for p in self.layers[self.around[self.current][-1]].parameters}
+        return any(not own.isdisjoint((tuple(t.shape), tuple(t.shape)[::-1])) for t in tensors_in(result))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

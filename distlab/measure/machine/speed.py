@@ -284,14 +284,10 @@ class Calibration:
     seconds: float
     machine: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the calibration as JSON-ready values."""
-        return asdict(self)
-
     def save(self, path: Path) -> None:
         """Write the calibration to a file, making its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def calibrate(num_ranks: int, *, device: str = "cpu", nodes: Nodes | int = 1, seconds: float = 12.0) -> Calibration:
