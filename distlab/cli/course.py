@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import secrets
+import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -153,10 +154,11 @@ def lab(arguments: argparse.Namespace) -> int:
     number, script = find_lab(arguments.number)
     num_ranks, settings, given = read_flags(number, script, arguments.flags)
     from distlab.comm.launch.fork_client import preload
-    from distlab.comm.launch.script import plain_command, run_script
+    from distlab.comm.launch.script import run_script
 
     if not settings.json:
-        print(f"{plain_command(os.path.relpath(script), num_ranks, given)}\n", flush=True)
+        words = ["torchrun", "--nproc-per-node", str(num_ranks), os.path.relpath(script), *given]
+        print(f"{runnable(shlex.join(words))}\n", flush=True)
 
     def echo(rank: int, line: str) -> None:  # rank 0 tells the lab's story: its lines carry no rank
         is_result = rank == 0 and (not settings.json or line.startswith('{"schema"'))

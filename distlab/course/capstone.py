@@ -262,12 +262,7 @@ def attempt(entry: BoardEntry, seed: int) -> CapstoneVerdict:
         RankError: the entry's run failed, and not because of the kill; the text begins with the root cause.
     """
     chance = random.Random(seed)
-    kill = Fault(
-        "kill",
-        chance.randrange(UPDATES // 3, UPDATES - 2),
-        chance.randrange(NUM_RANKS),
-        chance.random() / 10,
-    )
+    kill = Fault("kill", chance.randrange(UPDATES // 3, UPDATES - 2), chance.randrange(NUM_RANKS), chance.random() / 10)
     first = first_entry()
     with tempfile.TemporaryDirectory(prefix="capstone-") as name:
         before, _ = _run(first, Path(name, "before"), PLAIN_UPDATES)

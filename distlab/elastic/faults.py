@@ -40,13 +40,7 @@ class Fault(NamedTuple):
 
 
 def plan_faults(
-    seed: int,
-    count: int,
-    *,
-    num_steps: int,
-    world_size: int,
-    kinds: Sequence[str] = KINDS,
-    within_s: float = 0.1,
+    seed: int, count: int, *, num_steps: int, world_size: int, kinds: Sequence[str] = KINDS, within_s: float = 0.1
 ) -> tuple[Fault, ...]:
     """Return faults of random kinds, steps, ranks and moments, by step; the same seed gives the same ones.
 

@@ -30,7 +30,6 @@ from distlab.plan.regions import (
 from distlab.plan.schedules.automatic import automatic as automatic, zb_1p as zb_1p, zb_2p as zb_2p
 from distlab.plan.schedules.basic import gpipe as gpipe, naive as naive, one_f_one_b as one_f_one_b
 from distlab.plan.schedules.families import SCHEDULES as SCHEDULES, Family as Family, make_schedule as make_schedule
-from distlab.plan.schedules.fault import ScheduleError as ScheduleError, text_grid as text_grid
 from distlab.plan.schedules.grammar import (
     KINDS as KINDS,
     Action as Action,
@@ -46,15 +45,12 @@ from distlab.plan.schedules.turns import (
     zb_h1 as zb_h1,
     zb_h2 as zb_h2,
 )
-from distlab.plan.schedules.v_shaped import (
-    dualpipe_v as dualpipe_v,
-    v_half as v_half,
-    v_min as v_min,
-    zb_v as zb_v,
-)
+from distlab.plan.schedules.v_shaped import dualpipe_v as dualpipe_v, v_half as v_half, v_min as v_min, zb_v as zb_v
 from distlab.plan.schedules.validate import (
+    ScheduleError as ScheduleError,
     ScheduleReport as ScheduleReport,
     add_communication as add_communication,
+    text_grid as text_grid,
     validate as validate,
 )
 from distlab.plan.sharding import (

@@ -7,12 +7,10 @@ wrong as it would tell torchrun (`record_failure`). Of several failures the caus
 from __future__ import annotations
 
 import runpy
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distlab.comm.command import runnable
 from distlab.comm.launch.failures import RankError, RankTimeout, standing
 from distlab.comm.launch.ranks import Ranks
 
@@ -22,11 +20,6 @@ _HUNG = "raised RankTimeout: "
 
 class ScriptRefused(ValueError):
     """What a script was asked for cannot be: one line is enough."""
-
-
-def plain_command(script: str | Path, num_ranks: int, arguments: Sequence[str] = ()) -> str:
-    """Return what a user types to start the same without distlab."""
-    return runnable(shlex.join(["torchrun", "--nproc-per-node", str(num_ranks), str(script), *arguments]))
 
 
 def run_script(

@@ -21,14 +21,7 @@ from torch import Tensor
 from distlab.comm.record.file import Known, RecordWriter
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.matching import channel_of, fingerprint_of, known_call
-from distlab.comm.record.operations import (
-    Operation,
-    Terms,
-    describe_shapes,
-    num_bytes_of,
-    ring_bytes,
-    tensors_in,
-)
+from distlab.comm.record.operations import Operation, Terms, describe_shapes, num_bytes_of, ring_bytes, tensors_in
 from distlab.comm.record.read import Records, read_records
 from distlab.comm.where.frames import Site
 

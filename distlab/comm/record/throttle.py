@@ -35,15 +35,12 @@ class ThrottledLink:
     Attributes:
         bytes_per_s: bandwidth, one way.
         latency_s: of one message.
-        busy_s: time that the calls so far occupy the link, idle time apart.
-        num_calls: calls so far.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
         self._pace = Pace(Wire(bytes_per_s, latency_s))  # a wire refuses what no link has
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
-        self.busy_s = 0.0
-        self.num_calls, self._numbers = 0, itertools.count(1)
+        self._numbers = itertools.count(1)
         self._ends: dict[int, float] = {}  # of calls whose end was not seen
 
     def call(self, operation: Operation, group: Any, data: Any, terms: Terms, site: Site, aside: bool) -> Token:
@@ -59,8 +56,7 @@ class ThrottledLink:
             )
         num_bytes = sum(map(num_bytes_of, tensors_in(data)))
         seconds = link_s(operation.op, num_bytes, group.size(), bytes_per_s=self.bytes_per_s, latency_s=self.latency_s)
-        self.num_calls = number = next(self._numbers)
-        self.busy_s += seconds
+        number = next(self._numbers)
         self._ends[number] = self._pace.occupy(seconds, time.monotonic())
         # The front end talks to a writer of records; of those, the link needs to hear of waits and ends only.
         return cast(RecordWriter, self), number
@@ -78,7 +74,7 @@ class ThrottledLink:
 
 
 @contextmanager
-def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[ThrottledLink]:
+def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[None]:
     """Give this rank's collectives the time of a link inside a with block; all ranks use the same.
 
     It sees what waits in Python: DataParallel, hooks, plain collectives, functional ones. torch's own DDP waits in C++
@@ -111,7 +107,7 @@ def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[ThrottledL
     for kind in real:
         kind.is_completed = is_completed  # type: ignore[assignment, method-assign]
     try:
-        yield link
+        yield
     finally:
         FrontEnd.remove(link)
         for kind, own in real.items():

@@ -128,7 +128,7 @@ class RanksMagics(Magics):
         """Say how many ranks run, their process numbers and what they hold; `%ranks stop` ends them."""
         word = line.strip()
         if word == "stop":
-            print(stop_ranks(self.notebook))
+            print(self.stop())
         elif word:
             raise UsageError(f"%ranks cannot read {word!r}; write %ranks or %ranks stop (a whole cell begins %%ranks)")
         elif self.ranks is None or not self.ranks.pids:
@@ -192,12 +192,6 @@ def _interrupt_of(ranks: Ranks) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def stop_ranks(shell: InteractiveShell) -> str:
-    """End the notebook's ranks; return what was done, in words."""
-    magics = shell.magics_manager.registry.get("RanksMagics")
-    return "no ranks are running" if magics is None else str(magics.stop())
-
-
 def last_records() -> Records:
     """Return what the ranks of the last %%ranks cell called of torch.distributed, also where it failed.
 
@@ -245,7 +239,8 @@ def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """End the ranks; names stay."""
-    stop_ranks(shell)
+    if (magics := shell.magics_manager.registry.get("RanksMagics")) is not None:
+        magics.stop()
 
 
 def show(picture: Picture | Figure, words: str = "") -> None:

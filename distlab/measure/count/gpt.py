@@ -43,12 +43,7 @@ def make_gpt(config: GPTConfig, seed: int, *, num_experts: int = 0, top_k: int =
 
 
 def count_gpt(
-    config: GPTConfig,
-    samples: int,
-    *,
-    num_experts: int = 0,
-    top_k: int = 2,
-    device: torch.device | None = None,
+    config: GPTConfig, samples: int, *, num_experts: int = 0, top_k: int = 2, device: torch.device | None = None
 ) -> Workload:
     """Count a micro-batch of whole sequences in one process, and an update by SGD with momentum.
 

@@ -259,8 +259,8 @@ class _Counter(TorchDispatchMode):
     def _makes_weight_gradient(self, args: Any, result: Any) -> bool:
         if any(t.untyped_storage()._cdata in self.held for t in tensors_in(args)):
             return False  # it reads the weight: that is what the input's gradient needs
-        shapes = [tuple(p.shape) for p in self.layers[self.around[self.current][-1]].parameters]
-        return any(shape in shapes or shape[::-1] in shapes for shape in (tuple(t.shape) for t in tensors_in(result)))
+        own = {tuple(p.shape) for p in self.layers[self.around[self.current][-1]].parameters}
+        return any(not own.isdisjoint((tuple(t.shape), tuple(t.shape)[::-1])) for t in tensors_in(result))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

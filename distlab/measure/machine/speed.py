@@ -288,13 +288,7 @@ class Calibration:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def calibrate(
-    num_ranks: int,
-    *,
-    device: str = "cpu",
-    nodes: Nodes | int = 1,
-    seconds: float = 12.0,
-) -> Calibration:
+def calibrate(num_ranks: int, *, device: str = "cpu", nodes: Nodes | int = 1, seconds: float = 12.0) -> Calibration:
     """Measure rounds on num_ranks ranks for about `seconds` and fit their median.
 
     On GPUs one of them is measured alone last, and the cluster's device is `best_device` in half precision. The errors

@@ -143,12 +143,7 @@ def between_windows(rounds: Sequence[CalibrationRound], whole: CalibrationRound)
 
 
 def predict_step(
-    workload: Workload,
-    measured: CalibrationRound,
-    plan: Plan,
-    *,
-    order: Sequence[str] = AXES,
-    cores: int | None = None,
+    workload: Workload, measured: CalibrationRound, plan: Plan, *, order: Sequence[str] = AXES, cores: int | None = None
 ) -> Step:
     """Simulate a step of a whole model (see `count_gpt`) on this machine, as a calibration round saw it.
 

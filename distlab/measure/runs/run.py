@@ -44,15 +44,7 @@ from distlab.measure.runs.calibrate import (
     sgd,
 )
 from distlab.measure.runs.calls import is_pipeline_alone
-from distlab.measure.runs.windows import (
-    RankReport,
-    Verdict,
-    Window,
-    judge,
-    time_beside,
-    trouble_of,
-    windows_between,
-)
+from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_beside, trouble_of, windows_between
 from distlab.plan import AXES, Plan, Workload
 from distlab.trace import Trace
 from simulator import Step
@@ -223,10 +215,7 @@ def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:
 
 
 def overlay_of(
-    reports: Sequence[RankReport],
-    predict: Callable[[Sequence[Any]], Trace],
-    *,
-    calls: Trace | None = None,
+    reports: Sequence[RankReport], predict: Callable[[Sequence[Any]], Trace], *, calls: Trace | None = None
 ) -> Overlay:
     """Lay the steps that `time_beside` timed over predictions from the calibrations around them.
 

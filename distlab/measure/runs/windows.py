@@ -57,14 +57,9 @@ class Window:
         return self.taken_cores > MAX_TAKEN_CORES
 
     @property
-    def drift(self) -> float:
-        """How far the two calibrations are apart, relative to the prediction."""
-        return abs(self.predicted_after_s - self.predicted_before_s) / self.predicted_s
-
-    @property
     def calm(self) -> bool:
-        """Whether the machine kept its speed during the window."""
-        return self.drift <= MAX_DRIFT
+        """Whether the machine kept its speed: the two calibrations are apart by at most 5 % of the prediction."""
+        return abs(self.predicted_after_s - self.predicted_before_s) / self.predicted_s <= MAX_DRIFT
 
     @property
     def error(self) -> float:

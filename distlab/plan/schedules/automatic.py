@@ -103,11 +103,7 @@ def zb_1p(num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES
 
 
 def zb_2p(
-    num_ranks: int,
-    num_microbatches: int,
-    times: ActionTimes = UNIT_TIMES,
-    *,
-    held_after_input_gradient: float = 1.0,
+    num_ranks: int, num_microbatches: int, times: ActionTimes = UNIT_TIMES, *, held_after_input_gradient: float = 1.0
 ) -> Schedule:
     """Plan the automatic schedule within twice 1F1B's memory: 2p micro-batches on every rank.
 
@@ -191,19 +187,15 @@ def find_steady(draft: Draft, longest_period: int) -> Iterator[Steady]:
     for period in range(1, min(longest_period, length // 9) + 1):
         width = 3 * period
         # Places at which two periods have ended that are like what follows, with one F, I and W a micro-batch.
-        repeats = _run_lengths(kinds[:, :-width] == kinds[:, width:])[:, width - 1 :] >= 2 * width
+        index, differ = np.arange(length - width), kinds[:, :-width] != kinds[:, width:]
+        alike = index - np.maximum.accumulate(np.where(differ, index, -1), axis=1)  # how many in a row end here
+        repeats = alike[:, width - 1 :] >= 2 * width
         for count in (num_f, num_i):
             repeats &= count[:, width:-width] - count[:, : -2 * width] == period
         if repeats.any(axis=1).all():
             cut = np.where(repeats, distance[:, : repeats.shape[1]], length).argmin(axis=1)
             first = num_i[rows, cut]
             yield Steady(period, cut, float((ends[rows, first + period] - ends[rows, first]).max()))
-
-
-def _run_lengths(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Count, for each place in a row, the true ones in a row that end there."""
-    index = np.arange(flags.shape[1])
-    return index - np.maximum.accumulate(np.where(flags, -1, index), axis=1)
 
 
 def tile(draft: Draft, steady: Steady, num_copies: int) -> Kinds:
