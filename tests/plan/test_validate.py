@@ -6,16 +6,7 @@ from collections import deque
 import pytest
 from hypothesis import given, strategies as st
 
-from distlab.plan import (
-    Schedule,
-    ScheduleError,
-    add_communication,
-    gpipe,
-    one_f_one_b,
-    parse_schedule,
-    text_grid,
-    validate,
-)
+from distlab import plan
 
 
 def runs_to_the_end(schedule):
@@ -74,29 +65,29 @@ def shuffled(draw):
     """A valid schedule with some actions swapped: right or wrong, as chance has it."""
     split = draw(st.booleans())
     num_ranks, num_microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    schedule = draw(st.sampled_from([gpipe, one_f_one_b]))(num_ranks, num_microbatches)
+    schedule = draw(st.sampled_from([plan.gpipe, plan.one_f_one_b]))(num_ranks, num_microbatches)
     ranks = [schedule.actions(rank) for rank in range(num_ranks)]
     if split:
         halves = [[a] if a.kind == "F" else [a._replace(kind="I"), a._replace(kind="W")] for row in ranks for a in row]
         size = 2 * num_microbatches
         ranks = [sum(halves[r * size : (r + 1) * size], []) for r in range(num_ranks)]
-    schedule = Schedule.from_actions(ranks)
+    schedule = plan.Schedule.from_actions(ranks)
     if draw(st.booleans()):
-        schedule = add_communication(schedule)
+        schedule = plan.add_communication(schedule)
     ranks = [schedule.actions(rank) for rank in range(num_ranks)]
     for _ in range(draw(st.integers(0, 3))):
         row = draw(st.sampled_from(ranks))
         i = draw(st.integers(0, len(row) - 1))
         j = draw(st.integers(max(i - 3, 0), min(i + 3, len(row) - 1)))
         row[i], row[j] = row[j], row[i]
-    return Schedule.from_actions(ranks)
+    return plan.Schedule.from_actions(ranks)
 
 
 @given(shuffled())
 def test_accepts_exactly_what_runs_to_the_end(schedule):
     try:
-        accepted = bool(validate(schedule))
-    except ScheduleError:
+        accepted = bool(plan.validate(schedule))
+    except plan.ScheduleError:
         accepted = False
     assert accepted == runs_to_the_end(schedule)
 
@@ -167,22 +158,22 @@ def test_refused_with_what_to_do():
     """A rank stands behind each |, and what is said below."""
     for case in REFUSED.strip().split("\n\n"):
         text, *words = case.splitlines()
-        with pytest.raises(ScheduleError) as caught:
-            validate(parse_schedule(text.replace(" | ", "\n")))
+        with pytest.raises(plan.ScheduleError) as caught:
+            plan.validate(plan.parse_schedule(text.replace(" | ", "\n")))
         assert str(caught.value) == " ".join(words)
 
 
 def test_a_long_circle_is_told_in_short():
     # Each of 8 ranks holds two stages; rank 0 starts with the later one, which waits for all the others.
     lines = [f"{s}F0 {s + 8}F0 {s + 8}B0 {s}B0" for s in range(1, 8)]
-    with pytest.raises(ScheduleError, match="; and 2 more ranks in the circle; ") as caught:
-        validate(parse_schedule("\n".join(["8F0 0F0 8B0 0B0", *lines])))
+    with pytest.raises(plan.ScheduleError, match="; and 2 more ranks in the circle; ") as caught:
+        plan.validate(plan.parse_schedule("\n".join(["8F0 0F0 8B0 0B0", *lines])))
     assert len(str(caught.value)) < 900
 
 
 def test_the_error_carries_its_parts():
-    with pytest.raises(ScheduleError) as caught:
-        validate(parse_schedule("0F0 0B0\n1B0 1F0"))
+    with pytest.raises(plan.ScheduleError) as caught:
+        plan.validate(plan.parse_schedule("0F0 0B0\n1B0 1F0"))
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
         assert (error.rank, error.step, str(error.action)) == (1, 0, "1B0")
         assert error.expected == "1F0 before it"
@@ -197,31 +188,31 @@ def test_the_grid_points_where_what_is_missing_belongs():
         ("0F0 0F1 0B0\n1F0 1F1 1B0 1B1", "step 1  0F1     1F1     <-- rank 0: 0B1 is missing"),
         ("0F0 0B0\n1B0", "step 0  0F0     1B0     <-- rank 1: 1F0 is missing"),
     ):
-        with pytest.raises(ScheduleError) as caught:
-            validate(parse_schedule(text))
+        with pytest.raises(plan.ScheduleError) as caught:
+            plan.validate(plan.parse_schedule(text))
         assert caught.value.step is None
         assert line in caught.value.grid.splitlines()
 
 
 def test_peak_in_flight_counts_what_b_and_w_free():
-    assert validate(parse_schedule("0F0 0F1 0B0 0F2 0B1 0B2")).peak_in_flight == (2,)
-    assert validate(parse_schedule("0F0 0I0 0F1 0I1 0W0 0W1")).peak_in_flight == (2,)  # an I frees nothing
-    assert validate(parse_schedule("0F0 0I0 0W0 0F1 0I1 0W1")).peak_in_flight == (1,)
-    assert validate(parse_schedule("0F0 1F0 1B0 0B0")).peak_in_flight == (2,)  # one micro-batch in two stages
-    assert validate(parse_schedule("0F0 0B0\n,\n1F0 1B0")).peak_in_flight == (1, 0, 1)
+    assert plan.validate(plan.parse_schedule("0F0 0F1 0B0 0F2 0B1 0B2")).peak_in_flight == (2,)
+    assert plan.validate(plan.parse_schedule("0F0 0I0 0F1 0I1 0W0 0W1")).peak_in_flight == (2,)  # an I frees nothing
+    assert plan.validate(plan.parse_schedule("0F0 0I0 0W0 0F1 0I1 0W1")).peak_in_flight == (1,)
+    assert plan.validate(plan.parse_schedule("0F0 1F0 1B0 0B0")).peak_in_flight == (2,)  # one micro-batch in two stages
+    assert plan.validate(plan.parse_schedule("0F0 0B0\n,\n1F0 1B0")).peak_in_flight == (1, 0, 1)
 
 
 def test_forward_only():
-    forward = parse_schedule("0F0 0F1\n1F0 1F1")
-    assert validate(forward, forward_only=True).longest_chain == 3
-    with pytest.raises(ScheduleError, match="say forward_only=True"):
-        validate(forward)
-    with pytest.raises(ScheduleError, match="rank 0, step 1, 0B0: expected forward passes only"):
-        validate(gpipe(1, 1), forward_only=True)
+    forward = plan.parse_schedule("0F0 0F1\n1F0 1F1")
+    assert plan.validate(forward, forward_only=True).longest_chain == 3
+    with pytest.raises(plan.ScheduleError, match="say forward_only=True"):
+        plan.validate(forward)
+    with pytest.raises(plan.ScheduleError, match="rank 0, step 1, 0B0: expected forward passes only"):
+        plan.validate(plan.gpipe(1, 1), forward_only=True)
 
 
 def test_the_report_reads_as_a_line():
-    assert str(validate(one_f_one_b(2, 3))) == (
+    assert str(plan.validate(plan.one_f_one_b(2, 3))) == (
         "valid: 2 ranks, 2 stages, 3 micro-batches, 12 actions; longest chain 8 actions; "
         "peak in flight 2, 1 (freed by B or W)"
     )
@@ -229,13 +220,13 @@ def test_the_report_reads_as_a_line():
 
 def test_no_action_is_refused_and_huge_numbers_do_not_fill_memory():
     with pytest.raises(ValueError, match="has no action"):
-        validate(parse_schedule(",\n,"))
-    with pytest.raises(ScheduleError, match="0F0: expected every forward pass of 2147483648 stages"):
-        validate(parse_schedule("2147483647F2147483647"))
+        plan.validate(plan.parse_schedule(",\n,"))
+    with pytest.raises(plan.ScheduleError, match="0F0: expected every forward pass of 2147483648 stages"):
+        plan.validate(plan.parse_schedule("2147483647F2147483647"))
 
 
 def test_a_grid_of_uneven_ranks_and_a_big_schedule():
-    assert text_grid(parse_schedule("0F0\n,\n1F0 1B0")) == (
+    assert plan.text_grid(plan.parse_schedule("0F0\n,\n1F0 1B0")) == (
         "        rank 0  rank 1  rank 2\nstep 0  0F0             1F0\nstep 1                  1B0"
     )
-    assert validate(one_f_one_b(64, 1024)).longest_chain == 2 * (1024 + 63)
+    assert plan.validate(plan.one_f_one_b(64, 1024)).longest_chain == 2 * (1024 + 63)

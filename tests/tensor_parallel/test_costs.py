@@ -5,23 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab import tensor_parallel
 from distlab.blocks.models import GPT, Attention, GPTConfig
 from distlab.comm import recorded
 from distlab.rng import generator
-from distlab.tensor_parallel import (
-    ColumnParallelLinear,
-    ParallelAttention,
-    RowParallelLinear,
-    SequenceParallelNorm,
-    SequenceParallelPositions,
-    VocabularyParallelEmbedding,
-    clip_tensor_parallel_,
-    full_state_dict,
-    functions,
-    overlap,
-    parallelize,
-    vocabulary_parallel_cross_entropy,
-)
 
 B, S, H, V = 2, 6, 12, 11  # 2 and 3 ranks divide all but the vocabulary
 
@@ -50,18 +37,23 @@ def of_functions(t):
     across = torch.ones(H, H // t, requires_grad=True)
 
     table = {
-        "copy": (functions.copy_to_ranks, whole, 0, 2 * size),
-        "reduce": (functions.reduce_from_ranks, whole, 2 * size, 0),
-        "gather": (functions.gather_sequence, part, size, size),
-        "reduce_scatter": (functions.reduce_scatter_sequence, whole, size, size),
-        "split": (functions.split_sequence, whole, 0, size),
-        "join": (functions.join_sequence, part, size, 0),
-        "features": (functions.join_features, features, size, 0),
-        "once": (functions.add_once, whole, 0, 0),
-        "gradients": (lambda x: sum(functions.sum_gradients(parameters)) * x, whole, 0, 2 * 2 * H),
-        "column": (lambda x: overlap.column_linear(x, linear, None), whole, 0, 2 * size),
-        "column, sequence": (lambda x: overlap.column_linear(x, linear, None, sequence=True), part, size, size),
-        "row": (lambda x: overlap.row_linear(x, across, None, num_parts=3), features, 2 * size, 0),
+        "copy": (tensor_parallel.functions.copy_to_ranks, whole, 0, 2 * size),
+        "reduce": (tensor_parallel.functions.reduce_from_ranks, whole, 2 * size, 0),
+        "gather": (tensor_parallel.functions.gather_sequence, part, size, size),
+        "reduce_scatter": (tensor_parallel.functions.reduce_scatter_sequence, whole, size, size),
+        "split": (tensor_parallel.functions.split_sequence, whole, 0, size),
+        "join": (tensor_parallel.functions.join_sequence, part, size, 0),
+        "features": (tensor_parallel.functions.join_features, features, size, 0),
+        "once": (tensor_parallel.functions.add_once, whole, 0, 0),
+        "gradients": (lambda x: sum(tensor_parallel.functions.sum_gradients(parameters)) * x, whole, 0, 2 * 2 * H),
+        "column": (lambda x: tensor_parallel.overlap.column_linear(x, linear, None), whole, 0, 2 * size),
+        "column, sequence": (
+            lambda x: tensor_parallel.overlap.column_linear(x, linear, None, sequence=True),
+            part,
+            size,
+            size,
+        ),
+        "row": (lambda x: tensor_parallel.overlap.row_linear(x, across, None, num_parts=3), features, 2 * size, 0),
     }
     return measured(table, t)
 
@@ -71,44 +63,44 @@ def of_layers(t):
     whole, part, features = ((B, S, H), (B, S // t, H), (B, S, H // t))
     size = B * S * H
     tokens, positions = torch.randint(V, (B, S)), torch.arange(S)
-    embedding = VocabularyParallelEmbedding(nn.Embedding(V, H))
-    in_parts = VocabularyParallelEmbedding(nn.Embedding(V, H), sequence_parallel=True)
+    embedding = tensor_parallel.VocabularyParallelEmbedding(nn.Embedding(V, H))
+    in_parts = tensor_parallel.VocabularyParallelEmbedding(nn.Embedding(V, H), sequence_parallel=True)
     attention, sequence_attention = (
-        ParallelAttention(Attention(GPTConfig(num_heads=6, hidden_size=H)), sequence_parallel=sequence)
+        tensor_parallel.ParallelAttention(Attention(GPTConfig(num_heads=6, hidden_size=H)), sequence_parallel=sequence)
         for sequence in (False, True)
     )
-    placed = SequenceParallelPositions(nn.Embedding(S, H))
+    placed = tensor_parallel.SequenceParallelPositions(nn.Embedding(S, H))
     targets = torch.randint(V, (B, S), generator=generator(0, 0, "targets"))
     width = -(-V // t)
     table = {
-        "column": (ColumnParallelLinear.from_full(nn.Linear(H, H)), whole, 0, 2 * size),
+        "column": (tensor_parallel.ColumnParallelLinear.from_full(nn.Linear(H, H)), whole, 0, 2 * size),
         "column, sequence": (
-            ColumnParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True),
+            tensor_parallel.ColumnParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True),
             part,
             size,
             size,
         ),
         "column, join": (
-            ColumnParallelLinear.from_full(nn.Linear(H, H), join_output=True),
+            tensor_parallel.ColumnParallelLinear.from_full(nn.Linear(H, H), join_output=True),
             whole,
             size,
             2 * size,
         ),
-        "row": (RowParallelLinear.from_full(nn.Linear(H, H)), features, 2 * size, 0),
+        "row": (tensor_parallel.RowParallelLinear.from_full(nn.Linear(H, H)), features, 2 * size, 0),
         "row, sequence": (
-            RowParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True),
+            tensor_parallel.RowParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True),
             features,
             size,
             size,
         ),
         "attention": (attention, whole, 2 * size, 2 * size),
         "attention, sequence": (sequence_attention, part, 2 * size, 2 * size),
-        "norm": (SequenceParallelNorm(nn.LayerNorm(H)), part, 0, 2 * 2 * H),
+        "norm": (tensor_parallel.SequenceParallelNorm(nn.LayerNorm(H)), part, 0, 2 * 2 * H),
         "positions": (lambda x: placed(positions) + 0 * x.sum(), (1,), 0, S * H),
         "embedding": (lambda x: embedding(tokens) + 0 * x.sum(), (1,), 2 * size, 0),
         "embedding, sequence": (lambda x: in_parts(tokens) + 0 * x.sum(), (1,), size, size),
         "loss": (
-            lambda x: vocabulary_parallel_cross_entropy(x, targets, vocab_size=V),
+            lambda x: tensor_parallel.vocabulary_parallel_cross_entropy(x, targets, vocab_size=V),
             (B, S, width),
             6 * B * S,
             0,
@@ -136,10 +128,12 @@ def test_functions_and_layers_send_what_they_say(ranks, world_size):
 
 def of_a_model():
     """Return the calls of norms and states, and how many parameters are split."""
-    model = parallelize(GPT(GPTConfig(vocab_size=V, context=S, num_layers=1, num_heads=6, hidden_size=H)))
+    model = tensor_parallel.parallelize(
+        GPT(GPTConfig(vocab_size=V, context=S, num_layers=1, num_heads=6, hidden_size=H))
+    )
     tokens, sent = torch.randint(V, (B, S), generator=generator(0, 0, "tokens")), []
     model.loss(model(tokens), tokens).backward()
-    for call in (lambda one: clip_tensor_parallel_(one, 1.0), full_state_dict):
+    for call in (lambda one: tensor_parallel.clip_tensor_parallel_(one, 1.0), tensor_parallel.full_state_dict):
         with recorded() as seen:
             call(model)
         sent.append([(one.op, one.num_bytes) for one in seen.records.calls(dist.get_rank())])
@@ -154,11 +148,11 @@ def exact():
     embedding, norm, x = nn.Embedding(V, H), nn.LayerNorm(H), torch.randn(B, S, H)
     nn.init.normal_(norm.weight)
     tokens = torch.randint(V, (B, S))
-    assert torch.equal(VocabularyParallelEmbedding(embedding)(tokens), embedding(tokens))
-    assert torch.equal(SequenceParallelNorm(norm)(x.chunk(2, 1)[rank]), norm(x).chunk(2, 1)[rank])
+    assert torch.equal(tensor_parallel.VocabularyParallelEmbedding(embedding)(tokens), embedding(tokens))
+    assert torch.equal(tensor_parallel.SequenceParallelNorm(norm)(x.chunk(2, 1)[rank]), norm(x).chunk(2, 1)[rank])
     logits = (8 * torch.randn(B, S, V + 1, generator=generator(0, 0, "logits"))).bfloat16()
     logits[..., V] = 0
-    found = vocabulary_parallel_cross_entropy(logits.chunk(2, -1)[rank], tokens, vocab_size=V)
+    found = tensor_parallel.vocabulary_parallel_cross_entropy(logits.chunk(2, -1)[rank], tokens, vocab_size=V)
     expected = nn.functional.cross_entropy(logits[..., :V].float().flatten(0, 1), tokens.flatten())
     assert torch.equal(found, expected.bfloat16())
 

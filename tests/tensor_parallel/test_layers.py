@@ -6,18 +6,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from distlab import tensor_parallel
 from distlab.blocks.models import Attention, GPTConfig
 from distlab.rng import generator
-from distlab.tensor_parallel import (
-    ColumnParallelLinear,
-    ParallelAttention,
-    RowParallelLinear,
-    SequenceParallelNorm,
-    Split,
-    VocabularyParallelEmbedding,
-    functions,
-    vocabulary_parallel_cross_entropy,
-)
 
 HIDDEN, LENGTH, BATCH, VOCABULARY = 24, 12, 3, 13  # 13 tokens: no number of ranks divides them; 4 ranks fill up 3
 
@@ -79,18 +70,20 @@ def check_linear():
         for sequence in (False, True):
             for bias in (True, False):
                 check_pair(overlap, sequence, bias)
-    joined = ColumnParallelLinear.from_full(full(lambda: nn.Linear(7, HIDDEN), dist.get_rank()), join_output=True)
+    joined = tensor_parallel.ColumnParallelLinear.from_full(
+        full(lambda: nn.Linear(7, HIDDEN), dist.get_rank()), join_output=True
+    )
     compare(joined, full(lambda: nn.Linear(7, HIDDEN)))
 
 
 def check_pair(overlap, sequence, bias):
     rank, x_dim = dist.get_rank(), 1 if sequence else None
     widen, narrow = (lambda sizes=sizes: nn.Linear(*sizes, bias=bias) for sizes in ((7, HIDDEN), (HIDDEN, 7)))
-    column = ColumnParallelLinear.from_full(full(widen, rank), sequence_parallel=sequence)
+    column = tensor_parallel.ColumnParallelLinear.from_full(full(widen, rank), sequence_parallel=sequence)
     column.overlap = overlap
     compare(column, full(widen), x_dim=x_dim, y_dim=2)
     parts = 3 if bias else 1
-    row = RowParallelLinear.from_full(full(narrow, rank), sequence_parallel=sequence, num_parts=parts)
+    row = tensor_parallel.RowParallelLinear.from_full(full(narrow, rank), sequence_parallel=sequence, num_parts=parts)
     row.overlap = overlap
     compare(row, full(narrow), x_dim=2, y_dim=x_dim)
 
@@ -99,23 +92,25 @@ def check_attention():
     config = GPTConfig(num_heads=12, hidden_size=HIDDEN)
     for sequence in (False, True):
         dim = 1 if sequence else None
-        made = ParallelAttention(full(lambda: Attention(config), dist.get_rank()), sequence_parallel=sequence)
+        made = tensor_parallel.ParallelAttention(
+            full(lambda: Attention(config), dist.get_rank()), sequence_parallel=sequence
+        )
         compare(made, full(lambda: Attention(config)), x_dim=dim, y_dim=dim)
 
 
 def check_vocabulary():
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     compare(
-        SequenceParallelNorm(full(lambda: nn.LayerNorm(HIDDEN), rank)),
+        tensor_parallel.SequenceParallelNorm(full(lambda: nn.LayerNorm(HIDDEN), rank)),
         full(lambda: nn.LayerNorm(HIDDEN)),
         x_dim=1,
         y_dim=1,
     )
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator(0, 0, "tokens"))
-    split = Split(0, (VOCABULARY,), padded=True)
+    split = tensor_parallel.Split(0, (VOCABULARY,), padded=True)
     for sequence in (False, True):
         module = full(lambda: nn.Embedding(VOCABULARY, HIDDEN))
-        made = VocabularyParallelEmbedding(
+        made = tensor_parallel.VocabularyParallelEmbedding(
             full(lambda: nn.Embedding(VOCABULARY, HIDDEN), rank), sequence_parallel=sequence
         )
         y, local = module(tokens), made(tokens)
@@ -129,9 +124,9 @@ def check_vocabulary():
     logits = (30 * draw(BATCH, LENGTH, VOCABULARY)).requires_grad_()  # exp would overflow without the largest
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     expected.mul(3).backward()
-    cut = Split(2, (VOCABULARY,), padded=True).cut
+    cut = tensor_parallel.Split(2, (VOCABULARY,), padded=True).cut
     local = cut(logits.detach(), num_ranks, rank).requires_grad_()
-    found = vocabulary_parallel_cross_entropy(local, targets, vocab_size=VOCABULARY)
+    found = tensor_parallel.vocabulary_parallel_cross_entropy(local, targets, vocab_size=VOCABULARY)
     found.mul(3).backward()
     close(found, expected)
     close(local.grad, cut(logits.grad, num_ranks, rank))
@@ -142,7 +137,7 @@ def check_functions():
     rank = dist.get_rank()
     for name in ("gather_sequence", "reduce_scatter_sequence"):
         x = draw(BATCH, LENGTH, 5, rank=rank).requires_grad_()
-        y = getattr(functions, name)(x)
+        y = getattr(tensor_parallel.functions, name)(x)
         upward = draw(*y.shape, what="upward", rank=rank)
         (y * upward).sum().backward()
         both = torch.stack([(y * upward).sum(), (x * x.grad).sum()]).detach()
@@ -153,14 +148,14 @@ def check_functions():
         sum(draw(4, 5, what=w, rank=r) for r in range(dist.get_world_size())) for w in ("x", "upward")
     )
     x, upward = (tensor.clone() for tensor in mine)
-    close(functions.reduce_from_ranks(x), total)
+    close(tensor_parallel.functions.reduce_from_ranks(x), total)
     x.requires_grad_()
-    functions.copy_to_ranks(x).backward(upward)
+    tensor_parallel.functions.copy_to_ranks(x).backward(upward)
     close(x.grad, upward_total)
     assert torch.equal(x, mine[0]), "others may hold it too"
     assert torch.equal(upward, mine[1]), "others may hold it too"
     x = draw(BATCH, LENGTH, 5).requires_grad_()
-    y = functions.join_sequence(functions.split_sequence(x))
+    y = tensor_parallel.functions.join_sequence(tensor_parallel.functions.split_sequence(x))
     upward = draw(*y.shape, what="upward")
     y.backward(upward)
     assert torch.equal(y, x)
@@ -168,7 +163,7 @@ def check_functions():
 
 
 def check_autocast():
-    layer = RowParallelLinear.from_full(nn.Linear(HIDDEN, 8))
+    layer = tensor_parallel.RowParallelLinear.from_full(nn.Linear(HIDDEN, 8))
     x = torch.randn(4, HIDDEN // dist.get_world_size(), requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -187,7 +182,7 @@ def test_layers_equal_those_they_were_cut_from(ranks, world_size):
         check_vocabulary()
         check_autocast()
         x = torch.ones(2, HIDDEN)  # wants no gradient: nothing is sent for it
-        y = ColumnParallelLinear.from_full(nn.Linear(HIDDEN, HIDDEN))(x)
+        y = tensor_parallel.ColumnParallelLinear.from_full(nn.Linear(HIDDEN, HIDDEN))(x)
         y.sum().backward()
         assert x.grad is None
 
@@ -196,11 +191,11 @@ def test_layers_equal_those_they_were_cut_from(ranks, world_size):
 
 def test_a_split_cuts_each_section_and_joins_again():
     whole = torch.arange(36).view(12, 3)
-    split = Split(0, (6, 2, 4))
+    split = tensor_parallel.Split(0, (6, 2, 4))
     parts = [split.cut(whole, 2, rank) for rank in range(2)]
     assert parts[1][:, 0].div(3).tolist() == [3, 4, 5, 7, 10, 11]
     assert torch.equal(split.join(parts), whole)
-    odd = Split(1, (3,), padded=True)
+    odd = tensor_parallel.Split(1, (3,), padded=True)
     parts = [odd.cut(whole, 4, rank) for rank in range(4)]
     assert parts[3].tolist() == [[0]] * 12
     assert torch.equal(odd.join(parts), whole)

@@ -5,16 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from distlab.plan import (
-    Action,
-    Schedule,
-    add_communication,
-    gpipe,
-    make_schedule,
-    one_f_one_b,
-    parse_schedule,
-    validate,
-)
+from distlab import plan
 from distlab.plan.schedules.grammar import SEND_F
 
 
@@ -43,10 +34,10 @@ class RecordingStage(SimpleNamespace):
     """A stage that notes what torch makes it run."""
 
     def forward_one_chunk(self, microbatch, *_, **__):
-        self.actions.append(Action(self.stage_index, "F", microbatch))
+        self.actions.append(plan.Action(self.stage_index, "F", microbatch))
 
     def backward_one_chunk(self, microbatch, *_, **__):
-        self.actions.append(Action(self.stage_index, "B", microbatch))
+        self.actions.append(plan.Action(self.stage_index, "B", microbatch))
 
     def get_fwd_recv_ops(self, _):
         return []
@@ -66,13 +57,13 @@ def executed(schedule_class, num_stages, num_microbatches):
         schedule._initialize_stage = lambda *_, **__: None
         schedule._step_microbatches()
         ranks.append(recording.actions)
-    return Schedule.from_actions(ranks)
+    return plan.Schedule.from_actions(ranks)
 
 
 def test_torch_runs_our_order():
     for sizes in ((1, 1), (2, 5), (4, 8)):
-        assert executed(torch_schedules().ScheduleGPipe, *sizes) == gpipe(*sizes)
-        assert executed(torch_schedules().Schedule1F1B, *sizes) == one_f_one_b(*sizes)
+        assert executed(torch_schedules().ScheduleGPipe, *sizes) == plan.gpipe(*sizes)
+        assert executed(torch_schedules().Schedule1F1B, *sizes) == plan.one_f_one_b(*sizes)
 
 
 MULTI = {  # torch's name: ours, its stages on rank 0, and (ranks, micro-batches, stages a rank)
@@ -102,26 +93,26 @@ def test_torch_plans_our_order_and_what_it_prints_loads_and_passes(name, tmp_pat
     for num_ranks, num_microbatches, stages_per_rank in sizes:
         theirs = planned(name, num_ranks, num_microbatches, stages_per_rank)
         theirs._dump_csv(tmp_path / "order", "compute_only")
-        mine = make_schedule(ours, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
-        assert parse_schedule((tmp_path / "order").read_text()) == mine
+        mine = plan.make_schedule(ours, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
+        assert plan.parse_schedule((tmp_path / "order").read_text()) == mine
     theirs, loaded = planned(name, 4, 8, 2), {}
     for form in ("compute_only", "compute_comms"):
         theirs._dump_csv(tmp_path / form, form)
-        loaded[form] = parse_schedule((tmp_path / form).read_text())
-        assert parse_schedule(str(loaded[form])) == loaded[form]
+        loaded[form] = plan.parse_schedule((tmp_path / form).read_text())
+        assert plan.parse_schedule(str(loaded[form])) == loaded[form]
     computations, full = loaded["compute_only"], loaded["compute_comms"]
-    report = validate(computations)
+    report = plan.validate(computations)
     assert (report.num_ranks, report.num_stages, report.num_microbatches) == (4, 8, 8)
-    assert validate(full).peak_in_flight == report.peak_in_flight
-    ours = add_communication(computations)
-    validate(ours)
+    assert plan.validate(full).peak_in_flight == report.peak_in_flight
+    ours = plan.add_communication(computations)
+    plan.validate(ours)
     for rank in range(4):  # the same messages, if not at the same places
         assert sorted(ours.actions(rank)) == sorted(full.actions(rank))
     assert np.count_nonzero(full.kind >= SEND_F) == len(full) - len(computations)
 
 
 def test_torch_loads_what_we_print():
-    for schedule in (one_f_one_b(3, 4), add_communication(gpipe(2, 3))):
+    for schedule in (plan.one_f_one_b(3, 4), plan.add_communication(plan.gpipe(2, 3))):
         for rank, line in enumerate(str(schedule).splitlines()):
             theirs = [torch_schedules()._Action.from_str(cell) for cell in line.split(",")]
             assert [str(action) for action in theirs] == [str(action) for action in schedule.actions(rank)]
