@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import psutil
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from distlab.comm.command import put_on_path
 from distlab.comm.launch import fork_client
@@ -54,7 +54,10 @@ TECHNIQUES = (
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.modules.setdefault("rfc3987_syntax", None)  # nbformat's checker of addresses loads for 1.2 s: no test has any
 # Property tests repeat the same examples each run, and are not timed: the machine is shared.
-settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+# A busy machine draws slowly: how long that takes is no fact of what is tested.
+settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
 put_on_path()  # messages write commands as they are where the lessons are read
 
