@@ -2,8 +2,7 @@
 
 A unit is a submodule, such as a block of a transformer. Its life in a step: gather, forward, free; gather again,
 backward, free, and reduce its gradient to shards. The gather of the next unit travels while this one computes, and so
-does the reduce-scatter of the last. Read `flat_unit` (how), `gradient` (a unit's gradient on its way to the shard),
-`step` (an optimizer's), `hooks` (when), `prefetch` (in which order), `wrapping` (which parameters), `resharded`.
+does the reduce-scatter of the last. Read `flat_unit` (how), `hooks` (when), `prefetch` (in which order), `wrapping`.
 """
 
 from __future__ import annotations
