@@ -185,6 +185,7 @@ WRONG: list[tuple[Any, Any, str, str]] = [
     (torch.tensor([3.0, 1.0, 9.0, 2.0]), torch.tensor([1.0, 9.0, 3.0, 2.0]), "order", "sorted, they agree"),
     (torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), "values", "the result[1]: expected 2, got 2.5; 1 of 2"),
     (torch.tensor([1, 3]), torch.tensor([1, 2]), "values", "the result[1]: expected 2, got 3"),
+    (torch.tensor([True, True]), torch.tensor([True, False]), "values", "[1]: expected False, got True"),
     (torch.tensor(math.inf), torch.tensor(1.0), "values", "expected 1, got inf"),
     ([1, 2], [1, 2, 3], "returned", "expected [1, 2, 3], got [1, 2]"),
     ([1, 4], [1, 2], "values", "the result[1]: expected 2, got 4"),

@@ -274,7 +274,7 @@ def _first_difference(got: Tensor, want: Tensor, what: str) -> str:
 def _cut_off(got: Tensor, want: Tensor) -> str:
     """Say so if the only difference is that elements beyond a limit were set to the limit."""
     limit = float(got.abs().max()) if got.is_floating_point() and got.numel() > 1 else 0.0
-    is_cut = bool((want.abs() < limit).any()) and equal(got, want.clamp(-limit, limit))
+    is_cut = limit > 0 and bool((want.abs() < limit).any()) and equal(got, want.clamp(-limit, limit))
     return f": all beyond {limit:.4g} are cut off there" if is_cut else ""
 
 
