@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +78,6 @@ def run_training(
     num_ranks: int, training: TrainingRun, data: bytes, *, echo: bool
 ) -> tuple[RankReport, list[RankReport], Records]:
     """Train in one process, then on the ranks; return both reports and what the ranks' calls were."""
-    from dataclasses import replace
-
     from distlab.comm import Ranks, run
     from distlab.measure import time_training
 

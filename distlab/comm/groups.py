@@ -165,9 +165,7 @@ def process_group(
     local = made.environment(address.rank, address.world_size) if made.count > 1 else {}
     several = "" if address.local_world_size == address.world_size else "the job has several agents, as on machines"
     rank, world_size = address.rank, address.world_size
-    interfaces = (
-        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if address.is_on_one_machine else ()
-    )  # else its own choice
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if address.is_on_one_machine else ()  # else its choice
     with variables(dict.fromkeys(interfaces, loopback_interface()) | local), answering(rank):
         store = make_store(address, timeout_s)
         chosen = init_group(

@@ -86,8 +86,7 @@ class Call(NamedTuple):
 
 def short(site: str) -> str:
     """Return a call site, relative to the working directory where the file lies below it."""
-    here = os.getcwd() + os.sep
-    return site.removeprefix(here) if here != os.sep * 2 else site
+    return site.removeprefix(os.getcwd() + os.sep)
 
 
 def group_ranks(text: str) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from distlab.course.grading import NotYet
 from distlab.course.lab.report import LabReport, read_reference
 from distlab.course.lab.settings import CommonSettings, parse, what_is_run
 from distlab.measure import this_machine
-from distlab.measure.machine.ranks import OtherProcesses
+from distlab.measure.machine.ranks import OtherProcesses, largest_over_ranks, mean_over_ranks
 from distlab.trace import Trace, load_folder, rank_file, write_chrome
 from simulator.units import counted
 
@@ -136,20 +136,15 @@ class Lab(Generic[SettingsT]):
 
     def slowest(self, seconds: float) -> float:
         """Return the largest of all ranks' times."""
-        return self._over_ranks(seconds, dist.ReduceOp.MAX)
+        return largest_over_ranks([seconds], self.member.device)[0]
 
     def mean(self, value: float) -> float:
         """Return the mean of all ranks' values."""
-        return self._over_ranks(value, dist.ReduceOp.SUM) / self.member.world_size
+        return mean_over_ranks([value], self.member.device)[0]
 
     def everywhere(self, ok: bool) -> bool:
         """Return whether it holds on every rank."""
-        return self._over_ranks(float(ok), dist.ReduceOp.MIN) == 1.0
-
-    def _over_ranks(self, value: float, op: Any) -> float:
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.member.device)
-        dist.all_reduce(tensor, op)
-        return float(tensor)
+        return self.mean(float(ok)) == 1.0
 
     def mark_step(self, start_ns: int, end_ns: int, *, predicted: Trace | None = None, title: str = "") -> None:
         """Choose the time that the picture shows: this rank's start and end on its own clock. All ranks call it."""

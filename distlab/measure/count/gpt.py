@@ -136,19 +136,16 @@ def _calls_of(layer: Layer, parts: dict[str, Layer], inner: Attention, features:
             "regions": tuple(_region(layer.name, name, parts, inner) for name in names),
             "sequence_calls": (norm, norm),
         }
-    if layer.name == "token_embedding":  # every rank looks all tokens up, and has zeros for those of others
-        return {"regions": (Region("embedding", output_bytes=row_bytes),)}
-    if layer.name == "position_embedding":
-        return {"sequence_calls": (("all_gather", inner.num_positions * features),)}
-    if layer.name == "norm":
-        return {"sequence_calls": (norm,)}
-    works = _works(layer)
-    if layer.name == "output":
-        return {"regions": (Region("scores", **works, input_bytes=row_bytes, beside=layer.weight_gradient),)}
-    if layer.name == HEAD:
-        one = samples * inner.num_positions * NUMBER_BYTES
-        return {"regions": (Region("loss", **works, sums_bytes=(one, 2 * one)),)}
-    return {}
+    works, one = _works(layer), samples * inner.num_positions * NUMBER_BYTES
+    calls: dict[str, dict[str, Any]] = {
+        # Every rank looks all tokens up, and has zeros for those of others.
+        "token_embedding": {"regions": (Region("embedding", output_bytes=row_bytes),)},
+        "position_embedding": {"sequence_calls": (("all_gather", inner.num_positions * features),)},
+        "norm": {"sequence_calls": (norm,)},
+        "output": {"regions": (Region("scores", **works, input_bytes=row_bytes, beside=layer.weight_gradient),)},
+        HEAD: {"regions": (Region("loss", **works, sums_bytes=(one, 2 * one)),)},
+    }
+    return calls.get(layer.name, {})
 
 
 def _works(layer: Layer) -> dict[str, Any]:
