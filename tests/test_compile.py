@@ -15,12 +15,7 @@ from distlab.plan import make_schedule
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
 from distlab.sharding import FullyShard, full_state_dict as full_sharded_state
-from distlab.tensor_parallel import (
-    full_state_dict,
-    parallelize,
-    parallelize_module,
-    vocabulary_parallel_cross_entropy,
-)
+from distlab.tensor_parallel import full_state_dict, parallelize, parallelize_module
 
 UPDATES, BACKEND = 3, "aot_eager"
 CONFIG = GPTConfig(vocab_size=13, context=6, num_layers=2, num_heads=2, hidden_size=8)
@@ -116,21 +111,29 @@ def pipeline(how, name, recompute=False):
     return plain_names({n: v for stage in mine.values() for n, v in stage.state_dict().items()})
 
 
+def on_all_rows(model, how, loss):
+    """Train a cut model, whose ranks work on the same samples; return its whole state."""
+    called, optimizer = torch.compile(model, backend=BACKEND) if how == "whole" else model, adamw(model)
+    for step in range(UPDATES):
+        optimizer.zero_grad()
+        loss(called, step).backward()
+        optimizer.step()
+    return full_state_dict(model, dist.group.WORLD)
+
+
 def tensor_parallel(how):
     torch._dynamo.reset()
     model = GPT(CONFIG, generator(0, 0, "weights")).double()
     model = parallelize(model, dist.group.WORLD)
-    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
     if how == "blocks":
         for block in model.blocks:
             block.compile(backend=BACKEND)
-    optimizer = adamw(model)
-    for step in range(UPDATES):
+
+    def loss(called, step):
         tokens = torch.randint(13, (2, 6), generator=generator(step, 0, "tokens"))
-        optimizer.zero_grad()
-        vocabulary_parallel_cross_entropy(called(tokens), tokens, dist.group.WORLD, vocab_size=13).backward()
-        optimizer.step()
-    return full_state_dict(model, dist.group.WORLD)
+        return model.loss(called(tokens), tokens)
+
+    return on_all_rows(model, how, loss)
 
 
 def by_plan(how):
@@ -138,14 +141,7 @@ def by_plan(how):
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     model = parallelize_module(whole, {"0": "column", "2": "row"}, example=(torch.ones(2, 4).double(),))
-    called = torch.compile(model, backend=BACKEND) if how == "whole" else model
-    optimizer = adamw(model)
-    for step in range(UPDATES):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(called(inputs), targets).backward()
-        optimizer.step()
-    return full_state_dict(model, dist.group.WORLD)
+    return on_all_rows(model, how, lambda called, step: nn.functional.mse_loss(called(batch(step)[0]), batch(step)[1]))
 
 
 def same(one, other):

@@ -78,14 +78,6 @@ def fully(**options):
     return technique
 
 
-def axes():
-    """Return this rank's tensor group and data group, of 2 x 2 ranks, and its number among the data ranks."""
-    rank = dist.get_rank()
-    tensor = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
-    return tensor, data, rank // 2
-
-
 def loss(logits, targets):
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
