@@ -24,11 +24,7 @@ def adamw(parameters):
 def one_process(kind: Kind):
     """Train on the whole batch; return the state."""
     model = kind.build()
-    optimizer = adamw(model.parameters())
-    for step in range(UPDATES):
-        optimizer.zero_grad()
-        kind.loss(model, *kind.batch(step)).backward()
-        optimizer.step()
+    train(kind, model, adamw(model.parameters()), same_batch=True)
     return states(model)
 
 

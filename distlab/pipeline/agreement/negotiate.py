@@ -15,7 +15,7 @@ import copy
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -188,7 +188,10 @@ def call_a_copy(module: nn.Module, arguments: Sequence[Any], device: torch.devic
         ValueError: the module cannot be copied.
         Exception: what the module raises.
     """
-    known: dict[int, Any] = {id(one): _stand_in(one, device) for one in _tensors(module)}
+    known: dict[int, Any] = {}
+    for _, layer in layers_of("", module, set()):  # parameters, buffers, and what they note as an attribute
+        held = (*layer._parameters.values(), *layer._buffers.values(), *vars(layer).values())
+        known |= {id(one): _stand_in(one, device) for one in held if isinstance(one, Tensor) and not is_lazy(one)}
     if dist.is_initialized():
         known |= {id(group): group for group in dist.distributed_c10d._world.pg_map}
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
@@ -201,14 +204,6 @@ def call_a_copy(module: nn.Module, arguments: Sequence[Any], device: torch.devic
                 "it must run first, for the shapes that it makes. Keep in the module what can be copied"
             ) from error
         return twin(*arguments)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that modules hold: parameters, buffers, and what they note as an attribute."""
-    for _, layer in layers_of("", module, set()):
-        for one in (*layer._parameters.values(), *layer._buffers.values(), *vars(layer).values()):
-            if isinstance(one, Tensor) and not is_lazy(one):
-                yield one
 
 
 @torch.no_grad()
