@@ -31,8 +31,6 @@ TRIPLES = {
 PAIRS = {
     "data x expert": (Plan(data=2, expert=2, num_microbatches=2), {"experts": 3}),
     "data x context": (Plan(data=2, context=2, context_kind="all_to_all"), {}),
-    "data x tensor": (Plan(data=2, tensor=2, num_microbatches=2), {}),
-    "data x pipeline": (Plan(data=2, **FOUR), {}),
     "expert x context": (Plan(expert=2, context=2), MIXED),
     "expert x tensor": (Plan(expert=2, tensor=2, recompute="full"), MIXED),
     "expert x pipeline": (Plan(expert=2, pipeline=2, num_microbatches=1), MIXED),

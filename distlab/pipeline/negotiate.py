@@ -29,8 +29,8 @@ from distlab.blocks.modules.every_parameter import layers_of
 from distlab.blocks.modules.moved import NotHere
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
 from distlab.pipeline.faults import gather_texts
+from distlab.pipeline.shapes import ValueLayout, put_together, take_apart
 from distlab.pipeline.stage import Stage
 from distlab.plan import Schedule, validate
 from distlab.rng import keep_random_state
