@@ -96,7 +96,17 @@ def negotiate(
         if owner == rank:
             given = layouts[-1] if number else inputs
             assert given is not None, "inputs were checked on the rank of stage 0"
-            text = _answer(stages[number], given, rank, device, on_failure=on_failure)
+            try:
+                text = json.dumps(try_out(stages[number], given, device).to_json())
+            except Exception as error:  # whatever a module raises: the other ranks must hear of it
+                if on_failure is not None:
+                    on_failure(error)
+                source = f"stage {number - 1} gives" if number else "the inputs have"
+                text = json.dumps(
+                    f"rank {rank}: stage {number} ({type(stages[number].module).__name__}) cannot run on what "
+                    f"{source}, {given}: {type(error).__name__}: {str(error).rstrip('.')}. Nothing has run; give the "
+                    "stage inputs of the shape that it wants"
+                )
         said = [text]
         dist.broadcast_object_list(said, group_src=owner, group=group, device=group_device(group))
         answer = json.loads(said[0])
@@ -124,28 +134,6 @@ def check_sizes(sizes: Mapping[str, int], stage_to_rank: Sequence[int], group: P
         raise ValueError(
             f"a batch of {known['inputs']} inputs (rank {stage_to_rank[0]}) has {known['targets']} targets "
             f"(rank {stage_to_rank[-1]}); pass as many of both"
-        )
-
-
-def _answer(
-    stage: Stage,
-    given: ValueLayout,
-    rank: int,
-    device: torch.device,
-    *,
-    on_failure: Callable[[Exception], None] | None,
-) -> str:
-    """Return a stage's layout as JSON, or as JSON text what is wrong."""
-    source = f"stage {stage.number - 1} gives" if stage.number else "the inputs have"
-    try:
-        return json.dumps(try_out(stage, given, device).to_json())
-    except Exception as error:  # whatever a module raises: the other ranks must hear of it
-        if on_failure is not None:
-            on_failure(error)
-        return json.dumps(
-            f"rank {rank}: stage {stage.number} ({type(stage.module).__name__}) cannot run on what {source}, {given}: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. Nothing has run; give the stage inputs of the shape "
-            "that it wants"
         )
 
 
