@@ -20,8 +20,10 @@ Symbols: L blocks, X bytes of a block's input, A bytes of all that it keeps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from inspect import getclosurevars
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -31,7 +33,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from distlab.blocks.modules.blocks import Choice, find_blocks, outermost
-from distlab.blocks.modules.earlier_buffers import EarlierBuffers
 from distlab.comm import device
 from distlab.rng import RandomState, keep_random_state, random_state, restore_random_state
 
@@ -168,7 +169,7 @@ class _Run:
         kinds = {tensor.device.type for tensor in tensors} | {"cpu"}
         self.modes = [_autocast_mode(kind) for kind in sorted(kinds)]
         self.random, self.random_on_gpus = random_state(), _states_of_gpus(tensors)
-        self.buffers = EarlierBuffers(function)
+        self.buffers = _EarlierBuffers(function)
         self.is_in_forward = True
         self.promised: list[tuple[torch.Size, torch.dtype]] = []  # of each tensor that was saved the first time
         self.caught: dict[int, Tensor] = {}
@@ -221,6 +222,77 @@ class _Run:
         if found != self.promised:
             raise RuntimeError(_explain(self.function, self.promised, found))
         self.caught = dict(enumerate(caught))
+
+
+SMALL = 65_536  # elements of a buffer that is kept whether it was written or not
+
+
+class _EarlierBuffers:
+    """The buffers of a function's modules as they were before its first run.
+
+    A buffer that was written has a new version. Batch norm's kernel writes and gives no new version. So small buffers
+    are kept in any case.
+
+    Args:
+        function: a module, one of its methods, or a function that names modules.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._before = [
+            (module, name, buffer, buffer.detach().clone(), buffer._version)
+            for module in _modules_of(function)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def forget_unwritten(self) -> None:
+        """Drop the large buffers that the first run has not written."""
+        self._before = [
+            (module, name, buffer, value, version)
+            for module, name, buffer, value, version in self._before
+            if module._buffers.get(name) is not buffer or buffer._version != version or buffer.numel() <= SMALL
+        ]
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Give the modules the buffers that the first run began with; put today's back afterwards."""
+        today = {module: dict(module._buffers) for module, *_ in self._before}
+        values = [(buffer, buffer.detach().clone()) for _, _, buffer, _, _ in self._before]
+        try:
+            for module, name, buffer, before, _ in self._before:
+                buffer.data.copy_(before)  # .data: autograd need not hear of a change that is undone
+                module._buffers[name] = buffer
+            yield
+        finally:
+            for buffer, value in values:
+                buffer.data.copy_(value)
+            for module, buffers in today.items():
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+def _modules_of(function: Any) -> list[nn.Module]:
+    """Return all modules that a function is, belongs to, is given in advance, or names; with those inside of them."""
+    found: dict[nn.Module, None] = {}
+    todo, seen = [function], set()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, nn.Module):
+            found |= dict.fromkeys(one.modules())
+        elif isinstance(one, partial):
+            todo += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, MethodType):
+            todo += [one.__self__, one.__func__]
+        elif isinstance(one, FunctionType):
+            known: list[Any] = [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+            with suppress(ValueError):  # a name that has no value yet
+                names = getclosurevars(one)
+                known += [*names.nonlocals.values(), *names.globals.values()]
+            todo += [value for value in known if isinstance(value, nn.Module | MethodType | partial)]
+    return list(found)
 
 
 def _autocast_mode(device_type: str) -> dict[str, Any]:

@@ -233,15 +233,6 @@ class ByKernel(nn.Module):
         return F.batch_norm(x, self.mean, self.variance, training=self.training)
 
 
-class Attends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
 class Draws(nn.Module):
     """Draws from all three generators."""
 
@@ -265,10 +256,7 @@ MAKE = {
     "own buffers": Own,
     "spectral norm": spectral,
     "random numbers": Draws,
-    "attention": Attends,
 }
-# torch's checkpoint runs forward twice and leaves what that wrote; numbers of other generators are drawn anew.
-TORCH_DIFFERS = {*MAKE} - {"attention"}
 
 
 def train(module, call):
@@ -276,10 +264,9 @@ def train(module, call):
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
-    optimizer, told = torch.optim.SGD(module.parameters(), lr=0.1) if [*module.parameters()] else None, []
+    optimizer, told = torch.optim.SGD(module.parameters(), lr=0.1), []
     for _ in range(3):
-        x = torch.randn(3, 2, 4) if isinstance(module[1], Attends) else torch.randn(3, 4)
-        x.requires_grad_()
+        x = torch.randn(3, 4, requires_grad=True)
         module.zero_grad()
         middle = call(module[1], torch.tanh(module[0](x)))
         loss = module[2](middle).square().sum()
@@ -303,22 +290,12 @@ def test_everything_is_the_same_bits_and_is_updated_once(name):
     for call, way in ways.items():
         assert same(train(copy.deepcopy(made), way), expected), call
     with_torch = train(copy.deepcopy(made), lambda module, x: checkpoint(module, x, use_reentrant=False))
-    assert same(with_torch, expected) == (name not in TORCH_DIFFERS)
+    # torch's checkpoint runs forward twice and leaves what that wrote; numbers of other generators are drawn anew.
+    assert not same(with_torch, expected)
 
 
-@pytest.mark.parametrize("inputs", [(0, 0, 0), (0, 1, 1), (0, 1, 0), (0, 1, 2)])
-def test_who_is_who_among_the_inputs_is_kept(inputs):
-    torch.manual_seed(0)
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def run(call):
-        attention.zero_grad()
-        tensors = [torch.full((2, 3, 4), 0.1 + n).cumsum(1).requires_grad_() for n in range(3)]
-        call(attention, *(tensors[n] for n in inputs))[0].square().sum().backward()
-        return [t.grad for t in tensors if t.grad is not None] + [p.grad.clone() for p in attention.parameters()]
-
-    expected = run(lambda module, *given: module(*given))
-    assert same(run(recompute), expected)
+def test_who_is_who_among_the_inputs_is_kept():
+    """Attention asks whether query is key."""
     seen = []
 
     def looks(x, y, *, also):

@@ -3,5 +3,5 @@
 Read `models` (a small GPT) and `data` first: learners import them as `distlab.models` and `distlab.data`. `flat` is one
 buffer for many tensors, `replicate` gives all ranks the first one's values, `clip` bounds gradients' norm.
 `gradient_hook` is what stands between a bucket and the wire, `gradients` the buckets that travel during backward.
-`modules` asks of any module: its blocks, a trial of its forward, the format of its saved parts.
+`modules` asks of any module: its blocks, all its parameters, the format of its saved parts.
 """

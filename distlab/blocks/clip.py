@@ -65,15 +65,6 @@ def clip_gradients_(
 
     Source: Pascanu et al. 2013, On the difficulty of training recurrent neural networks, section 3.2.
     """
-    return clip_counted_(_once(parameters), max_norm, (), check_finite=check_finite)
-
-
-def _once(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> list[Gradient]:
-    """Return the gradients that there are, each once.
-
-    Raises:
-        ValueError: a gradient is sparse.
-    """
     found: dict[int, Gradient] = {}
     for index, given in enumerate(parameters):
         name, parameter = given if isinstance(given, tuple) else (f"parameter {index} {list(given.shape)}", given)
@@ -82,7 +73,7 @@ def _once(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> list
         if parameter.grad.layout is not torch.strided:
             raise ValueError(f"{name} has a sparse gradient; build the layer with sparse=False")
         found.setdefault(id(parameter), Gradient(name, parameter.grad.detach(), True))
-    return [*found.values()]
+    return clip_counted_(found.values(), max_norm, (), check_finite=check_finite)
 
 
 @torch.no_grad()

@@ -133,9 +133,6 @@ class GPT(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied:
             self.output.weight = self.token_embedding.weight
-        self._draw_weights(generator)
-
-    def _draw_weights(self, generator: torch.Generator | None) -> None:
         for name, parameter in self.named_parameters():  # a tied weight comes once
             self.draw_weight(name, parameter, generator)
 

@@ -55,7 +55,13 @@ class Registered:
 
     def __init__(self, module: nn.Module, who: str) -> None:
         self.module, self._who = module, who
-        _refuse_max_norm(module, who)
+        for name, one in module.named_modules() if dist.get_world_size() > 1 else ():
+            if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
+                raise ValueError(
+                    f"rank {dist.get_rank()}: {name or 'the module'} has max_norm, so forward changes the rows of this "
+                    f"rank's tokens in place, and {who} would not tell other ranks: their weights would go apart. "
+                    "Build it without max_norm, and scale what forward looks up"
+                )
         self._names = {parameter: name for name, parameter in every_parameter(module)}
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
         self._modules = list(module.modules())
@@ -81,16 +87,6 @@ class Registered:
                 if parameter not in self._names
             ]
         return found
-
-
-def _refuse_max_norm(module: nn.Module, who: str) -> None:
-    for name, one in module.named_modules() if dist.get_world_size() > 1 else ():
-        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
-            raise ValueError(
-                f"rank {dist.get_rank()}: {name or 'the module'} has max_norm, so forward changes the rows of this "
-                f"rank's tokens in place, and {who} would not tell other ranks: their weights would go apart. Build "
-                "it without max_norm, and scale what forward looks up"
-            )
 
 
 @torch.no_grad()

@@ -10,9 +10,10 @@ Then any schedule (schedules are plans: see distlab.plan.schedules):
 4. `wire`: messages, with receives posted early.
 5. `run`: `Pipeline`, all of it for real models.
 
-What makes it safe: `agreement` (layouts of messages, micro-batches, stages that fit) and `faults` (a stage that raises,
-told to all ranks). Zero-bubble schedules need a backward pass in two parts: `backward`. `model` makes stages of a
-model, holds weights that several stages use, and says what a rank saves.
+What makes it safe: `shapes` (values of any nesting taken apart, a batch cut into micro-batches), `negotiate` (is the
+schedule valid, do the stages fit?) and `faults` (a stage that raises, told to all ranks). Zero-bubble schedules need a
+backward pass in two parts: `backward`. `model` makes stages of a model, holds weights that several stages use, and says
+what a rank saves.
 """
 
 from distlab.pipeline.faults import StageError as StageError

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distlab.pipeline.agreement.shapes import Batch, ValueLayout, take_apart
 from distlab.pipeline.route import Route, made, needed, other_end
+from distlab.pipeline.shapes import Batch, ValueLayout, take_apart
 from distlab.pipeline.stage import Stage
 from distlab.pipeline.wire import Wire
 from distlab.plan import Action

@@ -19,12 +19,12 @@ from torch.distributed import ProcessGroup
 from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.pipeline.agreement.negotiate import check_schedule, check_sizes, negotiate, wrong_stages
-from distlab.pipeline.agreement.shapes import Batch, ValueLayout, cut_batch, join
 from distlab.pipeline.execute import Execution, Loss, mean_of
 from distlab.pipeline.faults import gather_numbers, raise_together, refuse_together
 from distlab.pipeline.model.tied import TiedGradients, TiedParameter
+from distlab.pipeline.negotiate import check_schedule, check_sizes, negotiate, wrong_stages
 from distlab.pipeline.route import Route, forward_only, route_of
+from distlab.pipeline.shapes import Batch, ValueLayout, cut_batch, join
 from distlab.pipeline.stage import Stage
 from distlab.pipeline.wire import Wire, open_channels
 from distlab.plan import Action, Schedule

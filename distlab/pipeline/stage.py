@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
 from distlab.pipeline.backward.layers import WeightWork
 from distlab.pipeline.backward.two_parts import SplitBackward, full_backward
+from distlab.pipeline.shapes import ValueLayout, put_together, take_apart
 from distlab.recompute import recompute
 
 

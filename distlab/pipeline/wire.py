@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import PendingCalls, Receive, Send, group_rank, needs_batches, start
-from distlab.pipeline.agreement.shapes import TensorKind, ValueLayout
 from distlab.pipeline.route import Route
+from distlab.pipeline.shapes import TensorKind, ValueLayout
 from distlab.plan import Action
 from distlab.trace import SpanWriter
 

@@ -7,15 +7,14 @@ scores). `attention` has its heads split.
 Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the
 regions by positions; it has the masks of dropout that must be equal, and those that must not.
 
-Last, `parallelize` does all of it to the package's GPT, with the norm of its gradients, and `by_plan` to any model, by
-names of its layers (as torch's `parallelize_module`). `split` says how a tensor lies on the ranks, and with it
-`full_state_dict` puts the model together again.
+Last, `parallelize` does all of it to the package's GPT, with the norm of its gradients, and `parallelize_module` to any
+model, by names of its layers: `plan` has the styles, and what is refused before anything is cut; `compare` looks for
+what no plan can show. `split` says how a tensor lies on the ranks, and with it `full_state_dict` puts the model
+together again.
 """
 
 from distlab.blocks.modules.split import Split as Split, splits_of as splits_of
 from distlab.tensor_parallel.attention import ParallelAttention as ParallelAttention
-from distlab.tensor_parallel.by_plan.parallelize_module import parallelize_module as parallelize_module
-from distlab.tensor_parallel.by_plan.plan import PLANS as PLANS
 from distlab.tensor_parallel.functions import (
     add_once as add_once,
     copy_to_ranks as copy_to_ranks,
@@ -37,6 +36,8 @@ from distlab.tensor_parallel.parallelize import (
     full_state_dict as full_state_dict,
     parallelize as parallelize,
 )
+from distlab.tensor_parallel.parallelize_module import parallelize_module as parallelize_module
+from distlab.tensor_parallel.plan import PLANS as PLANS
 from distlab.tensor_parallel.sequence import (
     SequenceParallelNorm as SequenceParallelNorm,
     SequenceParallelPositions as SequenceParallelPositions,

@@ -48,7 +48,7 @@ def copy_to_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Shapes: x [...] -> [...]
     Cost: nothing forward; backward an all-reduce of x: 2 (t-1)/t of its bytes.
     """
-    return _pair(x, group, forward=_nothing, backward=_sum)
+    return _pair(x, group, forward=_nothing, backward=sum_of_ranks)
 
 
 def reduce_from_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -58,7 +58,7 @@ def reduce_from_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Cost: forward an all-reduce of x: 2 (t-1)/t of its bytes; nothing backward.
     Error: as a sum in a different order.
     """
-    return _pair(x, group, forward=_sum, backward=_nothing)
+    return _pair(x, group, forward=sum_of_ranks, backward=_nothing)
 
 
 def gather_sequence(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -165,8 +165,11 @@ def _nothing(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return x
 
 
-def _sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    # A copy: other code may hold the gradient or activation too, and the sum is made in place.
+def sum_of_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the sum in memory of its own: other code may hold the gradient or activation, too.
+
+    Shapes: any; the same
+    """
     return Sum(x.clone(memory_format=torch.contiguous_format), group, waits=True).finish()
 
 

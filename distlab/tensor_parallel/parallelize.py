@@ -188,16 +188,12 @@ def _whole(
     if not sequence_parallel:
         take_parts(module, module, group=group)
         return module
-    return (
-        SequenceParallelNorm(module, group)
-        if isinstance(module, nn.LayerNorm)
-        else SequenceParallelPositions(module, group)
-    )
+    if isinstance(module, nn.LayerNorm):
+        return SequenceParallelNorm(module, group)
+    return SequenceParallelPositions(module, group)
 
 
-def clip_tensor_parallel_(
-    model: nn.Module, max_norm: float, group: ProcessGroup | None = None, *, check_finite: bool = True
-) -> Tensor:
+def clip_tensor_parallel_(model: nn.Module, max_norm: float, group: ProcessGroup | None = None) -> Tensor:
     """Scale gradients in place so that the whole model's norm is at most `max_norm`; return the norm that it had.
 
     It is the norm that one process would find: the squares of parts are summed over ranks. A parameter that every rank
@@ -216,7 +212,7 @@ def clip_tensor_parallel_(
         for name, one in model.named_parameters()
         if one.grad is not None
     ]
-    return clip_counted_(gradients, max_norm, [group], check_finite=check_finite)
+    return clip_counted_(gradients, max_norm, [group])
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:

@@ -318,19 +318,3 @@ def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook):
     area.fill(right)
     problem.wait_for(state="hidden")
     assert editor.locator(".stage").evaluate(opacity) == 1
-
-
-def test_a_degree_changes_the_picture_and_its_text(notebook):
-    page = notebook.page
-    panel = page.locator(".widget-vbox", has=page.locator(".distlab-picture")).last
-    image, line, slider = panel.locator("img"), panel.locator("figcaption"), speed.slider_of(panel, "tensor")
-    slider.scroll_into_view_if_needed()
-    slider.focus()
-    next_source(page, image, lambda: page.keyboard.press("ArrowLeft"))
-    assert "context (1) x tensor (4) = 32 ranks" in line.inner_text()
-    assert line.get_attribute("aria-live") == "polite"
-    next_source(page, image, lambda: page.keyboard.press("End"))
-    assert line.inner_text().startswith("This plan cannot run")
-    assert image.get_attribute("alt") == "This plan cannot run"
-    next_source(page, image, lambda: notebook.execute("degrees.controls['tensor'].value = 8"))
-    assert "tensor (8) = 64 ranks" in line.inner_text()

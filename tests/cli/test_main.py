@@ -21,10 +21,8 @@ MISTAKES = f"""
 fly | invalid choice: 'fly'
 tour --ranks 0 | 0 cannot be used; pass 1 to 1024
 tour --ranks four | 'four' is not a whole number; pass 1 to 1024
-tour --ranks 100000 | 100000 cannot be used; pass 1 to 1024
 tour --data /nowhere/at/all.txt | /nowhere/at/all.txt
 tour --data / | /
-tour --data /dev/null | /dev/null
 tour --device abacus | abacus
 tour --device cuda | cuda
 tour --output {__file__} | expected the path of a folder, got a file
@@ -36,7 +34,6 @@ bench --save {__file__} | expected results of distlab bench
 bench perpetual_motion | no benchmark is called 'perpetual_motion'
 gpu --only perpetual_motion | choose from machine, plans,
 gpu --minutes 0 | is not a positive number
-gpu --out {__file__} | expected the path of a folder
 gpu --out {__file__}/a | cannot be written
 lesson start --port 80000 | 80000 cannot be used; pass 1 to 65535
 simulate --memory step.docx | expected a picture such as step.png, got .docx
@@ -51,21 +48,17 @@ simulate --pipeline 8 --microbatches 1000000 | 8,000,000 passes
 simulate --schedule dualpipe | schedule is 'dualpipe'; choose one of naive,
 simulate --sharding 4 | choose 0, 1, 2 or 3
 simulate --sharding two | --sharding is "two"; write a whole number
-simulate --experts 0 | --experts is 0; pass a whole number of at least 1
 simulate --recompute-layers 2 | --recompute-method and --recompute-layers choose blocks of recompute
 simulate --model llama-2-7b --feed-forward 8 | leave out --feed-forward
 simulate --float8 products | a100-sxm-80gb has no products of 8 bits
 simulate none.toml | distlab simulate: none.toml: No such file or directory
-simulate '' | directory
 {SPLIT} | splits them
-{SPLIT} | --memory
 export --to torchtitan '' | directory
 export | --to
 export --to horovod | horovod
 export --to fsdp2 --max-norm -1 | '-1' is not a positive number
 export --to fsdp2 --sharding 3 --blocks 'my layers' | my layers
 export --to torchtitan --model llama-3-8b --sharding 1 | sharding
-export missing.toml --to slurm | missing.toml: No such file
 export missing.toml --to slurm --data 2 | leave out --data
 export --to torchrun --script ' ' | script
 export --to slurm --data 12 | 12
@@ -75,22 +68,16 @@ export --to deepspeed --sharding 2 --pipeline 2 | pipeline
 {SMALL} --hidden 65536 --gpus 2 | no plan fits: on 2 devices the leanest (tensor 2,
 {SMALL} --gpus 12 | --gpus 12 does not fill nodes of 8
 {SMALL} --microbatch 2 | --microbatch is what the search chooses
-{SMALL} --cluster dgx-x | 'dgx-x' is neither a preset nor a file
 {SMALL} --cluster dgx-a100:1 --cluster dgx-h100 | some clusters have a price and others none
 {SMALL} --cluster dgx-a100:x | argument --cluster: 'x' is not a positive number
 {SMALL} --model gpt-3-175b | has its own sizes
-{SMALL} --gpus 0 | 0 cannot be used
-{SMALL} --tokens -1 | '-1' is not a positive number
 {SMALL} --headroom 100 | 100 cannot be used; pass 0 to 99
 lab 17 | distlab lab: there is no lab 17; labs are 01, 02, 03
 lab x | 'x' names no lesson
-lab 01 --ranks 0 | distlab lab 01: argument --ranks: 0 cannot be used; pass 1 to 1024
-lab 01 --trace {__file__} | expected the path of a folder, got a file
 lab 03 --data nothing.txt | distlab lab 03: --data nothing.txt: there is no such file; pass the path
 lab 03 --hidden 30 | 4 heads do not divide hidden_size 30
 lab 02 --ranks 4 --ranks-per-machine 3 | --ranks-per-machine 3 does not divide 4 ranks
 lab 04 --ranks 3 --batch 1 | a batch of 1 of the 1,437 digits, less than 3 ranks; pass --batch 3
-lab 04 --ranks 2 --batch 718 | less than 2 ranks; pass --batch 717
 lab 08 --ranks 5 | heads is 24, which 5 ranks do not divide
 lab 09 --ranks 3 --layers 5 | layers is 5; 6 stages need one each
 lab 10 --ranks 8 --tensor 3 | does not fill 8 ranks

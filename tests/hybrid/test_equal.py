@@ -6,8 +6,10 @@ import pytest
 from distlab.comm import recorded
 from distlab.plan import Plan, Sharding
 
-FOUR = {"pipeline": 2, "num_microbatches": 4}
+FOUR, TWO_STAGES = {"pipeline": 2, "num_microbatches": 4}, {"stages_per_rank": 2}
 CUBE = {"data": 2, "tensor": 2, "pipeline": 2, "num_microbatches": 2}
+ZERO_2, FSDP = Sharding(stage=2), Sharding(stage=3)
+ADAM, DEEP = {"optimizer": "adam"}, {"config": mesh.DEEP}
 MIXED = {"experts": 3, "balance": 0.1}  # no number of ranks divides the experts
 TEN = {
     "data x tensor x pipeline": (Plan(**CUBE), {"steps": 10}),
@@ -17,45 +19,34 @@ TEN = {
 TRIPLES = {
     "data x context x tensor": (Plan(data=2, context=2, tensor=2, sequence_parallel=True), {}),
     "data x expert x tensor": (Plan(data=2, expert=2, tensor=2, sequence_parallel=True), MIXED),
-    "FSDP x tensor x context": (
-        Plan(data=2, context=2, tensor=2, sharding=Sharding(stage=3), num_microbatches=2),
-        {"optimizer": "adam"},
-    ),
-    "ZeRO-1 x pipeline x tensor": (Plan(**CUBE, sharding=Sharding(stage=1)), {"optimizer": "adam"}),
-    "FSDP x pipeline x tensor": (
-        Plan(**CUBE, sharding=Sharding(stage=3)),
-        {"optimizer": "adam", "config": mesh.UNTIED},
-    ),
-    "ZeRO-2 x pipeline x tensor": (Plan(**CUBE, schedule="zb_h1", sharding=Sharding(stage=2)), {"optimizer": "adam"}),
+    "FSDP x tensor x context": (Plan(data=2, context=2, tensor=2, sharding=FSDP, num_microbatches=2), ADAM),
+    "ZeRO-1 x pipeline x tensor": (Plan(**CUBE, sharding=Sharding(stage=1)), ADAM),
+    "FSDP x pipeline x tensor": (Plan(**CUBE, sharding=FSDP), ADAM | {"config": mesh.UNTIED}),
+    "ZeRO-2 x pipeline x tensor": (Plan(**CUBE, schedule="zb_h1", sharding=ZERO_2), ADAM),
     "the mesh the other way round": (
-        Plan(**CUBE, schedule="zb_v", stages_per_rank=2, recompute="full"),  # both ends of the model on one rank
-        {"order": ("tensor", "context", "expert", "data", "pipeline"), "config": mesh.DEEP},
+        Plan(**CUBE, **TWO_STAGES, schedule="zb_v", recompute="full"),  # both ends of the model on one rank
+        DEEP | {"order": ("tensor", "context", "expert", "data", "pipeline")},
     ),
 }
 PAIRS = {
     "data x expert": (Plan(data=2, expert=2, num_microbatches=2), {"experts": 3}),
     "data x context": (Plan(data=2, context=2, context_kind="all_to_all"), {}),
-    "data x tensor": (Plan(data=2, tensor=2, num_microbatches=2), {}),
-    "data x pipeline": (Plan(data=2, **FOUR), {}),
     "expert x context": (Plan(expert=2, context=2), MIXED),
     "expert x tensor": (Plan(expert=2, tensor=2, recompute="full"), MIXED),
     "expert x pipeline": (Plan(expert=2, pipeline=2, num_microbatches=1), MIXED),
     "context x tensor": (Plan(context=2, tensor=2, context_kind="all_to_all", recompute="selective"), {}),
     "context x pipeline": (Plan(context=2, **FOUR, schedule="zb_h1"), {}),
     "tensor x pipeline": (Plan(tensor=2, **FOUR, sequence_parallel=True, schedule="gpipe"), {"config": mesh.UNTIED}),
-    "tensor x pipeline, weights later": (Plan(tensor=2, **FOUR, schedule="zb_h1"), {"optimizer": "adam"}),
-    "FSDP x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=3), sequence_parallel=True), {}),
+    "tensor x pipeline, weights later": (Plan(tensor=2, **FOUR, schedule="zb_h1"), ADAM),
+    "FSDP x tensor": (Plan(data=2, tensor=2, sharding=FSDP, sequence_parallel=True), {}),
     "FSDP with experts on each rank": (Plan(data=4, sharding=Sharding(stage=3, prefetch=0)), MIXED),
-    "ZeRO-2 x tensor": (Plan(data=2, tensor=2, sharding=Sharding(stage=2), num_microbatches=2), {}),
-    "ZeRO-2 x pipeline, two stages on each rank": (
-        Plan(data=2, **FOUR, schedule="zb_v", stages_per_rank=2, sharding=Sharding(stage=2)),
-        {"config": mesh.DEEP},
+    "ZeRO-2 x tensor": (Plan(data=2, tensor=2, sharding=ZERO_2, num_microbatches=2), {}),
+    "ZeRO-2 x pipeline, two stages": (Plan(data=2, **FOUR, **TWO_STAGES, schedule="zb_v", sharding=ZERO_2), DEEP),
+    "FSDP x pipeline, two stages": (
+        Plan(data=2, **FOUR, **TWO_STAGES, schedule="interleaved", recompute="full", sharding=FSDP),
+        ADAM | {"config": mesh.DEEP_UNTIED},
     ),
-    "FSDP x pipeline, two stages on each rank": (
-        Plan(data=2, **FOUR, schedule="interleaved", stages_per_rank=2, recompute="full", sharding=Sharding(stage=3)),
-        {"config": mesh.DEEP_UNTIED, "optimizer": "adam"},
-    ),
-    "ZeRO-1 x expert": (Plan(data=2, expert=2, sharding=Sharding(stage=1)), MIXED | {"optimizer": "adam"}),
+    "ZeRO-1 x expert": (Plan(data=2, expert=2, sharding=Sharding(stage=1)), MIXED | ADAM),
 }
 
 

@@ -185,15 +185,13 @@ def test_a_whole_state_goes_from_plan_to_plan_and_back():
 HALF = {f"stage {stage}": {"data": 2, "tensor": 2, "sharding": Sharding(stage=stage)} for stage in (0, 1, 2, 3)}
 
 
-@pytest.mark.soak_where(optimizer=["sgd"])  # Adam has more states
-@pytest.mark.parametrize("optimizer", mesh.OPTIMIZERS)
 @pytest.mark.on_ranks(4)
-def test_half_precision_keeps_weights_and_gradients_whole(optimizer):
+def test_half_precision_keeps_weights_and_gradients_whole():
     """Two copies have one order of additions: which of them updates what changes no bit, and bf16 rounds as ever."""
-    exact, found = mesh.train_alone(optimizer)[1], {}
+    exact, found = mesh.train_alone("adam")[1], {}
     for name, degrees in (HALF | {"pipeline": {"tensor": 2, **STAGES}}).items():
         plan = Plan(precision=Precision("bfloat16"), **degrees)
-        hybrid = Hybrid(mesh.make_model(dist.get_rank()).float(), plan, mesh.OPTIMIZERS[optimizer])
+        hybrid = Hybrid(mesh.make_model(dist.get_rank()).float(), plan, mesh.OPTIMIZERS["adam"])
         losses = [hybrid.train_step(*mesh.batch_of(step)).item() for step in range(3)]
         assert {parameter.dtype for parameter in hybrid.parameters()} == {torch.float32}
         found[name] = hybrid.full_state_dict(), losses

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from distlab.course.grading.causes.places import New, body_of, walk
 from distlab.course.grading.mutant import signature_and_body
-from distlab.course.grading.sealed import is_sealed, text_of
+from distlab.course.grading.sealed import text_of
 
 BOTH_WAYS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
 BOTH_WAYS += ((ast.And, ast.Or), (ast.Add, ast.Sub))
@@ -40,12 +40,10 @@ class Slip(NamedTuple):
     Attributes:
         name: the line of the function's body as the tree is printed, from 1, and the change: "3: a + b -> a - b".
         body: the whole body, as text.
-        words: the change in words, which follow "the reference".
     """
 
     name: str
     body: str
-    words: str
 
 
 def slips(reference: Callable[..., Any]) -> Iterator[Slip]:
@@ -54,58 +52,52 @@ def slips(reference: Callable[..., Any]) -> Iterator[Slip]:
     function = ast.parse(f"{head}\n{body}").body[0]
     assert isinstance(function, ast.FunctionDef)
     function.body = ast.parse(textwrap.dedent(body)).body
-    said: dict[int, tuple[str, str]] = {}  # of what stands in a node's place: the change, and words or ""
+    said: dict[int, str] = {}  # of what stands in a node's place: the change
     made: list[New] = []  # kept, so that no two have one id
 
     def of(node: ast.AST, line: int) -> Iterator[New]:
-        for new, what, words in of_node(node):
+        for new, what in of_node(node):
             made.append(new)
-            said[id(new)] = (what, words)
+            said[id(new)] = what
             yield new
 
     original, names = body_of(function), Counter[str]()
     for step in walk(function, of):
-        what, words = said[id(step.new)]
         pairs = zip(original.splitlines(), step.body.splitlines(), strict=False)
         line = next((number for number, (a, b) in enumerate(pairs, start=1) if a != b), 1)
-        name = f"{line}: {what}"
+        name = f"{line}: {said[id(step.new)]}"
         names[name] += 1  # a line may hold the same text twice
-        words = words or "with `{1}` in the place of `{0}`".format(*apart(step.before, step.after))
-        words = f"with one change in line {line} of its body" if is_sealed(reference) else words
-        yield Slip(name if names[name] == 1 else f"{name} #{names[name]}", step.body, words)
+        yield Slip(name if names[name] == 1 else f"{name} #{names[name]}", step.body)
 
 
-def of_node(node: ast.AST) -> Iterator[tuple[New, str, str]]:
-    """Yield what may stand in a node's place, with the change for its name, and words or ""."""
+def of_node(node: ast.AST) -> Iterator[tuple[New, str]]:
+    """Yield what may stand in a node's place, with the change for its name."""
     if isinstance(node, ast.expr):
         before = ast.unparse(node)
         for new in _of_expression(node):
-            yield new, " -> ".join(apart(before, ast.unparse(new))), ""
+            yield new, " -> ".join(apart(before, ast.unparse(new)))
     elif isinstance(node, ast.stmt):
         yield from _of_statement(node)
 
 
-def _of_statement(node: ast.stmt) -> Iterator[tuple[New, str, str]]:
+def _of_statement(node: ast.stmt) -> Iterator[tuple[New, str]]:
     shown = short(ast.unparse(node).splitlines()[0])
     is_place = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript | ast.Attribute)
     if isinstance(node, ast.Expr | ast.AugAssign | ast.Delete | ast.Continue | ast.Break) or is_place:
-        yield [], f"without {shown}", f"without `{shown}`"
+        yield [], f"without {shown}"
     if isinstance(node, ast.If | ast.While):
         for value in (True, False):
             new = copy.copy(node)
             new.test = ast.Constant(value)
             if not (isinstance(node, ast.While) and value):
-                words = f"as if `{short(ast.unparse(node.test))}` were {'always' if value else 'never'} true"
-                yield new, f"{shown} -> {'always' if value else 'never'}", words
+                yield new, f"{shown} -> {'always' if value else 'never'}"
     if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
         other, plain = copy.copy(node), ast.Assign([node.target], node.value)
         other.op = OPERATORS[type(node.op)]()
         for changed in (other, plain):
-            text = ast.unparse(ast.fix_missing_locations(changed))
-            yield changed, f"{shown} -> {short(text)}", f"with `{short(text)}` in the place of `{shown}`"
+            yield changed, f"{shown} -> {short(ast.unparse(ast.fix_missing_locations(changed)))}"
     if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 2:
-        turned = ast.Return(ast.Tuple(node.value.elts[::-1], ast.Load()))
-        yield turned, f"{shown} -> swapped", "with the two results in each other's places"
+        yield ast.Return(ast.Tuple(node.value.elts[::-1], ast.Load())), f"{shown} -> swapped"
 
 
 def _of_expression(node: ast.expr) -> Iterator[ast.expr]:
@@ -236,7 +228,7 @@ def changes(piece: ast.stmt | ast.expr) -> list[str]:
 
     def of(node: ast.AST, line: int) -> Iterator[New]:
         if id(node) not in words and not (is_test and node is function.body[0]):
-            yield from (new for new, *_ in of_node(node))
+            yield from (new for new, _ in of_node(node))
 
     made = [step.body for step in walk(function, of)]
     if isinstance(piece, ast.Return) and piece.value and not isinstance(piece.value, ast.Constant | ast.JoinedStr):

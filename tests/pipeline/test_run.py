@@ -1,13 +1,12 @@
 """Pipeline computes what one process does, whatever stages are and hand to each other, in the plan's order."""
 
 import weakref
-from operator import methodcaller
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from equal import Calls, Row, Task, assert_stages_equal, own_stages as own, train, train_in_stages
+from equal import Calls, own_stages as own
 from torch import nn
 
 import distlab.pipeline.wire as wire
@@ -212,51 +211,3 @@ def test_receives_are_posted_before_the_computation_that_precedes_their_use():
         assert all(map(int.__lt__, received[1:], forward))  # while micro-batch k is computed, k + 1 may arrive
         names = {(span.name, span.stage, span.microbatch) for span in trace if span.kind == "F"}
         assert names == {(f"1F{k}", 1, k) for k in range(NUM_MICROBATCHES)}
-
-
-UPDATES, MICROBATCHES, SIZE = 6, 4, 3
-REAL = torch.float64
-
-
-def linear():
-    return nn.Linear(4, 4, dtype=REAL)
-
-
-class Counts(nn.Module):
-    """Fills caches at its first forward, counts its calls, and cannot run on the meta device."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.mask, self.by_length, self.calls = linear(), None, {}, []
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x):
-        if self.mask is None:
-            self.mask = torch.linspace(0.5, 1, 4, dtype=x.dtype, device=x.device)
-            self.register_buffer("more", self.mask * 2, persistent=False)
-            self.by_length[4] = self.mask + 1
-        self.calls.append(x.abs().sum().item())
-        self.count += 1
-        return torch.tanh(self.layer(x * self.mask + self.more)) / self.by_length[4]
-
-
-def model(rank):
-    torch.manual_seed(rank)
-    return nn.Sequential(linear(), Counts(), nn.BatchNorm1d(4, dtype=REAL), linear(), Counts())
-
-
-def batch(step):
-    draw = generator(step, 0, "batch")
-    return [torch.randn(SIZE * MICROBATCHES, 4, dtype=REAL, generator=draw) for _ in range(2)]
-
-
-@pytest.mark.on_ranks(2)
-def test_odd_stages_train_like_one_process_and_hear_nothing_of_their_trial():
-    row = Row(Task(model, batch), "adamw", cut=methodcaller("split", SIZE))
-    expected = train(row, range(UPDATES)).state()
-    for name in ("one_f_one_b", "zb_v"):
-        pipeline, own, _ = train_in_stages(row, make_schedule(name, 2, MICROBATCHES), range(UPDATES))
-        pipeline.close()
-        assert_stages_equal(own, expected, name)
-        counting = [module for stage in own.values() for module in stage.modules() if isinstance(module, Counts)]
-        assert all(module.count == len(module.calls) == UPDATES * MICROBATCHES for module in counting)

@@ -6,7 +6,7 @@ from torch import nn
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.pipeline import TiedParameter, find_tied, split_gpt, split_sequential
-from distlab.pipeline.agreement.shapes import ValueLayout, cut, cut_batch, join, put_together, take_apart
+from distlab.pipeline.shapes import ValueLayout, cut, cut_batch, join, put_together, take_apart
 
 VALUES = [
     torch.arange(4.0),

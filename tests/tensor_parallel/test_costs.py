@@ -1,5 +1,7 @@
 """What each function and layer sends, forward and backward, is what its docstring says."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from distlab import tensor_parallel
 from distlab.blocks.models import GPT, Attention, GPTConfig
 from distlab.comm import recorded
 from distlab.rng import generator
+from distlab.tensor_parallel import functions, overlap
 
 B, S, H, V = 2, 6, 12, 11  # 2 and 3 ranks divide all but the vocabulary
 
@@ -37,23 +40,18 @@ def of_functions(t):
     across = torch.ones(H, H // t, requires_grad=True)
 
     table = {
-        "copy": (tensor_parallel.functions.copy_to_ranks, whole, 0, 2 * size),
-        "reduce": (tensor_parallel.functions.reduce_from_ranks, whole, 2 * size, 0),
-        "gather": (tensor_parallel.functions.gather_sequence, part, size, size),
-        "reduce_scatter": (tensor_parallel.functions.reduce_scatter_sequence, whole, size, size),
-        "split": (tensor_parallel.functions.split_sequence, whole, 0, size),
-        "join": (tensor_parallel.functions.join_sequence, part, size, 0),
-        "features": (tensor_parallel.functions.join_features, features, size, 0),
-        "once": (tensor_parallel.functions.add_once, whole, 0, 0),
-        "gradients": (lambda x: sum(tensor_parallel.functions.sum_gradients(parameters)) * x, whole, 0, 2 * 2 * H),
-        "column": (lambda x: tensor_parallel.overlap.column_linear(x, linear, None), whole, 0, 2 * size),
-        "column, sequence": (
-            lambda x: tensor_parallel.overlap.column_linear(x, linear, None, sequence=True),
-            part,
-            size,
-            size,
-        ),
-        "row": (lambda x: tensor_parallel.overlap.row_linear(x, across, None, num_parts=3), features, 2 * size, 0),
+        "copy": (functions.copy_to_ranks, whole, 0, 2 * size),
+        "reduce": (functions.reduce_from_ranks, whole, 2 * size, 0),
+        "gather": (functions.gather_sequence, part, size, size),
+        "reduce_scatter": (functions.reduce_scatter_sequence, whole, size, size),
+        "split": (functions.split_sequence, whole, 0, size),
+        "join": (functions.join_sequence, part, size, 0),
+        "features": (functions.join_features, features, size, 0),
+        "once": (functions.add_once, whole, 0, 0),
+        "gradients": (lambda x: sum(functions.sum_gradients(parameters)) * x, whole, 0, 2 * 2 * H),
+        "column": (lambda x: overlap.column_linear(x, linear, None), whole, 0, 2 * size),
+        "column, sequence": (lambda x: overlap.column_linear(x, linear, None, sequence=True), part, size, size),
+        "row": (lambda x: overlap.row_linear(x, across, None, num_parts=3), features, 2 * size, 0),
     }
     return measured(table, t)
 
@@ -71,40 +69,21 @@ def of_layers(t):
     )
     placed = tensor_parallel.SequenceParallelPositions(nn.Embedding(S, H))
     targets = torch.randint(V, (B, S), generator=generator(0, 0, "targets"))
-    width = -(-V // t)
+    column, row = tensor_parallel.ColumnParallelLinear.from_full, tensor_parallel.RowParallelLinear.from_full
+    cross_entropy = functools.partial(tensor_parallel.vocabulary_parallel_cross_entropy, vocab_size=V)
     table = {
-        "column": (tensor_parallel.ColumnParallelLinear.from_full(nn.Linear(H, H)), whole, 0, 2 * size),
-        "column, sequence": (
-            tensor_parallel.ColumnParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True),
-            part,
-            size,
-            size,
-        ),
-        "column, join": (
-            tensor_parallel.ColumnParallelLinear.from_full(nn.Linear(H, H), join_output=True),
-            whole,
-            size,
-            2 * size,
-        ),
-        "row": (tensor_parallel.RowParallelLinear.from_full(nn.Linear(H, H)), features, 2 * size, 0),
-        "row, sequence": (
-            tensor_parallel.RowParallelLinear.from_full(nn.Linear(H, H), sequence_parallel=True),
-            features,
-            size,
-            size,
-        ),
+        "column": (column(nn.Linear(H, H)), whole, 0, 2 * size),
+        "column, sequence": (column(nn.Linear(H, H), sequence_parallel=True), part, size, size),
+        "column, join": (column(nn.Linear(H, H), join_output=True), whole, size, 2 * size),
+        "row": (row(nn.Linear(H, H)), features, 2 * size, 0),
+        "row, sequence": (row(nn.Linear(H, H), sequence_parallel=True), features, size, size),
         "attention": (attention, whole, 2 * size, 2 * size),
         "attention, sequence": (sequence_attention, part, 2 * size, 2 * size),
         "norm": (tensor_parallel.SequenceParallelNorm(nn.LayerNorm(H)), part, 0, 2 * 2 * H),
         "positions": (lambda x: placed(positions) + 0 * x.sum(), (1,), 0, S * H),
         "embedding": (lambda x: embedding(tokens) + 0 * x.sum(), (1,), 2 * size, 0),
         "embedding, sequence": (lambda x: in_parts(tokens) + 0 * x.sum(), (1,), size, size),
-        "loss": (
-            lambda x: tensor_parallel.vocabulary_parallel_cross_entropy(x, targets, vocab_size=V),
-            (B, S, width),
-            6 * B * S,
-            0,
-        ),
+        "loss": (lambda x: cross_entropy(x, targets), (B, S, -(-V // t)), 6 * B * S, 0),
     }
     return measured(table, t)
 

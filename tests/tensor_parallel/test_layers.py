@@ -100,19 +100,14 @@ def check_attention():
 
 def check_vocabulary():
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    compare(
-        tensor_parallel.SequenceParallelNorm(full(lambda: nn.LayerNorm(HIDDEN), rank)),
-        full(lambda: nn.LayerNorm(HIDDEN)),
-        x_dim=1,
-        y_dim=1,
-    )
+    norm, whole = (full(lambda: nn.LayerNorm(HIDDEN), one) for one in (rank, 0))
+    compare(tensor_parallel.SequenceParallelNorm(norm), whole, x_dim=1, y_dim=1)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator(0, 0, "tokens"))
     split = tensor_parallel.Split(0, (VOCABULARY,), padded=True)
     for sequence in (False, True):
         module = full(lambda: nn.Embedding(VOCABULARY, HIDDEN))
-        made = tensor_parallel.VocabularyParallelEmbedding(
-            full(lambda: nn.Embedding(VOCABULARY, HIDDEN), rank), sequence_parallel=sequence
-        )
+        brought = full(lambda: nn.Embedding(VOCABULARY, HIDDEN), rank)
+        made = tensor_parallel.VocabularyParallelEmbedding(brought, sequence_parallel=sequence)
         y, local = module(tokens), made(tokens)
         upward = draw(*y.shape, what="upward")
         (y * upward).sum().backward()

@@ -184,10 +184,7 @@ def cases():
     yield "first the gradient of blocks.0.attn.temperature", lambda: train_fused_vit(PLANS["ViT"])
     yield "first the gradient of blocks.0.norm1.weight", lambda: train_fused_vit(FUSED | {"blocks.*.norm1": "inside"})
     yield "ValueError: rank {rank}: this rank holds one of 2 parts of up.weight", lambda: cut(Small()).state_dict()
-    yield (
-        "not with torch's clip_grad_norm_",
-        lambda: train_fused_vit(FUSED),
-    )
+    yield "not with torch's clip_grad_norm_", lambda: train_fused_vit(FUSED)
 
 
 def test_wrong_plans_are_refused_in_words_on_every_rank_before_anything_is_cut(ranks):

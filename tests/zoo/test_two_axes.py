@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 import zoo_gpt
 import zoo_images
-from equal import Fully, Zero
+from equal import Fully, Zero, square
 from refused import message
 from zoo_kinds import KINDS
-from zoo_techniques import adamw, axes
+from zoo_techniques import adamw
 
 from distlab.comm import recorded
 from distlab.sharding import full_state_dict, load_full_state_dict
@@ -82,7 +82,8 @@ def on_a_grid(way, name, tasks):
 
     A task is its steps, and where it begins: the shards of a model, or None.
     """
-    tensor, data, number = axes() if dist.get_world_size() == 4 else (None, None, dist.get_rank())
+    is_grid = dist.get_world_size() == 4
+    (tensor, data), number = square() if is_grid else (None, None), dist.get_rank() // (2 if is_grid else 1)
     found = []
     for steps, shards in tasks:
         one, kind = made(way, name, tensor, data)
@@ -118,7 +119,7 @@ def test_norms_states_and_shards_are_those_of_one_process(way, name, ranks):
 
 def faults_and_costs():
     """Return what each fault says, and the bytes that a norm sends."""
-    tensor, data, number = axes()
+    (tensor, data), number = square(), dist.get_rank() // 2
     one, kind = made(Fully, "ViT, fused qkv", tensor, data)
     states = [None] * 4
     dist.all_gather_object(states, one.part.shard_state())

@@ -115,6 +115,9 @@ BERT = {"words": "vocabulary", "decoder": "vocabulary", "layer.*.linear1": "colu
 T5 = {
     f"{part}.*.{layer}": style for part in ("encoder", "decoder") for layer, style in (("wi", "column"), ("wo", "row"))
 }
+MIXTRAL = {"embed": "vocabulary", "head": "vocabulary"}
+POOLER = {"unused": True, "units": ("layer.0", "layer.1", "pooler")}
+EXPERTS = {"unused": True, "units": ("gates.0", "gates.1")}  # which experts run, each rank's tokens say
 FUSED = PLANS["ViT"] | {"blocks.*.attn.[qk]_norm": "inside", "blocks.*.attn": "inside"}
 
 KINDS = {
@@ -123,25 +126,9 @@ KINDS = {
     "Llama": Kind(
         text.Llama, "tokens", own_loss_by_name, stages=cut_before("lm_head", lambda output: output.logits), plan=LLAMA
     ),
-    "BERT": Kind(
-        text.Bert,
-        "tokens",
-        of_logits,
-        unused=True,
-        stages=cut_before("decoder"),
-        plan=BERT,
-        units=("layer.0", "layer.1", "pooler"),
-    ),
+    "BERT": Kind(text.Bert, "tokens", of_logits, stages=cut_before("decoder"), plan=BERT, **POOLER),
     "T5": Kind(text.T5, "tokens", of_logits, alone=TIED, plan=T5),
-    "Mixtral": Kind(
-        text.Mixture,
-        "tokens",
-        of_logits,
-        unused=True,
-        stages=cut_before("head"),
-        plan={"embed": "vocabulary", "head": "vocabulary"},
-        units=("gates.0", "gates.1"),  # which experts run, each rank's tokens say
-    ),
+    "Mixtral": Kind(text.Mixture, "tokens", of_logits, stages=cut_before("head"), plan=MIXTRAL, **EXPERTS),
     "ViT, fused qkv": Kind(images.ViT, "images", of_logits, stages=cut_before("head"), plan=FUSED),
     "Swin": Kind(images.Swin, "images", of_logits, stages=cut_before("head")),
     "ResNet": Kind(images.ResNet, "images", of_logits, apart=False, alone=BATCH_NORM),

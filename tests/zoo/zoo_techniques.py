@@ -24,11 +24,7 @@ def adamw(parameters):
 def one_process(kind: Kind):
     """Train on the whole batch; return the state."""
     model = kind.build()
-    optimizer = adamw(model.parameters())
-    for step in range(UPDATES):
-        optimizer.zero_grad()
-        kind.loss(model, *kind.batch(step)).backward()
-        optimizer.step()
+    train(kind, model, adamw(model.parameters()), same_batch=True)
     return states(model)
 
 
@@ -76,14 +72,6 @@ def fully(**options):
         return {name: value.clone() for name, value in full_state_dict(sharded).items()}
 
     return technique
-
-
-def axes():
-    """Return this rank's tensor group and data group, of 2 x 2 ranks, and its number among the data ranks."""
-    rank = dist.get_rank()
-    tensor = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
-    return tensor, data, rank // 2
 
 
 def loss(logits, targets):

@@ -237,7 +237,6 @@ def sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGroup
                 parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
 
 
-@torch.no_grad()
 def all_reduce_in_float32(tensor: Tensor, group: ProcessGroup | None = None, *, op: str = "sum") -> Tensor:
     """Sum a half-precision tensor over the group, in place, as if it were float32 until the end.
 
@@ -252,40 +251,43 @@ def all_reduce_in_float32(tensor: Tensor, group: ProcessGroup | None = None, *, 
     Raises:
         ValueError: before any message: an op other than "sum" or "mean", or a tensor that is not contiguous.
     """
-    return _start_float32(tensor, group, op)()
+    return _Float32Sum(tensor, group, op).wait()
 
 
-def _start_float32(tensor: Tensor, group: ProcessGroup | None, op: str) -> Callable[[], Tensor]:
-    """Begin to exchange, and return what finishes it."""
-    if op not in ("sum", "mean") or not tensor.is_contiguous():
-        raise ValueError(
-            f"op is {op!r}, contiguous {tensor.is_contiguous()}; pass sum or mean, and a contiguous tensor"
-        )
-    num_ranks = dist.get_world_size(group)
-    divisor = num_ranks if op == "mean" else 1
-    if tensor.dtype not in HALF:
-        tensor.div_(divisor)
-        plain = dist.all_reduce(tensor, group=group, async_op=True)
-        return lambda: (plain.wait(), tensor)[1]
-    flat = tensor.detach().view(-1)
-    share = -(-flat.numel() // num_ranks)
-    outgoing = flat.new_zeros(num_ranks * share)  # [n * share], the last part padded
-    outgoing[: flat.numel()] = flat
-    incoming = torch.empty_like(outgoing)
-    work = dist.all_to_all_single(incoming, outgoing, group=group, async_op=True)
+class _Float32Sum:
+    """A sum, or a mean, in float32: begun when it is made; `wait` leaves it in the tensor."""
 
-    def finish() -> Tensor:
-        work.wait()
-        theirs = incoming.view(num_ranks, share)  # my part, as each rank has it
-        mine = theirs[0].float()
-        for other in theirs[1:]:  # in the order of ranks, so the same input gives the same bits again
-            mine.add_(other)
-        mine = mine.div_(divisor).to(flat.dtype)  # divided while long, or a mean that fits would overflow on its way
-        all_gather_single(outgoing, mine, group=group)
-        flat.copy_(outgoing[: flat.numel()])
-        return tensor
+    @torch.no_grad()
+    def __init__(self, tensor: Tensor, group: ProcessGroup | None, op: str) -> None:
+        if op not in ("sum", "mean") or not tensor.is_contiguous():
+            raise ValueError(
+                f"op is {op!r}, contiguous {tensor.is_contiguous()}; pass sum or mean, and a contiguous tensor"
+            )
+        self.tensor, self.group, self.num_ranks = tensor, group, dist.get_world_size(group)
+        self.divisor, self.is_half = self.num_ranks if op == "mean" else 1, tensor.dtype in HALF
+        if not self.is_half:
+            self.work = dist.all_reduce(tensor.div_(self.divisor), group=group, async_op=True)
+            return
+        flat = tensor.detach().view(-1)
+        self.outgoing = flat.new_zeros(self.num_ranks * -(-flat.numel() // self.num_ranks))  # the last part padded
+        self.outgoing[: flat.numel()] = flat
+        self.incoming = torch.empty_like(self.outgoing)
+        self.work = dist.all_to_all_single(self.incoming, self.outgoing, group=group, async_op=True)
 
-    return finish
+    @torch.no_grad()
+    def wait(self) -> Tensor:
+        """Finish it, and return the tensor."""
+        self.work.wait()
+        if self.is_half:
+            share = len(self.incoming) // self.num_ranks
+            theirs = self.incoming.view(self.num_ranks, share)  # my part, as each rank has it
+            mine = theirs[0].float()
+            for other in theirs[1:]:  # in the order of ranks, so the same input gives the same bits again
+                mine.add_(other)
+            mine = mine.div_(self.divisor).to(self.tensor.dtype)  # while long: a mean that fits never overflows
+            all_gather_single(self.outgoing, mine, group=self.group)
+            self.tensor.view(-1).copy_(self.outgoing[: self.tensor.numel()])
+        return self.tensor
 
 
 class Float32Reduce:
@@ -297,7 +299,7 @@ class Float32Reduce:
 
     def start(self, bucket: GradientBucket, group: ProcessGroup | None) -> Pending:
         """Begin to exchange a bucket; do not wait."""
-        return _Reducing(_start_float32(bucket.buffer, group, "mean"))
+        return _Float32Sum(bucket.buffer, group, "mean")
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: no step depends on an earlier one."""
@@ -305,13 +307,3 @@ class Float32Reduce:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back nothing."""
-
-
-class _Reducing:
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Leave the mean in the buffer."""
-        self._finish()

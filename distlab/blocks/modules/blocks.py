@@ -38,10 +38,11 @@ def find_blocks(model: nn.Module, choice: Choice | None = None) -> dict[str, nn.
     chosen = {name: module for name, module in model.named_modules() if name and _is_chosen(choice, name, module)}
     if not chosen:
         classes = sorted({type(module).__name__ for name, module in model.named_modules() if name})
-        lists = ", ".join(f"{name}.*" for name in _parents(_items_of_lists(model))) or "none"
+        parents = [f"{name.rpartition('.')[0]}.*" for name in _items_of_lists(model) if "." in name]
+        said = choice.__name__ if isinstance(choice, type) else repr(choice)
         raise ValueError(
-            f"{type(model).__name__} has no part that {_said(choice)} chooses; its lists are {lists} and its classes "
-            f"{', '.join(classes[:12])}"
+            f"{type(model).__name__} has no part that {said} chooses; its lists are "
+            f"{', '.join(dict.fromkeys(parents)) or 'none'} and its classes {', '.join(classes[:12])}"
         )
     return chosen
 
@@ -90,11 +91,3 @@ def _is_chosen(choice: Choice, name: str, module: nn.Module) -> bool:
     raise ValueError(
         f"blocks are chosen by {choice!r}; pass a class, a pattern of names, a function, or a list of these"
     )
-
-
-def _parents(names: dict[str, nn.Module]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name))
-
-
-def _said(choice: Choice) -> str:
-    return choice.__name__ if isinstance(choice, type) else repr(choice)

@@ -16,18 +16,9 @@ def torch_schedules():
 
 def stage(index, num_stages, group_size):
     """All that torch's planning asks of a stage; its ranks and networks are not needed."""
-    return SimpleNamespace(
-        stage_index=index,
-        num_stages=num_stages,
-        group_size=group_size,
-        group_rank=0,
-        group=None,
-        is_first=index == 0,
-        is_last=False,
-        submod=None,
-        has_backward=True,
-        stage_index_to_group_rank=None,
-    )
+    known = {"stage_index": index, "num_stages": num_stages, "group_size": group_size, "group_rank": 0, "group": None}
+    known |= {"is_first": index == 0, "is_last": False, "submod": None, "has_backward": True}
+    return SimpleNamespace(**known, stage_index_to_group_rank=None)
 
 
 class RecordingStage(SimpleNamespace):
@@ -67,11 +58,7 @@ def test_torch_runs_our_order():
 
 
 MULTI = {  # torch's name: ours, its stages on rank 0, and (ranks, micro-batches, stages a rank)
-    "ScheduleInterleaved1F1B": (
-        "interleaved",
-        "loop",
-        [(4, 8, 2), (3, 9, 3), (4, 10, 2), (4, 3, 2), (1, 4, 2), (2, 6, 1)],
-    ),
+    "ScheduleInterleaved1F1B": ("interleaved", "loop", [(4, 8, 2), (3, 9, 3), (4, 10, 2), (4, 3, 2), (1, 4, 2)]),
     "ScheduleLoopedBFS": ("looped_bfs", "loop", [(4, 8, 2), (3, 5, 3), (1, 3, 2), (4, 2, 1)]),
     "ScheduleInterleavedZeroBubble": ("interleaved_zero_bubble", "loop", [(4, 8, 2), (3, 9, 3), (4, 10, 2), (4, 3, 2)]),
     "ScheduleZBVZeroBubble": ("zb_v", "v", [(4, 8, 2), (3, 4, 2), (4, 3, 2), (2, 7, 2), (5, 16, 2), (1, 3, 2)]),

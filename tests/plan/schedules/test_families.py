@@ -45,9 +45,8 @@ def test_any_size_is_valid_and_whole(name):
 def test_grids_are_those_of_the_papers():
     for path in GRIDS:
         name, num_ranks, num_microbatches = path.stem.rsplit("_", 2)
-        assert (
-            plan.text_grid(plan.make_schedule(name, int(num_ranks), int(num_microbatches))) + "\n" == path.read_text()
-        ), name
+        drawn = plan.text_grid(plan.make_schedule(name, int(num_ranks), int(num_microbatches)))
+        assert drawn + "\n" == path.read_text(), name
     by_hand = set(plan.SCHEDULES) - {"zb_1p", "zb_2p", "automatic"}  # those are planned from times
     assert {path.stem.rsplit("_", 2)[0] for path in GRIDS} == by_hand
 
@@ -67,10 +66,7 @@ REFUSED = [
     (lambda: plan.make_schedule("zb_h2", 2, 1.5), "num_microbatches is 1.5; pass a whole number"),
     (lambda: plan.interleaved(2, 2, stages_per_rank=0), "stages_per_rank is 0; pass a whole number"),
     (lambda: plan.make_schedule("naive", 10**20, 2), "num_ranks has 21 digits; pass at most 4,611"),
-    (
-        lambda: plan.make_schedule("v_half", 2, 2, stages_per_rank=3),
-        "v_half needs 2 stages .* choose one of interleaved",
-    ),
+    (lambda: plan.make_schedule("v_half", 2, 2, stages_per_rank=3), "v_half needs 2 stages .* one of interleaved"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 A message carries tensors and nothing else. So a value is taken apart into its tensors, in order, and a structure that
 says where each belongs; the structure and the tensors' kinds make a `ValueLayout`. Ranks tell each other the layouts
-once (`distlab.pipeline.agreement.negotiate`), and from then on a receiver knows what comes before it is there.
+once (`distlab.pipeline.negotiate`), and from then on a receiver knows what comes before it is there.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.blocks.modules.trial import call_a_copy
+from distlab.pipeline.negotiate import call_a_copy
 from distlab.rng import random_state
 
 META, CPU = torch.device("meta"), torch.device("cpu")

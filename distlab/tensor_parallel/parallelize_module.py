@@ -27,19 +27,19 @@ from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.moved import mark_moved
 from distlab.blocks.replicate import broadcast_each, parameter_facts
 from distlab.comm.p2p import group_rank
-from distlab.tensor_parallel.async_calls import Sum
-from distlab.tensor_parallel.by_plan.compare import compare, watch
-from distlab.tensor_parallel.by_plan.plan import (
+from distlab.tensor_parallel.compare import compare, watch
+from distlab.tensor_parallel.functions import sum_of_ranks
+from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
+from distlab.tensor_parallel.plan import (
     LAYERS,
+    OWN,
     Heads,
     check_ties,
     find_heads,
     find_inside,
     find_styles,
-    is_own,
     parent_of,
 )
-from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
 
 
@@ -93,7 +93,10 @@ def parallelize_module(
     if example is not None:
         compare(model, cut, styles, example, group)
     cut(model)
-    _mark_those_cut(model, before)
+    kept = {id(parameter) for _, parameter in every_parameter(model)}
+    for name, parameter in before.items():
+        if id(parameter) not in kept:
+            mark_moved(parameter, name, "parallelize_module gave each rank its part")
     watch(model, group)
     return model
 
@@ -107,7 +110,7 @@ def _check(
             raise ValueError("the model is cut already; pass one that is not")
         styles = find_styles(model, plan, dist.get_world_size(group))
         heads, ties = find_heads(model, styles, dist.get_world_size(group)), check_ties(model, styles)
-        if not has_example and not is_own(plan):
+        if not has_example and plan not in OWN:
             raise ValueError(
                 "pass example=(inputs of one forward): no plan shows how a forward uses what a layer makes, so the cut "
                 "model is compared with the whole one. Only PLANS of Llama, GPT-2 and nanoGPT need none"
@@ -124,7 +127,7 @@ def _cut(
     ties: Iterable[Sequence[str]],
     group: ProcessGroup | None,
 ) -> None:
-    """Put the parts of layers in their places, then hooks on modules; let modules count a rank's heads."""
+    """Put the parts of layers in their places, then hooks; tie what was tied; let modules count a rank's heads."""
     for name, style in styles.items():
         if style in LAYERS:
             module, holder = model.get_submodule(name), model.get_submodule(parent_of(name))
@@ -132,10 +135,15 @@ def _cut(
             holder.register_module(name.rpartition(".")[2], part)
             if isinstance(holder, nn.TransformerEncoderLayer):
                 holder.activation_relu_or_gelu = 0  # else torch reads the weights itself in eval mode, past the layers
-    _sum_over_ranks(find_inside(model, styles), group)
+    for parameter in find_inside(model, styles):
+        if parameter.requires_grad:
+            parameter.register_hook(LinearHook(functools.partial(sum_of_ranks, group=group)))
     for name in [name for name, style in styles.items() if style == "narrow"]:
         _narrow(model.get_submodule(name), group)
-    _tie(model, ties)
+    for first, *others in ties:
+        for name in others:
+            holder, own = model.get_submodule(parent_of(name)), name.rpartition(".")[2]
+            holder.register_parameter(own, model.get_parameter(first))
     for name, numbers in heads.local.items():
         for attribute, number in numbers.items():
             setattr(model.get_submodule(name), attribute, number)
@@ -150,33 +158,6 @@ def _part_of(module: Any, style: str, sections: Sequence[int] | None, group: Pro
     if style == "vocabulary":
         return ColumnParallelLinear.from_full(module, group, padded=True, join_output=True)
     return ColumnParallelLinear.from_full(module, group, sections=sections)
-
-
-def _mark_those_cut(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Let the parameters that the model has no more refuse to be used."""
-    kept = {id(parameter) for _, parameter in every_parameter(model)}
-    for name, parameter in before.items():
-        if id(parameter) not in kept:
-            mark_moved(parameter, name, "parallelize_module gave each rank its part")
-
-
-def _sum_over_ranks(parameters: Iterable[nn.Parameter], group: ProcessGroup | None) -> None:
-    """Sum the gradients of parameters that every rank uses on its own heads or features."""
-
-    def summed(gradient: Tensor) -> Tensor:
-        return Sum(gradient.clone(memory_format=torch.contiguous_format), group, waits=True).finish()
-
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_hook(LinearHook(summed))
-
-
-def _tie(model: nn.Module, ties: Iterable[Sequence[str]]) -> None:
-    """Let all names of a tie mean the parameter of the first one again."""
-    for first, *others in ties:
-        for name in others:
-            holder, own = model.get_submodule(parent_of(name)), name.rpartition(".")[2]
-            holder.register_parameter(own, model.get_parameter(first))
 
 
 def _narrow(module: nn.Module, group: ProcessGroup | None) -> None:

@@ -32,8 +32,8 @@ from distlab.blocks.modules.structures import find
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
 from distlab.rng import keep_random_state
-from distlab.tensor_parallel.by_plan.plan import HINTS, LAYERS, columns_of, parent_of
 from distlab.tensor_parallel.linear import agree_on_inputs
+from distlab.tensor_parallel.plan import HINTS, LAYERS, columns_of, parent_of
 
 OUTPUT, GRADIENT = "the output", "the gradient of "
 FINE = 1e-4  # rounding that does not hide a wrong gradient

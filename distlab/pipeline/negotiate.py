@@ -3,29 +3,37 @@
 Each stage is tried in turn with what the one before would hand it, on the meta device: shapes and dtypes go through the
 module, no numbers are computed and no memory is needed. Some modules cannot run there: they read a tensor's values, or
 make tensors on a fixed device. Those are tried with zeros. That costs one forward pass and, for that time, a second
-copy of the stage's tensors. What runs is a copy (`modules.trial`): the module stays as it was, whatever its forward
-does.
+copy of the stage's tensors. What runs is a copy: a forward may fill a cache at its first call, count its calls, update
+running statistics, draw random numbers, or raise in the middle of all that, and the module must stay as it was.
+`copy.deepcopy` copies each object once, wherever it is used. Only tensors are copied differently: without numbers (meta
+device), or as a clone outside of any graph. Process groups are shared.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parameter import is_lazy
 
-from distlab.blocks.modules.trial import call_a_copy
+from distlab.blocks.modules.every_parameter import layers_of
+from distlab.blocks.modules.moved import NotHere
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
-from distlab.pipeline.agreement.shapes import ValueLayout, put_together, take_apart
 from distlab.pipeline.faults import gather_texts
+from distlab.pipeline.shapes import ValueLayout, put_together, take_apart
 from distlab.pipeline.stage import Stage
 from distlab.plan import Schedule, validate
+from distlab.rng import keep_random_state
 
 
 def check_schedule(schedule: Schedule, num_ranks: int) -> None:
@@ -88,7 +96,17 @@ def negotiate(
         if owner == rank:
             given = layouts[-1] if number else inputs
             assert given is not None, "inputs were checked on the rank of stage 0"
-            text = _answer(stages[number], given, rank, device, on_failure=on_failure)
+            try:
+                text = json.dumps(try_out(stages[number], given, device).to_json())
+            except Exception as error:  # whatever a module raises: the other ranks must hear of it
+                if on_failure is not None:
+                    on_failure(error)
+                source = f"stage {number - 1} gives" if number else "the inputs have"
+                text = json.dumps(
+                    f"rank {rank}: stage {number} ({type(stages[number].module).__name__}) cannot run on what "
+                    f"{source}, {given}: {type(error).__name__}: {str(error).rstrip('.')}. Nothing has run; give the "
+                    "stage inputs of the shape that it wants"
+                )
         said = [text]
         dist.broadcast_object_list(said, group_src=owner, group=group, device=group_device(group))
         answer = json.loads(said[0])
@@ -119,28 +137,6 @@ def check_sizes(sizes: Mapping[str, int], stage_to_rank: Sequence[int], group: P
         )
 
 
-def _answer(
-    stage: Stage,
-    given: ValueLayout,
-    rank: int,
-    device: torch.device,
-    *,
-    on_failure: Callable[[Exception], None] | None,
-) -> str:
-    """Return a stage's layout as JSON, or as JSON text what is wrong."""
-    source = f"stage {stage.number - 1} gives" if stage.number else "the inputs have"
-    try:
-        return json.dumps(try_out(stage, given, device).to_json())
-    except Exception as error:  # whatever a module raises: the other ranks must hear of it
-        if on_failure is not None:
-            on_failure(error)
-        return json.dumps(
-            f"rank {rank}: stage {stage.number} ({type(stage.module).__name__}) cannot run on what {source}, {given}: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. Nothing has run; give the stage inputs of the shape "
-            "that it wants"
-        )
-
-
 def try_out(stage: Stage, given: ValueLayout, device: torch.device) -> ValueLayout:
     """Return the layout of what a stage makes of inputs with a given layout; the stage stays as it was.
 
@@ -163,3 +159,49 @@ def _run(stage: Stage, given: ValueLayout, device: torch.device) -> ValueLayout:
     inputs = [kind.zeros(device).requires_grad_(kind.wants_gradient) for kind in given.kinds]
     value: Any = put_together(given, inputs)
     return take_apart(call_a_copy(stage.module, value if type(value) is tuple else (value,), device))[1]
+
+
+def call_a_copy(module: nn.Module, arguments: Sequence[Any], device: torch.device) -> Any:
+    """Call a copy of a module; the module and all random numbers stay as they were, also when the copy raises.
+
+    What forward does to the outside world happens once more: it prints, counts in a global variable, fills a cache of
+    its class, or calls a hook that remembers things in a closure.
+
+    Args:
+        module: any module that `copy.deepcopy` copies. Compiled parts run without their compiled code.
+        arguments: of the call.
+        device: "meta" computes no numbers and needs no memory; a real one needs a copy of all tensors.
+
+    Raises:
+        ValueError: the module cannot be copied.
+        Exception: what the module raises.
+    """
+    known: dict[int, Any] = {}
+    for _, layer in layers_of("", module, set()):  # parameters, buffers, and what they note as an attribute
+        held = (*layer._parameters.values(), *layer._buffers.values(), *vars(layer).values())
+        known |= {id(one): _stand_in(one, device) for one in held if isinstance(one, Tensor) and not is_lazy(one)}
+    if dist.is_initialized():
+        known |= {id(group): group for group in dist.distributed_c10d._world.pg_map}
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with keep_random_state(), eager:
+        try:
+            twin = copy.deepcopy(module, known)
+        except Exception as error:
+            raise ValueError(
+                f"copy.deepcopy cannot copy {type(module).__name__} ({type(error).__name__}: {error}), and a copy of "
+                "it must run first, for the shapes that it makes. Keep in the module what can be copied"
+            ) from error
+        return twin(*arguments)
+
+
+@torch.no_grad()
+def _stand_in(one: Tensor, device: torch.device) -> Tensor:
+    """Return what the copy has in a tensor's place.
+
+    Shapes: [...]; the same
+    """
+    if device.type == "meta" or isinstance(one, NotHere):
+        made = torch.zeros(one.shape, dtype=one.dtype, device=device)
+    else:
+        made = one.detach().clone()
+    return nn.Parameter(made, one.requires_grad) if isinstance(one, nn.Parameter) else made

@@ -75,12 +75,7 @@ PLANS: dict[str, dict[str, str]] = {
     },
 }
 PLANS["nanoGPT"] = PLANS["GPT-2"] | {"transformer.h.*.attn": "narrow"}
-OWN = ("Llama", "GPT-2", "nanoGPT")  # a vision model's names are those of many others
-
-
-def is_own(plan: Mapping[str, str]) -> bool:
-    """Return whether a plan is this package's own of GPT or Llama, which were compared with the whole models."""
-    return any(plan == PLANS[name] for name in OWN)
+OWN = [PLANS[name] for name in ("Llama", "GPT-2", "nanoGPT")]  # compared with the whole models, whose names they are
 
 
 def find_styles(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> dict[str, str]:
