@@ -189,7 +189,7 @@ WRONG: list[tuple[Any, Any, str, str]] = [
     (torch.tensor(math.inf), torch.tensor(1.0), "values", "expected 1, got inf"),
     ([1, 2], [1, 2, 3], "returned", "expected [1, 2, 3], got [1, 2]"),
     ([1, 4], [1, 2], "values", "the result[1]: expected 2, got 4"),
-    ([1], [1, 2, 3], "returned", "expected [1, 2, 3], got [1]: the last 2 missing"),
+    ([1], [1, 2, 3], "returned", "expected [1, 2, 3], got [1]: 2 missing at its end"),
     ([2, 1], (1, 2), "values", "the result[0]: expected 1, got 2; the result has the right values in a diff"),
     ({"a": 1}, {"b": 1}, "returned", "the result: it lacks ['b']; it must not have ['a']"),
     ({"a": 1.5}, {"a": 1.0}, "values", "the result['a']: expected 1, got 1.5"),

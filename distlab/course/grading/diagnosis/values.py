@@ -67,7 +67,7 @@ def compare(got: Any, want: Any, what: str = "the result", world_size: int = 1) 
             text = f"{what}: expected {describe(want)}, got {describe(got)}"
             if is_list and got and want and near([*got][: len(want)], [*want][: len(got)]):
                 more = len(got) - len(want)
-                text += f": the last {abs(more)} {'too many' if more > 0 else 'missing'}"
+                text += f": {abs(more)} {'too many' if more > 0 else 'missing'} at its end"
             return Fault("returned", text)
         pairs = [(f"{what}[{index}]", *pair) for index, pair in enumerate(zip(got, want, strict=True))]
     elif isinstance(want, float) and isinstance(got, int | float | Tensor) and not isinstance(got, bool):
