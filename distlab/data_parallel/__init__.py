@@ -24,6 +24,5 @@ from distlab.data_parallel.steps import (
     average_per_parameter as average_per_parameter,
     broadcast_parameters as broadcast_parameters,
     loss_weight as loss_weight,
-    micro_weights as micro_weights,
     train_step as train_step,
 )

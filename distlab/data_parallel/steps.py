@@ -185,32 +185,10 @@ def loss_weight(num_local: int, num_total: int, num_ranks: int) -> float:
     """Return what to multiply a rank's mean loss by when ranks have unequal shares of the batch.
 
     Ranks average their gradients with equal weight, so a rank with fewer samples would count each of them for more.
-    With this weight the average is the mean over all samples; with equal shares it is 1.
+    With this weight the average is the mean over all samples; with equal shares it is 1. When gradients are
+    accumulated, each micro-batch's mean loss gets the weight of its own samples (or tokens that count).
     """
     return num_local * num_ranks / num_total
-
-
-def micro_weights(num_local: Sequence[int], num_total: int, num_ranks: int) -> list[float]:
-    """Return what to multiply each micro-batch's mean loss by when gradients are accumulated.
-
-    Summed over a rank's micro-batches and averaged over ranks, they give the mean over all samples (or tokens).
-    It is `loss_weight` of each micro-batch: with M equal ones on each rank every weight is 1 / M. The mean of the
-    micro-batches' means would be a different number as soon as one of them is shorter.
-
-    Args:
-        num_local: samples, or tokens that count, in each of this rank's micro-batches; ranks may have unequal numbers.
-        num_total: the same, over all micro-batches of all ranks; not of this rank alone.
-        num_ranks: ranks that average.
-
-    Raises:
-        ValueError: this rank alone has more than the total, or there is nothing to weigh.
-    """
-    if num_total < 1 or min(num_local, default=0) < 0 or sum(num_local) > num_total:
-        raise ValueError(
-            f"micro-batches of {list(num_local)} on this rank and {num_total} in all; pass counts of at least 0 and "
-            "their sum over all ranks"
-        )
-    return [loss_weight(num, num_total, num_ranks) for num in num_local]
 
 
 def train_step(

@@ -60,7 +60,7 @@ def plain_step(
     for module, shard in zip(modules, shards, strict=True):
         before.append(x)
         with torch.no_grad():
-            x = functional_call(module, _gather(module, shard, group), x)  # freed when the next is gathered
+            x = functional_call(module, _gather(module, shard, group), x)  # freed at the next
     x.requires_grad_()
     loss = loss_fn(x)
     (gradient,) = torch.autograd.grad(loss, x)

@@ -403,47 +403,38 @@ for units_ahead in (0, 1):
 # %% exercise="07.backward"
 
 # %% [markdown]
-# ### All of it on one screen
+# The library's `plain_step` is your loops on one screen, with autograd inside: gather, compute, free; gather, backward,
+# reduce-scatter. It takes a list of modules, each fed with what the one before it made, and a shard for each. The next
+# cell prints it, and trains a list of four with Adam, on four ranks and on one.
 #
-# The library's `plain_step` is your loops with autograd inside: gather, compute, free; gather, backward,
-# reduce-scatter. It takes a list of modules, each fed with what the one before it made, and a shard for each. Here it
-# trains a small list on four ranks and on one, with Adam:
-
-# %%
-import inspect
-
-from distlab.sharding.plain import cut_shard, plain_step
-
-print(inspect.getsource(plain_step).rpartition('"""\n')[2])
-
-
-# %%
-def train_plainly(num_steps=5):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    modules = [torch.nn.Sequential(torch.nn.Linear(31, 31), torch.nn.Tanh()) for _ in range(4)]
-    shards, losses = [cut_shard(module) for module in modules], []
-    optimizer = torch.optim.AdamW(shards, lr=1e-2)
-    x, target = torch.randn(2, 16, 31).chunk(n, 1)[rank]
-    for _ in range(num_steps):
-        loss = plain_step(modules, shards, x, lambda made: (made - target).square().mean())
-        (optimizer.step(), dist.all_reduce(loss))
-        losses.append(float(loss) / n)
-    return losses
-
-
-on_four, on_one = ranks.run(train_plainly)[0], run(train_plainly, 1)[0]
-print("losses on four ranks:", *(f"{loss:.4f}" for loss in on_four))
-print(f"losses on one rank differ by {max(abs(a - b) for a, b in zip(on_four, on_one, strict=True)):.0e}")
-
-# %% [markdown]
-# Now the library's `FullyShard`, which takes any module: each item of a `ModuleList` is a unit, and the rest
+# Then comes the library's `FullyShard`, which takes any module: each item of a `ModuleList` is a unit, and the rest
 # (embeddings, the last norm) is the root unit. `model.parameters()` are the shards, so the optimizer needs no change.
 
 
 # %%
-from distlab.sharding import FullyShard
+import inspect
 
+from distlab.sharding import FullyShard, plain
+
+
+def train_plainly():
+    torch.manual_seed(0)
+    modules = [torch.nn.Sequential(torch.nn.Linear(31, 31), torch.nn.Tanh()) for _ in range(4)]
+    shards, losses = [plain.cut_shard(module) for module in modules], []
+    optimizer = torch.optim.AdamW(shards, lr=1e-2)
+    x, target = torch.randn(2, 16, 31).chunk(dist.get_world_size(), 1)[dist.get_rank()]
+    for _ in range(5):
+        losses.append(plain.plain_step(modules, shards, x, lambda made: (made - target).square().mean()))
+        optimizer.step()
+    return torch.stack(losses)
+
+
+on_four, on_one = sum(ranks.run(train_plainly)) / 4, run(train_plainly, 1)[0]
+print(inspect.getsource(plain.plain_step).rpartition('"""\n')[2])
+print(f"losses on four ranks and on one differ by {float((on_four - on_one).abs().max()):.0e}")
+
+
+# %%
 
 def fully_sharded(**options):
     def prepare(model):

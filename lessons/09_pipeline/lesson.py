@@ -519,7 +519,8 @@ print(f"loss {losses[-1]:.4f}; gradients differ by at most {max(gaps):.0e} of th
 
 # %% [markdown]
 # GPipe needs no list of actions. The library's `plain_step` is GPipe by hand on one screen: all micro-batches forward,
-# then all of them backward. Look for the four things that go wrong, and for the line that prevents each:
+# then all of them backward. Look for the four things that go wrong, and for the line that prevents each. Where in this
+# code do ranks wait? The picture below it is what its two loops do in time.
 
 # %%
 import inspect
@@ -527,6 +528,7 @@ import inspect
 from distlab.pipeline.plain import plain_step
 
 print(inspect.getsource(plain_step).rpartition('"""\n')[2])
+show(draw_schedule(simulate_schedule(make_schedule("gpipe", 4, 4), THREE).trace))
 
 
 # %%

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from equal import square
 
 from distlab.comm import recorded
-from distlab.data_parallel import DataParallel, micro_weights
+from distlab.data_parallel import DataParallel, loss_weight
 from distlab.trace import SpanWriter
 
 ALL = ("first", "second", "third")
@@ -73,7 +73,7 @@ def test_zeros_for_what_is_unused_equal_one_process():
     model = torch.nn.Linear(3, 2)
     replicas = DataParallel(model, unused="zeros")
     if rank == 0:  # the only one with samples
-        (model(torch.ones(2, 3)).sum() * micro_weights([2], 2, 3)[0]).backward()
+        (model(torch.ones(2, 3)).sum() * loss_weight(2, 2, 3)).backward()
     replicas.synchronize()
     assert model.bias.grad.tolist() == [2.0, 2.0]
 

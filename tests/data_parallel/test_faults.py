@@ -9,7 +9,7 @@ from equal import Mean, same_everywhere
 from refused import message
 
 from distlab.comm import recorded
-from distlab.data_parallel import DataParallel, SyncBatchNorm, micro_weights
+from distlab.data_parallel import DataParallel, SyncBatchNorm
 
 
 class Words(torch.nn.Module):
@@ -207,9 +207,3 @@ def test_what_cannot_be_is_refused_on_every_rank():
         text = message(action)
         assert words in text
         assert words != DISAGREE or "rank 1 has" in text
-
-
-def test_shares_that_cannot_be_are_refused_before_anything_is_sent():
-    for num_local, num_total in [([3, 3], 5), ([-1], 5), ([0], 0)]:
-        with pytest.raises(ValueError, match="their sum over all ranks"):
-            micro_weights(num_local, num_total, 2)

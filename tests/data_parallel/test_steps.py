@@ -19,7 +19,6 @@ from distlab.data_parallel import (
     broadcast_parameters,
     convert_sync_batchnorm,
     loss_weight,
-    micro_weights,
     train_step,
 )
 from distlab.trace import SpanWriter
@@ -123,15 +122,12 @@ def test_the_order_of_layers_does_not_matter_and_what_a_rank_did_not_use_counts_
 
 
 def test_weights_of_unequal_shares_and_micro_batches_make_the_mean_of_all():
+    assert [loss_weight(num, 12, 2) for num in (3, 1)] == [0.5, 1 / 6]  # micro-batches
     for shares, num_total in ((4, 3), 7), ((2, 2, 1), 5):
         samples = torch.rand(num_total, dtype=torch.float64)
         parts = samples.split(list(shares))
         weighted = [part.mean() * loss_weight(len(part), num_total, len(shares)) for part in parts]
         assert torch.allclose(sum(weighted) / len(shares), samples.mean(), atol=1e-15)
-    assert micro_weights([4, 4], 8, 1) == [0.5, 0.5]
-    assert micro_weights([3, 1], 12, 2) == [0.5, 1 / 6]
-    assert micro_weights([], 5, 2) == []  # a rank without samples takes part with zeros
-    assert micro_weights([0, 2], 4, 2) == [0.0, 1.0]
 
 
 def test_a_step_marks_what_it_does():
