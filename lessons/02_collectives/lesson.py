@@ -227,9 +227,11 @@ print(inspect.getsource(plain_ring_all_reduce).rpartition('"""\n')[2])
 
 # %% [markdown]
 # The formula, measured. The library's `plain_ring_all_reduce` is the same ring in one function: compare its loops with
-# yours. A chunk's sum ends one rank earlier there. Here is your ring, step by step, from what the recorder saw. Each rank has a column for every
-# chunk and a row for every rank: a filled cell says that this rank's part is already in that chunk. A chunk with all
-# four parts turns dark. Press play, or move the slider.
+# yours. A chunk's sum ends one rank earlier there.
+#
+# Here is your ring, step by step, from what the recorder saw. Each rank has a column for every chunk and a row for
+# every rank: a filled cell says that this rank's part is already in that chunk. A chunk with all four parts turns dark.
+# Press play, or move the slider.
 #
 # The recorder sees messages, not chunk numbers. So a chunk's letter is that of the rank that sends it first: A, which
 # rank 0 sends first, is your chunk 3.

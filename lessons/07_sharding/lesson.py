@@ -436,6 +436,7 @@ print(f"losses on four ranks and on one differ by {float((on_four - on_one).abs(
 
 # %%
 
+
 def fully_sharded(**options):
     def prepare(model):
         sharded = FullyShard(model, **options)
