@@ -79,12 +79,13 @@ def test_a_machine_that_is_busy_or_changes_its_speed_is_told():
         assert trouble_of(calm) == ""
 
 
-def report(lengths_ms, taken=(0.0, 0.0, 0.0), rounds=(10, 10, 10), rank=0):
+def report(lengths_ms, taken=(0.0, 0.0, 0.0), rounds=(10, 10, 10), rank=0, late_ms=0):
     """A rank's report of two windows of two steps, one step per second; rounds predict milliseconds."""
     made = RankReport(rounds=list(rounds), taken_cores=list(taken))
     made.measured_s = [(lengths_ms[0] + lengths_ms[1]) / 2e3, (lengths_ms[2] + lengths_ms[3]) / 2e3]
     made.step_ns = [(second * 1000 * MS, second * 1000 * MS + ms * MS) for second, ms in enumerate(lengths_ms)]
-    made.trace = Trace.from_spans(Span(rank, "compute", "forward", "F", *step) for step in made.step_ns)
+    marks = ((start + late_ms * MS, end) for start, end in made.step_ns)
+    made.trace = Trace.from_spans(Span(rank, "compute", "forward", "F", *mark) for mark in marks)
     return made
 
 
@@ -93,8 +94,11 @@ def predicted(rounds):
 
 
 def test_a_step_is_as_long_as_on_its_slowest_rank_and_the_one_nearest_the_median_is_drawn():
-    reports = [report([10, 11, 12, 13]), report([20, 8, 8, 8], rank=1)]
+    reports = [report([10, 11, 12, 13]), report([20, 8, 8, 8], rank=1, late_ms=3)]
     calls = [Span(0, "communication", "send", "send", at * MS, (at + 1) * MS) for at in (500, 2001, 2010, 2012, 3001)]
+    calls.append(
+        Span(1, "communication", "barrier", "barrier", 2001 * MS, 2002 * MS)
+    )  # it agreed on the begin too late
     overlay = overlay_of(reports, predicted, calls=Trace.from_spans(calls))
     assert overlay.measured_s == [0.020, 0.011, 0.012, 0.013]
     assert overlay.measured.duration_s == pytest.approx(0.012)

@@ -247,8 +247,11 @@ def _overlay(
     nearest = int(timed[np.abs(counted_ns - np.median(counted_ns)).argmin()])
     traces = [report.step_trace(nearest) for report in reports]
     if calls is not None:
-        own = (replace(report, trace=calls.select(calls.rank == rank)) for rank, report in enumerate(reports))
-        traces += [report.step_trace(nearest) for report in own]
+        for rank, (report, marked) in enumerate(zip(reports, list(traces), strict=True)):
+            # A rank that had no core when the step began still makes the call in which ranks agree on that moment.
+            begin = min(marked.start_ns.tolist(), default=0)
+            own = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
+            traces.append(replace(report, trace=own).step_trace(nearest))
     measured = Trace.concatenate(traces).from_zero()
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
