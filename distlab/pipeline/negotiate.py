@@ -191,6 +191,11 @@ def call_a_copy(module: nn.Module, arguments: Sequence[Any], device: torch.devic
                 f"copy.deepcopy cannot copy {type(module).__name__} ({type(error).__name__}: {error}), and a copy of "
                 "it must run first, for the shapes that it makes. Keep in the module what can be copied"
             ) from error
+        own = set(module.modules())
+        for layer in twin.modules():
+            plain = getattr(vars(layer).get("forward"), "_torchdynamo_orig_callable", None)
+            if getattr(plain, "__self__", None) in own:
+                del layer.forward  # compiled for the module itself, which it would run
         return twin(*arguments)
 
 
