@@ -3,8 +3,10 @@
 Each stage is tried in turn with what the one before would hand it, on the meta device: shapes and dtypes go through the
 module, no numbers are computed and no memory is needed. Some modules cannot run there: they read a tensor's values, or
 make tensors on a fixed device. Those are tried with zeros. That costs one forward pass and, for that time, a second
-copy of the stage's tensors. What runs is a copy: a forward may fill a cache at its first call, count its calls, update
-running statistics, draw random numbers, or raise in the middle of all that, and the module must stay as it was.
+copy of the stage's tensors.
+
+What runs is a copy, and the module stays as it was. A forward may fill a cache at its first call, count its calls, or
+update running statistics. It may draw random numbers, or raise in the middle of all that.
 `copy.deepcopy` copies each object once, wherever it is used. Only tensors are copied differently: without numbers (meta
 device), or as a clone outside of any graph. Process groups are shared.
 """

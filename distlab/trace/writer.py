@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from time import monotonic_ns
-from typing import Any, SupportsInt
+from typing import Any, Protocol, SupportsInt
 
 from distlab.trace.span import Span, Trace
 
 
+class Clock(Protocol):
+    """Where a writer reads the time, in nanoseconds; a GPU's clock gives moments that are known later."""
+
+    def now(self) -> SupportsInt:
+        """Return the time now, or the moment at which the device reaches this place."""
+
+    def end_of(self, work: Any) -> SupportsInt | None:
+        """Return when a call of torch.distributed is over, or None where only a wait can tell."""
+
+
 class HostClock:
-    """The clock of `time.monotonic_ns`. In its place a GPU's can stand, which gives moments that are known later."""
+    """The clock of `time.monotonic_ns`."""
 
     def now(self) -> int:
         """Return the time now."""
@@ -36,11 +46,11 @@ class SpanWriter:
         clock: where times come from; None is the host's clock.
     """
 
-    def __init__(self, rank: int, clock: Any = None) -> None:
+    def __init__(self, rank: int, clock: Clock | None = None) -> None:
         if rank < 0:
             raise ValueError(f"SpanWriter: rank is {rank}; ranks are numbered from 0")
         self.rank = rank
-        self.clock: Any = HostClock() if clock is None else clock
+        self.clock: Clock = HostClock() if clock is None else clock
         self._rows: list[tuple[int, str, str, str, SupportsInt, SupportsInt, int, int, int]] = []
 
     def span(
