@@ -9,6 +9,17 @@ import torch
 import torch.distributed as dist
 
 
+def shift_in_a_batch(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    came = tensor.clone()
+    if size > 1:
+        sends = dist.P2POp(dist.isend, tensor, (rank + 1) % size)
+        takes = dist.P2POp(dist.irecv, came, (rank + size - 1) % size)
+        for request in dist.batch_isend_irecv([sends, takes]):
+            request.wait()
+    return came
+
+
 def shift_sends_before_it_waits(tensor):
     me, n = dist.get_rank(), dist.get_world_size()
     if n < 2:
@@ -45,6 +56,15 @@ def ping_pong_mean_of_rounds(tensor, partner, rounds):
     return statistics.fmean(seconds) / 2
 
 
+def fit_by_normal_equations(sizes_bytes, times_s):
+    w = [1 / t for t in times_s]
+    v = [s / t for s, t in zip(sizes_bytes, times_s, strict=True)]
+    ww, wv, vv = sum(a * a for a in w), sum(a * b for a, b in zip(w, v, strict=True)), sum(b * b for b in v)
+    det = ww * vv - wv * wv
+    slope = (ww * sum(v) - wv * sum(w)) / det
+    return (vv * sum(w) - wv * sum(v)) / det, 1 / slope
+
+
 def fit_with_weights(sizes_bytes, times_s):
     slope, alpha = np.polyfit(np.array(sizes_bytes, float), np.array(times_s, float), 1, w=1 / np.array(times_s, float))
     return alpha.item(), 1 / slope.item()
@@ -79,6 +99,14 @@ def gather_into_one_block(tensor, root):
     for request in [dist.irecv(block[r], r) for r in range(n) if r != root]:
         request.wait()
     return list(block.unbind(0))
+
+
+def repair_waits_for_its_work(loss, threshold):
+    mean = loss.detach().clone()
+    work = dist.all_reduce(mean, op=dist.ReduceOp.SUM, async_op=True)
+    work.wait()
+    mean /= dist.get_world_size()
+    return bool(mean < threshold)
 
 
 def repair_gathers(loss, threshold):

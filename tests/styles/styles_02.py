@@ -8,7 +8,18 @@ import torch
 import torch.distributed as dist
 
 from distlab import collectives
-from distlab.comm.p2p import Receive, Send, exchange, start
+from distlab.comm.p2p import Receive, Send, exchange, send_receive, start
+
+
+def ring_reduce_scatter_counts_down(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    before, behind = (rank - 1) % n, (rank + 1) % n
+    parts = torch.tensor_split(tensor, n)
+    for left in range(n - 1, 0, -1):
+        goes, comes = parts[(rank + left) % n], torch.zeros_like(parts[(rank + left - 1) % n])
+        exchange(Send(goes, behind), Receive(comes, before), group=group)
+        parts[(rank + left - 1) % n].add_(comes)
+    return parts[rank]
 
 
 def ring_reduce_scatter_to_the_left(tensor, group=None):
@@ -52,6 +63,27 @@ def ring_all_gather_through_a_buffer(tensor, group=None):
         landing = torch.empty_like(chunks[at])
         exchange(Receive(landing, (rank - 1) % n), Send(chunks[known], (rank + 1) % n), group=group)
         chunks[at][:] = landing
+    return tensor
+
+
+def ring_all_gather_to_the_left(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    chunks = tensor.tensor_split(n)
+    for step in range(n - 1):
+        known, unknown = chunks[(rank - step) % n], chunks[(rank - 1 - step) % n]
+        start(Send(known, (rank + 1) % n), Receive(unknown, (rank + n - 1) % n), group=group).wait()
+    return tensor
+
+
+def tree_broadcast_by_bits(tensor, root=0, group=None):
+    me, n = dist.get_rank(group), dist.get_world_size(group)
+    place = (me + n - root) % n
+    for level in range(math.ceil(math.log2(n))):
+        bit = 1 << level
+        if place < bit <= n - 1 - place:
+            exchange(Send(tensor, (me + bit) % n), group=group)
+        if bit <= place < 2 * bit:
+            exchange(Receive(tensor, (me - bit) % n), group=group)
     return tensor
 
 
@@ -132,6 +164,17 @@ def hierarchical_reduce_then_gather(tensor, local, cross):
     return tensor
 
 
+def times_step_by_step(num_bytes, n, latency_s, bytes_per_s):
+    def message(size):
+        return latency_s + size / bytes_per_s
+
+    levels = (n - 1).bit_length()
+    ring = sum(message(num_bytes / n) for _ in range(2 * (n - 1)))
+    tree = sum(message(num_bytes) for _ in range(2 * levels))
+    halves = 2 * sum(message(num_bytes / 2**level) for level in range(1, levels + 1))
+    return {"halving_doubling": halves, "ring": ring, "tree": tree}
+
+
 def times_by_counts(num_bytes, n, latency_s, bytes_per_s):
     levels, part = math.ceil(math.log(n, 2) - 1e-9), num_bytes * (1 - 1 / n)
     counts = {"ring": (n - 1, part), "tree": (levels, levels * num_bytes), "halving_doubling": (levels, part)}
@@ -145,6 +188,17 @@ def times_as_tensors(num_bytes, n, latency_s, bytes_per_s):
     sent = torch.tensor([share, 2 * levels * num_bytes, share], dtype=torch.float64)
     times = (steps * latency_s + sent / bytes_per_s).tolist()
     return dict(zip(("ring", "tree", "halving_doubling"), times, strict=True))
+
+
+def repair_with_a_fresh_buffer(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    passing = tensor.clone()
+    for _ in range(n - 1):
+        arrived = torch.empty_like(passing)
+        send_receive(passing, (rank + 1) % n, arrived, (rank - 1) % n, group)
+        tensor.add_(arrived)
+        passing = arrived
+    return tensor
 
 
 def repair_adds_at_the_end(tensor, group=None):

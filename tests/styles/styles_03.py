@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distlab.rng import derive_seed
+
 
 @torch.no_grad()
 def broadcast_all_then_wait(module):
@@ -25,6 +27,15 @@ def broadcast_by_summing(module):
         dist.all_reduce(data)
 
 
+def broadcast_by_name(module):
+    seen = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name in sorted(seen):
+            copy = seen[name].detach().clone()
+            dist.broadcast(copy, src=0)
+            seen[name].copy_(copy)
+
+
 def average_from_the_last(module):
     size = dist.get_world_size()
     for parameter in reversed(list(module.parameters())):
@@ -33,6 +44,28 @@ def average_from_the_last(module):
         mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         dist.all_reduce(mean)
         parameter.grad = mean / size
+
+
+def average_sum_then_scale(module):
+    for _, parameter in filter(lambda pair: pair[1].requires_grad, module.named_parameters()):
+        total = parameter.detach().new_zeros(parameter.shape)
+        if parameter.grad is not None:
+            total += parameter.grad
+        dist.all_reduce(total, dist.ReduceOp.SUM)
+        parameter.grad = total.mul_(1 / dist.get_world_size())
+
+
+def flat_with_offsets(module):
+    trained = [p for p in module.parameters() if p.requires_grad]
+    row = torch.zeros(sum(p.numel() for p in trained), dtype=trained[0].dtype)
+    ends = [0, *itertools.accumulate(p.numel() for p in trained)]
+    for p, begin, end in zip(trained, ends, ends[1:], strict=False):
+        if p.grad is not None:
+            row[begin:end] = p.grad.reshape(-1)
+    dist.all_reduce(row)
+    row /= dist.get_world_size()
+    for p, begin, end in zip(trained, ends, ends[1:], strict=False):
+        p.grad = row[begin:end].reshape(p.shape).clone()
 
 
 def flat_with_torch_utils(module):
@@ -86,6 +119,14 @@ def accumulate_with_a_flag(model, optimizer, *, microbatches, num_accumulated, l
             model.zero_grad()
 
 
+def sampler_by_loop(position, batch_size, *, num_samples, seed, rank, world_size):
+    epoch, start = position // num_samples, position % num_samples
+    shuffle = torch.Generator()
+    shuffle.manual_seed(derive_seed(seed, 0, f"epoch {epoch}"))
+    order = torch.randperm(num_samples, generator=shuffle).tolist()
+    return [order[at] for at in range(start + rank, min(start + batch_size, num_samples), world_size)]
+
+
 def sampler_by_numpy(position, batch_size, *, num_samples, seed, rank, world_size):
     epoch, start = divmod(position, num_samples)
     order = np.random.default_rng([seed, epoch]).permutation(num_samples)
@@ -105,6 +146,14 @@ def uneven_by_gathering(num_tokens):
     dist.all_gather(counts, torch.tensor([sum(num_tokens)]))
     total = sum(int(count) for count in counts)
     return [own / (total / len(counts)) for own in num_tokens]
+
+
+def uneven_by_a_late_wait(num_tokens):
+    total = torch.tensor([float(sum(num_tokens))], dtype=torch.float64)
+    work = dist.all_reduce(total, async_op=True)
+    shares = list(map(dist.get_world_size().__mul__, num_tokens))
+    work.wait()
+    return [share / total.item() for share in shares]
 
 
 class Overlap:
@@ -154,6 +203,18 @@ def overlap_with_counts(buckets):
     for number, parameter in ((number, p) for number, bucket in enumerate(buckets) for p in bucket.parameters):
         parameter.register_post_accumulate_grad_hook(functools.partial(hook, number))
     return finish
+
+
+def repair_scale_afterwards(module):
+    size = dist.get_world_size()
+
+    def mean(parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(size)
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(mean)
 
 
 def _mean_in_place(parameter, scale):

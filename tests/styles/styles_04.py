@@ -7,6 +7,11 @@ import torch
 import torch.distributed as dist
 
 
+def rate_by_min(step, base_lr, *, batch, base_batch, num_warmup):
+    part = min(1.0, (step + 1) / num_warmup) if num_warmup else 1.0
+    return part * base_lr * (batch / base_batch)
+
+
 def rate_by_max(step, base_lr, *, batch, base_batch, num_warmup):
     return base_lr / base_batch * batch * min(step + 1, max(num_warmup, 1)) / max(num_warmup, 1)
 
@@ -15,6 +20,15 @@ def rate_from_a_list(step, base_lr, *, batch, base_batch, num_warmup):
     peak = batch * base_lr / base_batch
     warm = [peak * (number + 1) / num_warmup for number in range(num_warmup)]
     return warm[step] if step < len(warm) else peak
+
+
+def accumulate_sums(model, microbatches, loss_fn):
+    total = sum(x.shape[0] for x, _ in microbatches) * dist.get_world_size()
+    losses = (loss_fn(model(x), y) * x.shape[0] / total for x, y in microbatches)
+    for loss in losses:
+        loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
 
 
 def accumulate_with_autograd_grad(model, microbatches, loss_fn):
@@ -62,6 +76,19 @@ def lars_on_copies(weight, gradient, buffer, *, lr, momentum, decay, coefficient
     return weight.sub_(buffer), buffer
 
 
+def _lars(weight, gradient, buffer, lr, momentum, decay, coefficient):
+    new = momentum * buffer + lr * coefficient * (gradient + decay * weight)
+    return weight - new, new
+
+
+def lars_ratio_first(weight, gradient, buffer, *, lr, momentum, decay, coefficient):
+    if weight.dim() == 1:
+        return _lars(weight, gradient, buffer, lr, momentum, 0.0, 1.0)
+    own = float(weight.norm())
+    other = float(gradient.norm()) + decay * own
+    return _lars(weight, gradient, buffer, lr, momentum, decay, coefficient * own / other if own * other > 0 else 1.0)
+
+
 def lamb_with_lerp(weight, gradient, mean, square, *, step, lr, decay):
     mean, square = torch.lerp(mean, gradient, 0.1), torch.lerp(square, gradient * gradient, 0.001)
     first, second = mean / (1 - math.pow(0.9, step)), square / (1 - math.pow(0.999, step))
@@ -79,6 +106,15 @@ def lamb_in_place_on_copies(weight, gradient, mean, square, *, step, lr, decay):
     own, other = weight.norm(), update.norm()
     weight -= lr * (own / other if own > 0 and other > 0 else torch.ones_like(own)) * update
     return weight, mean, square
+
+
+def lamb_ratio_by_where(weight, gradient, mean, square, *, step, lr, decay):
+    mean = mean + (gradient - mean) * 0.1
+    square = square + (gradient.pow(2) - square) * 0.001
+    update = mean / (1 - 0.9**step) / (torch.sqrt(square / (1 - 0.999**step)) + 1e-6) + weight * decay
+    own, other = weight.norm(), update.norm()
+    ratio = torch.where((own > 0) & (other > 0), own / other.clamp(min=torch.finfo(other.dtype).tiny), 1.0)
+    return weight - ratio * lr * update, mean, square
 
 
 class WarmUp:

@@ -32,6 +32,13 @@ def _places(length, k, step):
     return torch.randperm(length, generator=torch.Generator().manual_seed(step))[:k]
 
 
+def random_k_scaled_first(gradient, k, step):
+    places = _places(len(gradient), k, step)
+    values = gradient.index_select(0, places).mul(len(gradient) / k / dist.get_world_size())
+    dist.all_reduce(values, async_op=True).wait()
+    return torch.zeros_like(gradient).index_copy(0, places, values)
+
+
 def random_k_with_a_mask(gradient, k, step):
     places = _places(len(gradient), k, step)
     mask = torch.zeros(len(gradient), dtype=torch.bool).scatter(0, places, True)
@@ -46,6 +53,13 @@ def random_k_in_ascending_order(gradient, k, step):
     dist.all_reduce(values)
     by_place = dict(zip(places, values / dist.get_world_size() / (k / gradient.numel()), strict=True))
     return torch.stack([by_place.get(place, gradient.new_zeros(())) for place in range(gradient.numel())])
+
+
+def pack_by_dots(codes, bits):
+    per_byte = 8 // bits
+    padded = torch.nn.functional.pad(codes.int(), (0, -codes.numel() % per_byte))
+    weights = torch.tensor([1 << (bits * place) for place in range(per_byte)], dtype=torch.int32)
+    return (padded.reshape(-1, per_byte) * weights).sum(1).to(torch.uint8)
 
 
 def pack_by_numpy(codes, bits):
@@ -90,6 +104,18 @@ def quantize_numbers_behind(gradient, bits):
     return sum(map(decoded, everyone.chunk(dist.get_world_size()))) / dist.get_world_size()
 
 
+def repair_by_where(gradient):
+    n = dist.get_world_size()
+    scale, packed = gradient.abs().mean(), pack_bits((gradient >= 0).byte(), 1)
+    scales, rows = torch.empty(n), [torch.empty_like(packed) for _ in range(n)]
+    dist.all_gather_into_tensor(scales, scale.view(1))
+    dist.all_gather(rows, packed)
+    total = torch.zeros_like(gradient)
+    for size, row in zip(scales, rows, strict=True):
+        total += torch.where(unpack_bits(row, 1, len(gradient)).bool(), size, -size)
+    return total / n
+
+
 def repair_by_numpy(gradient):
     n = dist.get_world_size()
     bits = np.packbits(gradient.numpy() >= 0, bitorder="little")
@@ -120,6 +146,16 @@ def feedback_in_place(gradient, memory, compress):
     mean = sent.clone()
     dist.all_reduce(mean)
     return mean.div_(dist.get_world_size())
+
+
+def feedback_sums_first(gradient, memory, compress):
+    wish = torch.add(gradient, memory)
+    given = compress(wish.clone())
+    torch.sub(wish, given, out=memory)
+    total = given + 0
+    work = dist.all_reduce(total, async_op=True)
+    work.wait()
+    return total / dist.get_world_size()
 
 
 def feedback_of_rows(gradient, memory, compress):

@@ -33,6 +33,15 @@ def states_by_comprehension(num_parameters, plan, numbers):
     return {name: size * count for name, size, count in zip(names, sizes, counts, strict=True)}
 
 
+def activations_by_terms(hidden, heads, *, sequence, microbatch, tensor=1, sequence_parallel=False, recompute="none"):
+    tokens, scores = sequence * microbatch, 5 * heads * sequence * sequence * microbatch
+    own = tensor if sequence_parallel else 1
+    if recompute == "full":
+        return 2 * tokens * hidden / own
+    kept = 10 * tokens * hidden / own + 24 * tokens * hidden / tensor
+    return kept if recompute == "selective" else kept + scores / tensor
+
+
 def activations_by_table(hidden, heads, *, sequence, microbatch, tensor=1, sequence_parallel=False, recompute="none"):
     whole = {"none": 10, "selective": 10, "full": 2}[recompute]
     split = {"none": 24 + 5 * heads * sequence / hidden, "selective": 24, "full": 0}[recompute]
@@ -102,6 +111,13 @@ def repair_channels_second(model, microbatches):
     return math.fsum(one(x, y) for x, y in microbatches)
 
 
+def master_by_zip_and_add(weights, masters, gradients, lr):
+    with torch.no_grad():
+        for index, master in enumerate(masters):
+            master.add_(gradients[index].to(torch.float32), alpha=-lr)
+            weights[index].copy_(master)
+
+
 def master_by_data(weights, masters, gradients, lr):
     for weight, master, gradient in zip(weights, masters, gradients, strict=True):
         master -= gradient.float() * lr
@@ -112,6 +128,17 @@ def master_backwards(weights, masters, gradients, lr):
     for at in range(len(weights) - 1, -1, -1):
         torch.sub(masters[at], gradients[at].float(), alpha=lr, out=masters[at])
         weights[at].data.copy_(masters[at].data)
+
+
+def scaler_by_count(gradients, scale, streak, interval):
+    bad = torch.tensor([sum(int((~torch.isfinite(one)).sum()) for one in gradients)])
+    dist.all_reduce(bad)
+    if bad.item():
+        return False, 0.5 * scale, 0
+    for one in gradients:
+        one /= scale
+    streak = (streak + 1) % interval
+    return True, scale if streak else 2 * scale, streak
 
 
 def scaler_by_min(gradients, scale, streak, interval):

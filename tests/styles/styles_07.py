@@ -1,8 +1,10 @@
 """Right answers to lesson 7, written in other ways than the reference."""
 
+import functools
 import itertools
 import math
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,6 +22,18 @@ def _grouped(own):
     return [(tensor, list(those)) for tensor, those in itertools.groupby(own, key=lambda one: one[0])]
 
 
+def pieces_by_ends(sizes, num_shards, shard):
+    ends = list(itertools.accumulate(sizes))
+    length = (sum(sizes) + num_shards - 1) // num_shards
+    low, high = length * shard, length * (shard + 1)
+    found = []
+    for tensor, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        begin = end - size
+        if end > low and begin < high and size > 0:
+            found.append((tensor, max(low - begin, 0), min(high, end) - begin))
+    return found
+
+
 def pieces_recursive(sizes, num_shards, shard):
     length = -(-sum(sizes) // num_shards)
 
@@ -31,6 +45,16 @@ def pieces_recursive(sizes, num_shards, shard):
         return here + rest(tensor + 1, low - sizes[tensor], high - sizes[tensor])
 
     return rest(0, shard * length, (shard + 1) * length)
+
+
+def step_on_a_copy(parameters, gradient, update):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    length = parameters.numel() // n
+    mean = parameters.new_empty(length)
+    scatter_sum(gradient / n, mean)
+    own = parameters[rank * length : (rank + 1) * length].clone()
+    update(own, mean)
+    gather_into(parameters, own)
 
 
 def step_in_the_gradient(parameters, gradient, update):
@@ -49,6 +73,16 @@ def step_with_torch(parameters, gradient, update):
     dist.reduce_scatter_tensor(mean, gradient)
     update(own, mean.mul_(1 / dist.get_world_size()))
     dist.all_gather_into_tensor(parameters, own.clone())
+
+
+def forward_in_a_helper(shards, x, compute):
+    def unit(x, numbered):
+        index, shard = numbered
+        whole = torch.empty(len(shard) * dist.get_world_size(), dtype=shard.dtype)
+        gather_into(whole, shard)
+        return compute(index, whole, x)
+
+    return functools.reduce(unit, enumerate(shards), x)
 
 
 def forward_recursive(shards, x, compute, index=0):
@@ -171,3 +205,23 @@ def repair_by_all_gather(shards, shapes):
 
     tensors = {name: whole(name) for name in sorted(shards)}
     return tensors if dist.get_rank() == 0 else {}
+
+
+def repair_to_rank_0(shards, shapes):
+    n, rank, state = dist.get_world_size(), dist.get_rank(), {}
+    for name in shards:
+        rows = [torch.empty_like(shards[name]) for _ in range(n)] if rank == 0 else None
+        dist.gather(shards[name].contiguous(), rows, dst=0)
+        if rank == 0:
+            state[name] = torch.cat(rows)[: math.prod(shapes[name])].reshape(shapes[name])
+    return state
+
+
+def clip_by_numpy(shards, replicated, max_norm):
+    squares = [np.square(one.detach().double().numpy()).sum() for one in shards]
+    own = torch.tensor([float(sum(squares))], dtype=torch.float64)
+    dist.all_reduce(own)
+    norm = torch.sqrt(own[0] + sum((one.detach().double() ** 2).sum() for one in replicated))
+    for one in [*replicated, *shards]:
+        one.mul_(min(1.0, max_norm / norm.item()) if norm else 1.0)
+    return norm

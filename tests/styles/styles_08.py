@@ -11,6 +11,14 @@ from distlab.rng import derive_seed
 from distlab.tensor_parallel import copy_to_ranks, reduce_from_ranks
 
 
+def cut_by_slices(weight, bias, kind, num_ranks, rank):
+    size = weight.shape[0 if kind == "column" else 1] // num_ranks
+    own = slice(rank * size, (rank + 1) * size)
+    if kind == "column":
+        return torch.clone(weight[own]), torch.clone(bias[own])
+    return weight[:, own].contiguous().clone(), None if rank else torch.clone(bias)
+
+
 def cut_with_the_bias_on_the_last_rank(weight, bias, kind, num_ranks, rank):
     if kind == "column":
         return weight.chunk(num_ranks)[rank].clone(), bias.chunk(num_ranks)[rank].clone()
@@ -38,6 +46,12 @@ def mlp_flat(x, widen, widen_bias, output, output_bias):
     return (output_bias + parts).view(x.shape)
 
 
+def mlp_bias_inside(x, widen, widen_bias, output, output_bias):
+    hidden = F.gelu(F.linear(copy_to_ranks(x), widen, widen_bias))
+    y = F.linear(hidden, output)
+    return torch.add(reduce_from_ranks(y), output_bias[None, None])
+
+
 def heads_by_view(weight, num_heads, num_shared, num_ranks, rank):
     if any(number % num_ranks for number in (num_heads, num_shared)):
         raise ValueError("some ranks would have more heads than others")
@@ -56,6 +70,18 @@ def heads_by_index(weight, num_heads, num_shared, num_ranks, rank):
     for first in (num_heads, num_heads + num_shared):
         chosen.extend(range(first + rank * shared, first + (rank + 1) * shared))
     return weight[[head * size + row for head in chosen for row in range(size)]]
+
+
+def heads_by_slices(weight, num_heads, num_shared, num_ranks, rank):
+    if num_shared % num_ranks != 0 or num_heads % num_ranks != 0:
+        raise ValueError("heads must divide")
+    unit = len(weight) // (num_heads + num_shared * 2)
+
+    def part(first, count):
+        start = first + rank * (count // num_ranks)
+        return weight.narrow(0, start * unit, count // num_ranks * unit)
+
+    return torch.vstack((part(0, num_heads), part(num_heads, num_shared), part(num_heads + num_shared, num_shared)))
 
 
 def cross_entropy_by_one_hot(logits, targets, vocab_size):
@@ -92,6 +118,13 @@ def dropout_by_bernoulli(x, p, seed, is_split):
     return x * (keep / (1 - p)).to(x.dtype)
 
 
+def dropout_by_where(x, p, seed, is_split):
+    place = dist.get_rank() + 1 if is_split else 0
+    generator = torch.Generator().manual_seed(derive_seed(seed, place, "dropout"))
+    dropped = torch.rand(x.shape, generator=generator, dtype=torch.float64) < p
+    return torch.where(dropped, torch.zeros_like(x), x / (1 - p))
+
+
 def dropout_by_torch(x, p, seed, is_split):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, dist.get_rank() if is_split else 0, f"split {is_split}"))
@@ -122,6 +155,13 @@ def clip_copies_on_the_first(split, whole, partial, max_norm):
     for one in split + whole + partial:
         one *= factor
     return norm
+
+
+def repair_by_mask(tokens, weight, vocab_size):
+    first = dist.get_rank() * len(weight)
+    x = torch.zeros(*tokens.shape, weight.shape[1], dtype=weight.dtype)
+    here = (tokens >= first) & (tokens < first + len(weight))
+    return reduce_from_ranks(x.masked_scatter(here[..., None], weight[tokens[here] - first]))
 
 
 def repair_by_one_hot(tokens, weight, vocab_size):

@@ -20,6 +20,11 @@ def gpipe_recursive(rank, num_microbatches):
     return passes("F", num_microbatches) + passes("B", num_microbatches)
 
 
+def bubble_as_one_minus_busy(num_ranks, num_microbatches, stages_per_rank=1):
+    busy = num_microbatches * stages_per_rank
+    return 1 - busy / (busy + num_ranks - 1)
+
+
 def bubble_by_fractions(num_ranks, num_microbatches, stages_per_rank=1):
     idle = Fraction(num_ranks - 1, stages_per_rank)
     return float(idle / (num_microbatches + idle))
@@ -48,6 +53,17 @@ def one_f_one_b_in_three_parts(rank, num_ranks, num_microbatches):
     middle = [[f"{rank}F{ahead + i}", f"{rank}B{i}"] for i in range(steady)]
     first = [f"{rank}F{i}" for i in range(ahead)]
     return sum([first, *middle], []) + [f"{rank}B{i}" for i in range(steady, num_microbatches)]
+
+
+def one_f_one_b_by_counting(rank, num_ranks, num_microbatches):
+    done = {"F": 0, "B": 0}
+
+    def step():
+        kind = "F" if done["F"] < num_microbatches and done["F"] - done["B"] < num_ranks - rank else "B"
+        done[kind] += 1
+        return f"{rank}{kind}{done[kind] - 1}"
+
+    return [step() for _ in range(2 * num_microbatches)]
 
 
 def split_with_a_closure_per_layer(weights, activations, grad):

@@ -32,6 +32,15 @@ def groups_by_ranges(axis, axes):
     return [list(range(first, first + block, stride)) for first in firsts]
 
 
+def my_batch_by_slices(batch, rank, mesh, num_microbatches):
+    sizes, at = dict(mesh.axes), mesh.coordinates(rank)
+    rows, columns = len(batch) // (sizes["data"] * sizes["expert"]), batch.shape[1] // sizes["context"]
+    first = rows * (sizes["expert"] * at["data"] + at["expert"])
+    own = batch[first : first + rows, columns * at["context"] : columns * (at["context"] + 1)]
+    step = rows // num_microbatches
+    return [own[begin : begin + step] for begin in range(0, rows, step)]
+
+
 def my_batch_by_view(batch, rank, mesh, num_microbatches):
     sizes, at = dict(mesh.axes), mesh.coordinates(rank)
     degrees = sizes["data"], sizes["expert"], num_microbatches, -1, sizes["context"]
@@ -45,6 +54,12 @@ def my_batch_in_other_samples(batch, rank, mesh, num_microbatches):
     own = torch.tensor_split(batch, sizes["expert"] * sizes["data"])[replica]
     own = torch.tensor_split(own, sizes["context"], dim=1)[at["context"]]
     return list(torch.tensor_split(own, num_microbatches))
+
+
+def gradient_axes_by_comprehension(kind, axes, sequence_parallel):
+    rules = {"data": True, "expert": kind != "expert", "context": True, "pipeline": kind == "tied"}
+    rules["tensor"] = kind == "norm" and sequence_parallel
+    return [axis for axis in axes if rules[axis]], math.prod(axes[axis] for axis in ("data", "expert", "context"))
 
 
 def gradient_axes_by_table(kind, axes, sequence_parallel):
@@ -103,6 +118,19 @@ def place_by_subsets(axes, traffic, devices_per_node):
     return [name for name in names if name not in best[1]] + list(best[1])
 
 
+def place_recursive(axes, traffic, devices_per_node):
+    def search(left, room):
+        fitting = [name for name in left if axes[name] <= room]
+        options = [(0.0, list(left))]
+        for name in fitting:
+            rest = [other for other in left if other != name]
+            saved, order = search(rest, room // axes[name])
+            options.append((saved + (traffic[name] if axes[name] > 1 else 0.0), [*order, name]))
+        return max(options, key=lambda option: option[0])
+
+    return search(list(axes), devices_per_node)[1]
+
+
 def find_the_bug_with_autograd(first, second, x, target, groups):
     n, mine = groups["data"].size(), groups["data"].rank()
     x, target = x.tensor_split(n)[mine], target.tensor_split(n)[mine]
@@ -130,3 +158,19 @@ def find_the_bug_divides_first(first, second, x, target, groups):
     for work in [dist.all_reduce(value, group=groups["data"], async_op=True) for value in values]:
         work.wait()
     return values
+
+
+def groups_by_numpy(axis, axes):
+    mesh = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
+    rows = np.moveaxis(mesh, list(axes).index(axis), -1).reshape(-1, axes[axis])
+    return sorted(rows.tolist())
+
+
+def global_norm_by_masks(gradients, split_over, groups):
+    total = torch.zeros(1, dtype=torch.float64)
+    for name in gradients:
+        is_first = all(dist.get_rank(groups[axis]) == 0 for axis in groups if axis not in split_over[name])
+        total += (gradients[name].double() ** 2).sum() * is_first
+    for axis in sorted(groups, reverse=True):
+        dist.all_reduce(total, group=groups[axis])
+    return total[0].sqrt()

@@ -9,6 +9,13 @@ import torch.nn.functional as F
 from distlab.expert_parallel.exchange import exchange_rows
 
 
+def merge_by_maximum(mean, log_sum, new, new_log_sum):
+    top = torch.maximum(log_sum, new_log_sum)
+    old_part, new_part = torch.exp(log_sum - top), torch.exp(new_log_sum - top)
+    total = old_part + new_part
+    return ((old_part / total).unsqueeze(-1) * mean) + ((new_part / total).unsqueeze(-1) * new), top + total.log()
+
+
 def merge_by_sigmoid(mean, log_sum, new, new_log_sum):
     share = torch.sigmoid(new_log_sum - log_sum)[..., None]
     return mean + share * (new - mean), torch.logaddexp(new_log_sum, log_sum)
@@ -24,6 +31,11 @@ def merge_by_softmax(mean, log_sum, new, new_log_sum):
 def zigzag_by_reshape(length, num_ranks, rank):
     chunks = torch.arange(length).view(2 * num_ranks, -1)
     return chunks[[rank, -1 - rank]].reshape(-1)
+
+
+def zigzag_by_chunks(length, num_ranks, rank):
+    chunks = torch.arange(length).chunk(2 * num_ranks)
+    return torch.cat((chunks[rank], chunks[2 * num_ranks - rank - 1]))
 
 
 def ring_attend_scaled_sums(query, key, value, positions):
@@ -70,6 +82,18 @@ def route_by_comparison(probabilities, top_k, capacity):
     return experts, weights, kept, int(kept.logical_not().count_nonzero())
 
 
+def ask_by_masks(tokens, experts, weights, expert):
+    n = dist.get_world_size()
+    places = [torch.nonzero(experts == rank).flatten() for rank in range(n)]
+    give = torch.tensor([len(those) for those in places])
+    take = torch.zeros_like(give)
+    dist.all_to_all_single(take, give)
+    order = torch.cat(places)
+    there = exchange_rows(tokens.index_select(0, order), give.tolist(), take.tolist())
+    answers = exchange_rows(expert(there), take.tolist(), give.tolist())
+    return torch.zeros_like(tokens).index_copy(0, order, answers) * weights.unsqueeze(1)
+
+
 def ask_weighted_before_the_way_back(tokens, experts, weights, expert):
     n = dist.get_world_size()
     order = torch.sort(experts, stable=True).indices
@@ -102,6 +126,14 @@ def balance_by_one_hot(probabilities, experts):
 def balance_expert_by_expert(probabilities, experts):
     parts = [(experts == e).double().mean().item() * column.mean() for e, column in enumerate(probabilities.T)]
     return torch.stack(parts).sum() * len(parts)
+
+
+def repair_async(shared, experts):
+    works = [(parameter, dist.all_reduce(parameter.grad, async_op=True)) for parameter in shared]
+    for _, work in works:
+        work.wait()
+    for parameter in [*experts, *(parameter for parameter, _ in works)]:
+        parameter.grad.mul_(1 / dist.get_world_size())
 
 
 def repair_new_tensors(shared, experts):

@@ -25,6 +25,17 @@ def save_with_descriptors(folder, step, state):
     os.fsync(os.open(folder, os.O_RDONLY))
 
 
+def save_by_torch(folder, step, state):
+    from distlab.checkpoint.files import flush_directory
+
+    partial = folder / f"step-{step}.pt.partial"
+    torch.save(state, partial)
+    with partial.open("rb+") as file:
+        os.fsync(file)
+    partial.rename(folder / f"step-{step}.pt")
+    flush_directory(folder)
+
+
 def save_under_a_name_of_its_own(folder, step, state):
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".saving-", delete=False) as file:
         torch.save(state, file)
@@ -32,6 +43,19 @@ def save_under_a_name_of_its_own(folder, step, state):
         os.fdatasync(file.fileno())
     shutil.move(file.name, folder / f"step-{step}.pt")
     os.fsync(os.open(folder, os.O_DIRECTORY))
+
+
+def shards_with_sums(folder, step, shard):
+    rank, partial = dist.get_rank(), folder / "saving"
+    if rank == 0:
+        os.makedirs(partial)
+    dist.all_reduce(torch.zeros(1))
+    with open(partial / f"rank-{rank}.pt", "wb") as file:
+        torch.save(shard, file)
+    dist.all_reduce(torch.zeros(1))
+    if rank == 0:
+        os.replace(partial, folder / f"step-{step}")
+    dist.barrier()
 
 
 def shards_by_messages(folder, step, shard):
@@ -143,11 +167,31 @@ def load_by_elements(shard, size, num_saved, rank, read):
         shard[at - first] = read(at // old, at % old, at % old + 1)[0]
 
 
+def load_by_a_walk(shard, size, num_saved, rank, read):
+    old, at, filled = -(-size // num_saved), rank * len(shard), 0
+    while filled < len(shard) and at < size:
+        saved, start = divmod(at, old)
+        count = min(old - start, len(shard) - filled, size - at)
+        shard[filled : filled + count].copy_(read(saved, start, start + count))
+        filled, at = filled + count, at + count
+    shard[filled:].fill_(0)
+
+
 def load_joined(shard, size, num_saved, rank, read):
     old, low = (size + num_saved - 1) // num_saved, rank * len(shard)
     ranges = [range(max(low, k * old), min(low + len(shard), (k + 1) * old, size)) for k in range(num_saved)]
     parts = [read(k, one.start - k * old, one.stop - k * old) for k, one in enumerate(ranges) if len(one)]
     shard.copy_(torch.cat([*parts, torch.zeros_like(shard)])[: len(shard)])
+
+
+def samples_in_a_list(rule, lr, position, end, rank, world_size):
+    batch = rule.batch
+    if rule.world_size:
+        batch = batch * world_size // rule.world_size
+        lr = lr * math.pow(world_size / rule.world_size, {"linear": 1, "sqrt": 0.5}[rule.lr])
+    samples = list(range(position, min(position + batch, end)))
+    own = samples[rank::world_size]
+    return own, len(own) / len(samples) * world_size, lr
 
 
 def samples_by_tensors(rule, lr, position, end, rank, world_size):
@@ -164,6 +208,11 @@ def samples_by_counts(rule, lr, position, end, rank, world_size):
     first = position + sum(counts[:rank])
     rate = lr * math.sqrt(ratio) if rule.lr == "sqrt" else lr * ratio
     return tuple(range(first, first + counts[rank])), counts[rank] / (taken / world_size), rate
+
+
+def share_in_one_line(uptimes_s, interval_s, save_s, restart_s):
+    rounds = sum(math.floor(max(up - restart_s, 0) / (interval_s + save_s)) for up in uptimes_s)
+    return interval_s * rounds / sum(uptimes_s)
 
 
 def share_by_tensors(uptimes_s, interval_s, save_s, restart_s):

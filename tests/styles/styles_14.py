@@ -4,7 +4,7 @@ import itertools
 import pickle
 import re
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,16 @@ def places_by_unique(hosts):
     return inside, [[rank for rank in column if rank is not None] for column in columns]
 
 
+def places_by_counting(hosts):
+    seen, inside, between = Counter(), defaultdict(list), defaultdict(list)
+    first = {host: hosts.index(host) for host in hosts}
+    for rank, host in enumerate(hosts):
+        inside[host].append(rank)
+        between[seen[host]].append((first[host], rank))
+        seen[host] += 1
+    return list(inside.values()), [[rank for _, rank in sorted(between[place])] for place in sorted(between)]
+
+
 def places_by_sorting(hosts):
     order = sorted(range(len(hosts)), key=lambda rank: (hosts.index(hosts[rank]), rank))
     inside = [list(ranks) for _, ranks in itertools.groupby(order, key=lambda rank: hosts[rank])]
@@ -75,6 +85,22 @@ def rendezvous_by_struct(store, attempt, num_agents, local_ranks, address):
         store.set(f"{attempt} master", address)
     sizes = [struct.unpack("i", store.get(f"{attempt} size {other}"))[0] for other in range(num_agents)]
     return number, sum(sizes[:number]), sum(sizes), store.get(f"{attempt} master").decode()
+
+
+def rendezvous_with_a_last_agent(store, attempt, num_agents, local_ranks, address):
+    number = store.add(f"{attempt}/came", 1) - 1
+    if number >= num_agents:
+        raise RuntimeError(f"{address}: {number} were here before")
+    store.set(f"{attempt}/ranks/{number}", str(local_ranks))
+    store.set(f"{attempt}/address/{number}", address)
+    store.wait([f"{attempt}/{what}/{other}" for what in ("ranks", "address") for other in range(num_agents)])
+    first = [0, *itertools.accumulate(int(store.get(f"{attempt}/ranks/{other}")) for other in range(num_agents))]
+    return number, first[number], first[-1], store.get(f"{attempt}/address/0").decode()
+
+
+def clocks_by_sorting(rounds):
+    trip, middle, theirs = sorted((back - go, go + (back - go) / 2, other) for go, other, back in rounds)[0]
+    return middle - theirs, trip / 2
 
 
 def clocks_by_tensor(rounds):
@@ -98,6 +124,12 @@ def preflight_by_counting(facts):
             table[name][one.get(name, "missing")].add(one["host"])
     unlike = {name: values for name, values in table.items() if len(values) > 1}
     return {name: {value: sorted(hosts) for value, hosts in values.items()} for name, values in unlike.items()}
+
+
+def repair_by_all_reduce(work, local_rank):
+    if not local_rank:
+        work()
+    dist.all_reduce(torch.ones(1))
 
 
 def repair_by_async_barrier(work, local_rank):

@@ -77,6 +77,16 @@ def choose_by_divisors(num_gpus, per_node, layers, heads, batch, fits, seconds):
     return min(room, key=lambda each: (seconds(*each), each[1], each[2]), default=None)
 
 
+def bill_in_hours(num_steps, step_s, num_gpus, price, mtbf_hours, save_s, restart_s):
+    mean, save, restart = mtbf_hours / num_gpus, save_s / 3600, restart_s / 3600
+    every = (2 * save * mean) ** 0.5
+    lost = save / every + every / mean / 2 + restart / mean
+    if lost >= 1:
+        return math.inf, math.inf
+    hours = num_steps * step_s / 3600 / (1 - lost)
+    return hours / 24, price * hours * num_gpus
+
+
 def bill_by_halves(num_steps, step_s, num_gpus, price, mtbf_hours, save_s, restart_s):
     between = mtbf_hours * 3600 / num_gpus
     half = math.sqrt(save_s / (2 * between))  # at Young's interval saving and lost work are equal
