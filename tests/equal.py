@@ -67,31 +67,6 @@ def corpus():
     return ByteCorpus(python_documentation(), CONFIG.context)
 
 
-def backward(model, step, rank=0, world_size=1, *, batches=1):
-    """Return calls of backward, one for each batch of a step, whose gradients add up to those of the mean over all."""
-    calls = []
-    for seed in range(1, batches + 1):
-        inputs, targets = corpus().batch(step, BATCH_SIZE, seed=seed, rank=rank, world_size=world_size)
-        weight = len(inputs) * world_size / BATCH_SIZE / batches
-        calls.append(lambda x=inputs, y=targets, weight=weight: (GPT.loss(model(x), y) * weight).backward())
-    return calls
-
-
-@cache
-def alone(optimizer_name, dtype=torch.float64, clip=None, batches=1):
-    """Train for ten updates in one process on whole batches."""
-    model = awkward_model(0, dtype)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    for step in range(10):
-        optimizer.zero_grad()
-        for call in backward(model, step, batches=batches):
-            call()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-    return finals(model)
-
-
 class Net(torch.nn.Module):
     """A weight used twice, a frozen bias, a layer that some samples use; parameters of two types, if mixed."""
 

@@ -116,7 +116,7 @@ def save_and_die(directory, step, victim, stop_at):
 @pytest.mark.parametrize(
     ("world_size", "victim", "stride"),
     [
-        *((2, 0, 3), (2, 1, 2)),
+        *((2, 0, 5), (2, 1, 4)),
         *(pytest.param(*one, 1, marks=pytest.mark.soak) for one in ((1, 0), (2, 0), (4, 0), (4, 1), (4, 2), (4, 3))),
     ],
 )

@@ -84,7 +84,7 @@ MORE_ROWS = {
 
 
 @pytest.mark.equality("data_parallel")
-@pytest.mark.soak_where(world_size=(2, 4))
+@pytest.mark.soak_where(world_size=(1, 2, 4))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_updates_equal_one_process(ranks, world_size):
     assert_rows_equal_one_process(ranks(world_size), ROWS)
