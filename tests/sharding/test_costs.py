@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from equal import calls_of, heard
 from hypothesis import given, settings, strategies as st
 from optimizer_net import Net, adam
 from torch import nn
@@ -25,13 +26,6 @@ from distlab.sharding.plain import cut_shard, layout_of, plain_step
 from distlab.sharding.zero.scatter_in_backward import owners_of
 
 L = 6  # elements of a shard
-
-
-def calls_of(function):
-    """Return what a function returns, and each of this rank's calls that sent something: (operation, bytes)."""
-    with recorded() as seen:
-        value = function()
-    return value, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
 
 
 def sent_elements(function):
@@ -68,7 +62,7 @@ def gather_and_scatter():
                 own = scatter.finish()
                 is_shared = dist.get_backend() == "shared"  # one call, and the sum alone arrives
                 assert [part.numel() for part in scatter.arriving] == [L] * (1 if is_shared else n - 1)
-                _, made = calls_of(lambda: DirectScatter(gradient).finish())
+                made = calls_of(lambda: DirectScatter(gradient).finish())
                 assert made == ([("reduce_scatter", 4 * n * L)] if is_shared else [("send", 4 * L)] * (n - 1))
                 _, sent = sent_elements(lambda: DirectScatter(gradient).finish())
             results.append(own)
@@ -111,7 +105,7 @@ def test_zero_on_one_screen_broadcasts_each_parameter_and_keeps_a_share_of_the_s
         optimizer = PlainSharded(model.parameters(), adam)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        _, calls = calls_of(optimizer.step)
+        calls = calls_of(optimizer.step)
         moments = [one["exp_avg"].numel() for one in optimizer.optimizer.state.values()]
         return calls, sum(moments)
 
@@ -141,9 +135,9 @@ def states():
     model(torch.ones(2, 8)).sum().backward()
     model.synchronize()
     found = {"shards": [4 * unit.layout.shard_size for unit in model.units]}
-    _, found["clip"] = calls_of(lambda: model.clip_gradients_(1.0))
-    state, found["full"] = calls_of(lambda: full_state_dict(model))
-    _, found["load"] = calls_of(lambda: load_full_state_dict(model, state))
+    found["clip"] = calls_of(lambda: model.clip_gradients_(1.0))
+    state, found["full"] = heard(lambda: full_state_dict(model))
+    found["load"] = calls_of(lambda: load_full_state_dict(model, state))
     assert all(torch.equal(state[name], value) for name, value in full_state_dict(model).items())
     return found
 
@@ -164,7 +158,7 @@ def test_states_send_what_they_say(ranks):
 
 def test_sharded_optimizers_begin_with_the_broadcasts_they_say(ranks):
     def measure():
-        optimizer, start = calls_of(lambda: ShardedOptimizer(Net(), adam, bucket_bytes=1_000))
+        optimizer, start = heard(lambda: ShardedOptimizer(Net(), adam, bucket_bytes=1_000))
         return [size for op, size in start if op == "broadcast"], [bucket.num_bytes for bucket in optimizer.buckets]
 
     frozen, buffer = 5 * 8, 5 * 8
