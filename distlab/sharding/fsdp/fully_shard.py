@@ -211,17 +211,6 @@ class FullyShard(NotCopied, nn.Module):
         """Yield the shards, which optimizers update; the parameters of the module are freed."""
         return self.shards.named_parameters(f"{prefix}.shards" if prefix else "shards")
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules; when a module around this one asks, yield only this one and its shards."""
-        if memo is None:
-            yield from super().named_modules(None, prefix, remove_duplicate)
-        elif self not in memo:
-            memo.add(self)
-            yield prefix, self
-            yield f"{prefix}.shards" if prefix else "shards", self.shards
-
     def __deepcopy__(self, known: dict[int, Any]) -> nn.Module:
         """Return a plain copy of the module; only a trial can, which knows what stands for each parameter."""
         return copy.deepcopy(self.module, known)

@@ -7,7 +7,7 @@
                          unit's backward begins (`FullyShard.free_finished`)
 
 The two lines of forward are `WatchedModule._before` and `_after`; those of backward are `ForwardCall.begin_backward`
-and `_done`. A `ForwardCall` is one run of the unit's forward. A unit may be called several times in a pass, or again
+and `done`. A `ForwardCall` is one run of the unit's forward. A unit may be called several times in a pass, or again
 before backward; it stays whole until the last call whose backward has begun is done.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from distlab.blocks.modules.moved import NotHere
-from distlab.blocks.modules.structures import EMPTY, find, replace
+from distlab.blocks.modules.structures import find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.resharded import ReshardedParameter, refuse_others
 
@@ -72,14 +72,10 @@ class ForwardCall:
 
     def on_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
         """Reduce a unit's gradients: all of them exist."""
-        self._done(unit)
+        self.done(unit)
         self.watched.model.take_gradients(unit, gradients)
 
-    def on_inputs(self) -> None:
-        """Note that the gradients of the inputs exist."""
-        self._done("inputs")
-
-    def _done(self, what: object) -> None:
+    def done(self, what: object) -> None:
         """Note that a part of backward is done; after the last part of the last call the unit may be freed."""
         self.remaining.discard(what)
         if self.running and not self.remaining:
@@ -182,7 +178,7 @@ class WatchedModule:
             )
         frozen = [unit for unit in self.units if not unit.shard.requires_grad]
         if running is not None and frozen and torch.is_grad_enabled():
-            is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
+            is_watched = watch_inputs(lambda: running.call.done("inputs"), (args, kwargs))
             running.call.remaining |= {"inputs"} if is_watched else set()
         return args, kwargs
 
@@ -236,7 +232,7 @@ class WatchedModule:
             return
         running = self._calls.pop()
         model.running.remove(running)
-        self._watch(running, made_by(output, args, kwargs))
+        self._watch(running, made_by(output))
         if runs_in_backward():  # a forward that is run again for its backward, which comes now
             return
         running.call.ended, running.call.place = model.order.end(self)
@@ -280,13 +276,9 @@ def runs_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def made_by(output: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors in what a forward returns, or has left in its inputs' containers (a cache, a list of states).
-
-    With them come those that they are views of.
-    """
-    holders = [one for one in (*args, *kwargs.values()) if not isinstance(one, (Tensor, *EMPTY))]
-    made = [one for one in (*find(output), *(find(holders) if holders else ())) if not isinstance(one, NotHere)]
+def made_by(output: Any) -> list[Tensor]:
+    """Return the tensors in what a forward returns, with those that they are views of."""
+    made = [one for one in find(output) if not isinstance(one, NotHere)]
     return [*made, *(one._base for one in made if one._base is not None)]
 
 
