@@ -11,30 +11,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from distlab import data_parallel, sharding
 from distlab.blocks.clip import clip_gradients_
 from distlab.blocks.data import ByteCorpus, python_documentation, rank_slice
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.blocks.modules.named_parts import SavedShard
 from distlab.comm import recorded
-from distlab.data_parallel import (
-    Bucketed,
-    DataParallel,
-    Overlapped,
-    average_flat,
-    average_per_parameter,
-    loss_weight,
-    train_step,
-)
 from distlab.large_batch import LAMB, LARS, Trust
 from distlab.pipeline import Pipeline, find_tied, split_sequential
 from distlab.rng import generator
-from distlab.sharding import (
-    FullyShard,
-    ShardedOptimizer,
-    ShardedState,
-    full_state_dict,
-    load_full_state_dict,
-)
 from distlab.sharding.state.parts import whole_tensor
 from distlab.tensor_parallel import full_state_dict as full_tensor_state, splits_of
 
@@ -65,31 +50,6 @@ def awkward_model(rank, dtype=torch.float64, config=CONFIG):
 def corpus():
     """Built where it is used: in a run on a GPU its bytes lie there."""
     return ByteCorpus(python_documentation(), CONFIG.context)
-
-
-def backward(model, step, rank=0, world_size=1, *, batches=1):
-    """Return calls of backward, one for each batch of a step, whose gradients add up to those of the mean over all."""
-    calls = []
-    for seed in range(1, batches + 1):
-        inputs, targets = corpus().batch(step, BATCH_SIZE, seed=seed, rank=rank, world_size=world_size)
-        weight = len(inputs) * world_size / BATCH_SIZE / batches
-        calls.append(lambda x=inputs, y=targets, weight=weight: (GPT.loss(model(x), y) * weight).backward())
-    return calls
-
-
-@cache
-def alone(optimizer_name, dtype=torch.float64, clip=None, batches=1):
-    """Train for ten updates in one process on whole batches."""
-    model = awkward_model(0, dtype)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    for step in range(10):
-        optimizer.zero_grad()
-        for call in backward(model, step, batches=batches):
-            call()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-    return finals(model)
 
 
 class Net(torch.nn.Module):
@@ -162,7 +122,7 @@ def own_samples(inputs, targets):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = slice(*rank_slice(len(inputs), rank, world_size))
     mine = inputs[own], targets[own]
-    return *mine, loss_weight(len(mine[0]), len(inputs), world_size)
+    return *mine, data_parallel.loss_weight(len(mine[0]), len(inputs), world_size)
 
 
 @dataclass
@@ -189,7 +149,7 @@ def replicas(**options):
     """Return the technique of data parallelism, in small buckets."""
 
     def technique(model, make):
-        made = DataParallel(model, **{"bucket_bytes": 600, "first_bucket_bytes": 200, **options})
+        made = data_parallel.DataParallel(model, **{"bucket_bytes": 600, "first_bucket_bytes": 200, **options})
         return Way(model, make(model.parameters()), made.synchronize, made.no_sync)
 
     return technique
@@ -237,7 +197,7 @@ def train(row, steps=range(10), state=None):
         *batch, weight = way.share(*task.batch(step))
         if (row.cut, row.clip, task.more_loss) == (None, None, None):
             step_of = {"loss_fn": task.loss, "synchronize": way.synchronize, "weight": weight}
-            way.losses.append(train_step(way.model, way.optimizer, batch=tuple(batch), **step_of).item())
+            way.losses.append(data_parallel.train_step(way.model, way.optimizer, batch=tuple(batch), **step_of).item())
         else:
             clipped_step(row, way, batch, weight)
     return way
@@ -370,10 +330,12 @@ def square():
 def averaging(way, model, bucket_bytes):
     """Return what averages gradients by a rung of the ladder."""
     if way == "per_parameter":
-        return lambda: average_per_parameter(model.parameters())
+        return lambda: data_parallel.average_per_parameter(model.parameters())
     if way == "flat":
-        return lambda: average_flat(model.parameters())
-    return {"bucketed": Bucketed, "overlapped": Overlapped}[way](model, None, bucket_bytes).synchronize
+        return lambda: data_parallel.average_flat(model.parameters())
+    return {"bucketed": data_parallel.Bucketed, "overlapped": data_parallel.Overlapped}[way](
+        model, None, bucket_bytes
+    ).synchronize
 
 
 def joined(part):
@@ -390,15 +352,15 @@ class Fully:
     """FullyShard over a module, with what a test does with it."""
 
     def __init__(self, module, make_optimizer, group=None, tensor=None, **options):
-        self.model = self.gradients = FullyShard(module, group, **options)
+        self.model = self.gradients = sharding.FullyShard(module, group, **options)
         self.optimizer = make_optimizer([one for one in self.model.parameters() if one.requires_grad])
-        self.part = ShardedState(self.model, self.optimizer)
+        self.part = sharding.ShardedState(self.model, self.optimizer)
 
     def full(self):
-        return full_state_dict(self.model), joined(self.part)
+        return sharding.full_state_dict(self.model), joined(self.part)
 
     def load_shards(self, model, shards):
-        load_full_state_dict(self.model, model)
+        sharding.load_full_state_dict(self.model, model)
         self.part.load_shards(shards)
 
 
@@ -407,7 +369,9 @@ class Zero:
 
     def __init__(self, module, make_optimizer, group=None, tensor=None, **options):
         self.model, self.tensor = module, tensor
-        self.optimizer = self.gradients = self.part = ShardedOptimizer(module, make_optimizer, group, **options)
+        self.optimizer = self.gradients = self.part = sharding.ShardedOptimizer(
+            module, make_optimizer, group, **options
+        )
 
     def full(self):
         state = self.model.state_dict() if self.tensor is None else full_tensor_state(self.model, self.tensor)

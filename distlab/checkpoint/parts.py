@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from distlab.blocks.gradient_hook import GradientHook
-from distlab.blocks.modules.every_parameter import every_parameter
-from distlab.blocks.replicate import bit_sum
+from distlab.blocks.replicate import bit_sum, every_parameter
 from distlab.rng import random_state, restore_random_state
 
 _PLAIN = {bool, int, float, str, bytes, torch.Tensor, torch.Size, torch.dtype, torch.device, type(None), nn.Parameter}

@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradients.flat_gradients import sum_and_divide
 from distlab.blocks.models import GPT, Attention
-from distlab.blocks.modules.every_parameter import every_parameter
-from distlab.blocks.replicate import broadcast_each
+from distlab.blocks.replicate import broadcast_each, every_parameter
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.context_parallel.all_to_all import all_to_all_attention, require_heads

@@ -38,9 +38,8 @@ from distlab.blocks.gradients.gradient_status import (
     Reports,
     gather_reports,
 )
-from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.moved import NotCopied, absent
-from distlab.blocks.replicate import Registered, agree_on_build
+from distlab.blocks.replicate import Registered, agree_on_build, every_parameter
 from distlab.comm import device
 from distlab.comm.p2p import can_move_cpu_tensors, needs_batches
 from distlab.comm.shared_memory.group import zeros

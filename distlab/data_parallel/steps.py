@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.flat import FlatBuffer, same_kind
-from distlab.blocks.modules.every_parameter import every_parameter
-from distlab.blocks.replicate import broadcast_flat
+from distlab.blocks.replicate import broadcast_flat, every_parameter
 from distlab.plan import assign_buckets
 from distlab.trace import SpanWriter
 

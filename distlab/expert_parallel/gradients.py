@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.blocks.clip import Gradient, clip_counted_
 from distlab.blocks.gradients.flat_gradients import sum_and_divide
-from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.replicate import every_parameter
 from distlab.comm.p2p import group_rank
 from distlab.expert_parallel.layer import ExpertParallel
 

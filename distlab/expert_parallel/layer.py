@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.modules.every_parameter import every_parameter
-from distlab.blocks.replicate import broadcast_each
+from distlab.blocks.replicate import broadcast_each, every_parameter
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
 from distlab.expert_parallel.assign import Assignment, assign, combine

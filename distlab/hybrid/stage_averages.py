@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.blocks.flat import FlatBuffer
 from distlab.blocks.gradients.flat_gradients import TimedWork
-from distlab.blocks.modules.every_parameter import every_parameter
-from distlab.blocks.replicate import broadcast_each
+from distlab.blocks.replicate import broadcast_each, every_parameter
 from distlab.comm.p2p import needs_batches
 from distlab.pipeline import Pipeline
 from distlab.trace import SpanWriter

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
-from distlab.blocks.modules.every_parameter import layers_of
 from distlab.blocks.modules.moved import NotHere
+from distlab.blocks.replicate import layers_of
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
 from distlab.pipeline.faults import gather_texts

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from distlab.blocks.gradient_hook import LinearHook
-from distlab.blocks.modules.every_parameter import every_parameter, layers_of
+from distlab.blocks.replicate import every_parameter, layers_of
 
 
 def parameters_to_shard(module: nn.Module, *, plain: bool = False) -> list[tuple[str, nn.Parameter]]:

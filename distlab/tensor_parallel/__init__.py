@@ -2,19 +2,18 @@
 
 Begin with `functions`: f and g, the conjugate pairs that everything else is made of (they send with `async_calls`).
 Then `linear` (column- and row-parallel layers) and `vocabulary` (embedding, and cross-entropy that never gathers the
-scores). `attention` has its heads split.
+scores).
 
 Then what makes it good. `overlap` makes the exchange during a matrix product. `sequence` splits what lies between the
 regions by positions; it has the masks of dropout that must be equal, and those that must not.
 
-Last, `parallelize` does all of it to the package's GPT, with the norm of its gradients, and `parallelize_module` to any
-model, by names of its layers: `plan` has the styles, and what is refused before anything is cut; `compare` looks for
-what no plan can show. `split` says how a tensor lies on the ranks, and with it `full_state_dict` puts the model
-together again.
+Last, `parallelize` does all of it to the package's GPT, whose heads of attention are split too, with the norm of its
+gradients. `parallelize_module` does it to any model, by names of its layers: `plan` has the styles, and what is refused
+before anything is cut; `compare` looks for what no plan can show. `split` says how a tensor lies on the ranks, and with
+it `full_state_dict` puts the model together again.
 """
 
 from distlab.blocks.modules.split import Split as Split, splits_of as splits_of
-from distlab.tensor_parallel.attention import ParallelAttention as ParallelAttention
 from distlab.tensor_parallel.functions import (
     add_once as add_once,
     copy_to_ranks as copy_to_ranks,
@@ -31,6 +30,7 @@ from distlab.tensor_parallel.linear import (
     RowParallelLinear as RowParallelLinear,
 )
 from distlab.tensor_parallel.parallelize import (
+    ParallelAttention as ParallelAttention,
     ParallelGPT as ParallelGPT,
     clip_tensor_parallel_ as clip_tensor_parallel_,
     full_state_dict as full_state_dict,

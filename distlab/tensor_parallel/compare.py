@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.moved import NotHere
 from distlab.blocks.modules.split import splits_of
 from distlab.blocks.modules.structures import find
+from distlab.blocks.replicate import every_parameter
 from distlab.comm.agree import group_device
 from distlab.comm.p2p import group_rank
 from distlab.rng import keep_random_state
@@ -132,7 +132,7 @@ def _run(model: nn.Module, layers: Sequence[str], example: Sequence[Any], runnin
         module.register_forward_hook(leave)
     with keep_random_state():
         output = model(*copy.deepcopy(tuple(example)))
-    return read + [(OUTPUT, one) for one in find(output)[0] if one.is_floating_point()]
+    return read + [(OUTPUT, one) for one in find(output) if one.is_floating_point()]
 
 
 def _gradients(model: nn.Module, read: Read) -> Read:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradient_hook import LinearHook
-from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.moved import mark_moved
-from distlab.blocks.replicate import broadcast_each, parameter_facts
+from distlab.blocks.replicate import broadcast_each, every_parameter, parameter_facts
 from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.compare import compare, watch
 from distlab.tensor_parallel.functions import sum_of_ranks

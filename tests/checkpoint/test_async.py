@@ -292,7 +292,7 @@ def save_for_ever(directory, victim, delay_s):
         saves.save(step, parts={"model": model})
 
 
-@pytest.mark.parametrize(("world_size", "kills"), [(2, 6), pytest.param(4, 60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("world_size", "kills"), [(2, 3), pytest.param(4, 60, marks=pytest.mark.soak)])
 def test_killed_at_random_moments_nothing_known_to_be_saved_is_lost(
     ranks, tmp_path, world_size, kills, record_property
 ):

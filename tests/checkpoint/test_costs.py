@@ -3,23 +3,14 @@
 import os
 
 import torch
-import torch.distributed as dist
+from equal import calls_of
 from test_dcp import MAKE, OURS, gpt, train
 from test_files import model_of
 
 from distlab.checkpoint import AsyncSaves, read_dcp, write_dcp
 from distlab.checkpoint.dcp import METADATA, RECORDS
 from distlab.checkpoint.snapshot import Snapshot
-from distlab.comm import recorded
 from distlab.comm.plain import restricted_load
-
-
-def calls_of(function):
-    """Return this rank's calls: (operation, bytes)."""
-    with recorded() as seen:
-        function()
-    return [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
-
 
 EXCHANGE = ["all_gather"] * 2  # an outcome: how long it is, and itself
 

@@ -53,8 +53,10 @@ def cut_off_everywhere(tmp_path, steps, act, *, power_fails):
 
 @pytest.mark.parametrize("power_fails", [False, True])
 def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, power_fails, record_property):
+    """Also while older ones are deleted: one of three is kept."""
+
     def act(directory):
-        save(directory, 3, parts={"model": model_of(3)}, keep=2)
+        save(directory, 3, parts={"model": model_of(3)}, keep=1)
 
     outcomes = []
     for directory, found in cut_off_everywhere(tmp_path, (1, 2), act, power_fails=power_fails):
@@ -63,25 +65,9 @@ def test_cut_off_at_any_operation_the_newest_checkpoint_is_whole(tmp_path, power
         assert newest(directory).step == 4
         assert sorted(os.listdir(directory)) == [f"step-{found:010d}", "step-0000000004"]
     record_property("tried", len(outcomes))
-    assert len(outcomes) > 15
     assert outcomes == sorted(outcomes)
     assert {*outcomes} == {2, 3}
-
-
-def test_cut_off_while_deleting_the_newest_complete_one_is_there(tmp_path, record_property):
-    """Keep one of many: at each operation of the deletions, and with power lost there."""
-
-    def act(directory):
-        save(directory, 4, parts={"model": model_of(4)}, keep=1)
-
-    outcomes = []
-    for directory, found in cut_off_everywhere(tmp_path, (1, 2, 3), act, power_fails=True):
-        outcomes.append(found)
-        save(directory, 5, parts={"model": model_of(5)}, keep=1)
-        assert os.listdir(directory) == ["step-0000000005"]
-    record_property("tried", len(outcomes))
-    assert outcomes.count(4) > 9
-    assert {*outcomes} == {3, 4}
+    assert min(map(outcomes.count, (2, 3))) > 9, outcomes
 
 
 def test_leftovers_cost_room_and_stop_no_save(tmp_path, monkeypatch):

@@ -10,17 +10,9 @@ from equal import averaging, calls_of, same_everywhere
 from refused import message
 from torch import nn
 
+from distlab import data_parallel
 from distlab.blocks.gradients.gradient_status import find_faults, gather_reports
 from distlab.comm import recorded
-from distlab.data_parallel import (
-    DataParallel,
-    DistributedSampler,
-    HorovodOptimizer,
-    broadcast_parameters,
-    convert_sync_batchnorm,
-    loss_weight,
-    train_step,
-)
 from distlab.trace import SpanWriter
 
 
@@ -67,9 +59,11 @@ def test_calls_and_bytes_are_as_documented():
         model = mixed_model()
         with recorded() as construction:
             if way == "data_parallel":
-                synchronize = DataParallel(model, bucket_bytes=4_000, first_bucket_bytes=1_000).synchronize
+                synchronize = data_parallel.DataParallel(
+                    model, bucket_bytes=4_000, first_bucket_bytes=1_000
+                ).synchronize
             else:
-                broadcast_parameters(model)
+                data_parallel.broadcast_parameters(model)
                 synchronize = averaging(way, model, 4_000)
         loss = forward(model)
         with recorded() as step:
@@ -89,7 +83,7 @@ def test_broadcast_makes_all_replicas_the_first_ranks():
     model = mixed_model()
     model[3].weight = torch.nn.Parameter(torch.randn(20, 20).t())  # a transposed layout
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    broadcast_parameters(model)
+    data_parallel.broadcast_parameters(model)
     assert model[1].weight is model[0].weight
     for name, value in model.state_dict().items():
         assert same_everywhere(value.contiguous())
@@ -97,7 +91,7 @@ def test_broadcast_makes_all_replicas_the_first_ranks():
     assert torch.equal(before["5.weight"], model[5].weight) == (dist.get_rank() == 0)
     groups, model = [dist.new_group(members) for members in ([0, 2], [1, 3])], torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, dist.get_rank())
-    broadcast_parameters(model, groups[dist.get_rank() % 2])
+    data_parallel.broadcast_parameters(model, groups[dist.get_rank() % 2])
     assert model.weight[0, 0].item() == dist.get_rank() % 2, "a group has a first rank of its own"
 
 
@@ -122,11 +116,11 @@ def test_the_order_of_layers_does_not_matter_and_what_a_rank_did_not_use_counts_
 
 
 def test_weights_of_unequal_shares_and_micro_batches_make_the_mean_of_all():
-    assert [loss_weight(num, 12, 2) for num in (3, 1)] == [0.5, 1 / 6]  # micro-batches
+    assert [data_parallel.loss_weight(num, 12, 2) for num in (3, 1)] == [0.5, 1 / 6]  # micro-batches
     for shares, num_total in ((4, 3), 7), ((2, 2, 1), 5):
         samples = torch.rand(num_total, dtype=torch.float64)
         parts = samples.split(list(shares))
-        weighted = [part.mean() * loss_weight(len(part), num_total, len(shares)) for part in parts]
+        weighted = [part.mean() * data_parallel.loss_weight(len(part), num_total, len(shares)) for part in parts]
         assert torch.allclose(sum(weighted) / len(shares), samples.mean(), atol=1e-15)
 
 
@@ -134,7 +128,7 @@ def test_a_step_marks_what_it_does():
     model, spans, called = torch.nn.Linear(2, 1), SpanWriter(0), []
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(3, 2), torch.zeros(3, 1))
     how = {"loss_fn": torch.nn.functional.mse_loss, "synchronize": lambda: called.append(True), "spans": spans}
-    assert not train_step(model, optimizer, batch=batch, **how).requires_grad
+    assert not data_parallel.train_step(model, optimizer, batch=batch, **how).requires_grad
     assert called == [True]
     kinds = [("forward", "F"), ("backward", "B"), ("synchronize", "wait"), ("optimizer", "optimizer")]
     assert [(span.name, span.kind) for span in spans.trace()] == kinds
@@ -147,12 +141,12 @@ def test_what_is_built_agrees_for_40_bytes_and_faults_are_found_by_a_small_sum()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for build in (
-        lambda: DistributedSampler(range(10)),
-        lambda: convert_sync_batchnorm(torch.nn.BatchNorm1d(2)),
-        lambda: HorovodOptimizer(optimizer, model.named_parameters()),
+        lambda: data_parallel.DistributedSampler(range(10)),
+        lambda: data_parallel.convert_sync_batchnorm(torch.nn.BatchNorm1d(2)),
+        lambda: data_parallel.HorovodOptimizer(optimizer, model.named_parameters()),
     ):
         assert calls_of(build) == [("all_gather", 40)]
-    assert calls_of(lambda: DistributedSampler(range(10), rank=0, world_size=2)) == []
+    assert calls_of(lambda: data_parallel.DistributedSampler(range(10), rank=0, world_size=2)) == []
     words = ["the loss is odd"] if dist.get_rank() else []
     quiet, told = calls_of(lambda: gather_reports([0, 1, 2], [])), calls_of(lambda: gather_reports([0, 1, 2], words))
     assert quiet == [("all_gather", 3 + 1)]
@@ -165,7 +159,7 @@ def wrapped(model=None, named=None, decay=0.0, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)) if model is None else model
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=decay)
-    return model, HorovodOptimizer(sgd, model.named_parameters() if named is None else named, **options)
+    return model, data_parallel.HorovodOptimizer(sgd, model.named_parameters() if named is None else named, **options)
 
 
 def backward(model):

@@ -13,7 +13,7 @@ ADAM, DEEP = {"optimizer": "adam"}, {"config": mesh.DEEP}
 MIXED = {"experts": 3, "balance": 0.1}  # no number of ranks divides the experts
 TEN = {
     "data x tensor x pipeline": (Plan(**CUBE), {"steps": 10}),
-    "with adam, along the sequence": (Plan(**CUBE, sequence_parallel=True), {"steps": 10, "optimizer": "adam"}),
+    "with adam, along the sequence": (Plan(**CUBE, sequence_parallel=True), {"optimizer": "adam"}),
     "again": (Plan(**CUBE), {}),
 }
 TRIPLES = {

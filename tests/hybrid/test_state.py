@@ -63,85 +63,65 @@ def test_training_goes_on_bit_for_bit(name, tmp_path):
     second.close()
 
 
-PLANS = {
-    "data 4": (4, Plan(data=4)),
-    "tensor 2 x pipeline 2": (4, Plan(tensor=2, **STAGES)),
-    "FSDP 2 x tensor 2": (4, Plan(data=2, tensor=2, **FSDP)),
-    "ZeRO-2 2 x pipeline 2": (4, Plan(data=2, **STAGES, sharding=Sharding(stage=2))),
-    "one rank": (1, Plan()),
-    "tensor 2": (2, Plan(tensor=2)),
-    "ZeRO-1 2": (2, Plan(data=2, sharding=Sharding(stage=1))),
-    "expert 2 x tensor 2": (4, Plan(expert=2, tensor=2, sharding=Sharding(stage=1))),
-    "expert 2 x pipeline 2": (4, Plan(expert=2, **STAGES)),
-    "interleaved 2": (2, Plan(**STAGES, stages_per_rank=2, schedule="interleaved", **FSDP)),
+ALONE, TENSOR, TENSOR_PIPELINE = (1, Plan()), (2, Plan(tensor=2)), (4, Plan(tensor=2, **STAGES))
+FSDP_TENSOR, ZERO_2_PIPELINE = Plan(data=2, tensor=2, **FSDP), Plan(data=2, **STAGES, sharding=Sharding(stage=2))
+INTERLEAVED = (2, Plan(**STAGES, stages_per_rank=2, schedule="interleaved", **FSDP))
+ZERO_1 = {"sharding": Sharding(stage=1)}
+CHAINS = {  # ranks and plan of each that goes on from what the one before it saved, and the model
+    "on four ranks": ([(4, Plan(data=4)), TENSOR_PIPELINE, (4, FSDP_TENSOR), (4, ZERO_2_PIPELINE)], {}),
+    "experts": ([(4, Plan(expert=2, tensor=2, **ZERO_1)), (4, Plan(expert=2, **STAGES))], {"experts": 3}),
+    "to interleaved": ([TENSOR, ALONE, INTERLEAVED], {"config": mesh.DEEP_UNTIED}),
+    "from interleaved": (
+        [INTERLEAVED, TENSOR_PIPELINE, (4, ZERO_2_PIPELINE), TENSOR, ALONE, (2, Plan(data=2, **ZERO_1))],
+        {"config": mesh.DEEP_UNTIED},
+    ),
 }
-PAIRS = [
-    ("data 4", "tensor 2 x pipeline 2", {}),
-    ("tensor 2 x pipeline 2", "FSDP 2 x tensor 2", {}),
-    ("FSDP 2 x tensor 2", "ZeRO-2 2 x pipeline 2", {}),
-    ("ZeRO-2 2 x pipeline 2", "tensor 2", {}),
-    ("tensor 2", "one rank", {}),
-    ("one rank", "ZeRO-1 2", {}),
-    ("expert 2 x tensor 2", "expert 2 x pipeline 2", {"experts": 3}),
-    ("tensor 2", "interleaved 2", {"config": mesh.DEEP_UNTIED}),
-    ("interleaved 2", "tensor 2 x pipeline 2", {"config": mesh.DEEP_UNTIED}),
-]
 
 
-def save_at_two(folder, plan, options):
-    hybrid = mesh.make_hybrid(plan, "adam", **options)
-    losses = steps_of(hybrid, range(2))
+def link(before, folder, plan, options):
+    """Begin, or go on from what a plan saved; save for the next, and train; then take up torch's layout."""
+    if before is None:
+        hybrid = mesh.make_hybrid(plan, "adam", **options)
+        steps_of(hybrid, range(2))
+    else:
+        hybrid = spoiled(plan, options)
+        assert load(before, parts={"training": hybrid}, reshard=True).data_position == 2
+    start = hybrid.full_state_dict()
     save(folder, 2, parts={"training": hybrid}, data_position=2)
     write_dcp(folder / "run", {"training": hybrid})
+    losses, state = steps_of(hybrid, range(2, 4)), hybrid.full_state_dict()
+    if before is not None:
+        hybrid.load_full_state_dict(read_dcp(before / "run")["model"])
+        assert mesh.difference(hybrid.full_state_dict(), start) <= 1e-10
     hybrid.close()
-    return losses
-
-
-def from_torchs(folder, plan, options):
-    hybrid = spoiled(plan, options)
-    hybrid.load_full_state_dict(read_dcp(folder / "run")["model"])
-    loaded = hybrid.full_state_dict()
-    hybrid.close()
-    return loaded
-
-
-def go_on(folder, plan, options):
-    hybrid = spoiled(plan, options)
-    assert load(folder, parts={"training": hybrid}, reshard=True).data_position == 2
-    loaded, losses = hybrid.full_state_dict(), steps_of(hybrid, range(2, 4))
-    state = hybrid.full_state_dict()
-    hybrid.close()
-    return loaded, losses, state
+    return start, losses, state
 
 
 @pytest.mark.equality("hybrid")
-@pytest.mark.soak_where(before=("tensor 2 x pipeline 2", "ZeRO-2 2 x pipeline 2", "one rank", "interleaved 2"))
-@pytest.mark.parametrize(("before", "after", "options"), PAIRS)
-def test_another_plan_goes_on_as_one_process(ranks, tmp_path, before, after, options):
+@pytest.mark.soak_where(name=("from interleaved",))
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_different_plan_goes_on_as_one_process(ranks, tmp_path, name):
     """From our files, or from torch's, whose rows of slabs become boxes; torch reads these into the plain model too."""
+    links, options = CHAINS[name]
     middle, _, _ = mesh.train_alone("adam", steps=2, **options)
     final, losses, _ = mesh.train_alone("adam", steps=4, **options)
-    num_before, plan_before = PLANS[before]
-    num_after, plan_after = PLANS[after]
-    first = ranks(num_before).run(save_at_two, tmp_path, plan_before, options)
-    assert first[0] == pytest.approx(losses[:2], abs=1e-10)
-    for loaded, later, state in ranks(num_after).run(go_on, tmp_path, plan_after, options):
-        assert mesh.difference(loaded, middle) <= 1e-10
-        assert later == pytest.approx(losses[2:], abs=1e-10)
-        assert mesh.difference(state, final) <= 1e-10
-    if before in ("tensor 2 x pipeline 2", "FSDP 2 x tensor 2"):
-        for loaded in ranks(num_after).run(from_torchs, tmp_path, plan_after, options):
-            assert mesh.difference(loaded, middle) <= 1e-10
-    state = {"model": mesh.make_model(3, **options).state_dict()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that there are no ranks
-        dcp.load(state, checkpoint_id=tmp_path / "run", no_dist=True)
-    assert mesh.difference(state["model"], middle) <= 1e-10
-    assert set(middle) == set(read_dcp(tmp_path / "run")["model"])
+    before = None
+    for number, (num_ranks, plan) in enumerate(links):
+        folder = tmp_path / str(number)
+        for start, later, state in ranks(num_ranks).run(link, before, folder, plan, options):
+            assert mesh.difference(start, middle) <= 1e-10, number
+            assert later == pytest.approx(losses[2:], abs=1e-10), number
+            assert mesh.difference(state, final) <= 1e-10, number
+        state, before = {"model": mesh.make_model(3, **options).state_dict()}, folder
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there are no ranks
+            dcp.load(state, checkpoint_id=folder / "run", no_dist=True)
+        assert mesh.difference(state["model"], middle) <= 1e-10
+        assert set(middle) == set(read_dcp(folder / "run")["model"])
 
 
-def test_another_plan_without_reshard_is_refused_and_nothing_changes(ranks, tmp_path):
-    ranks(4).run(save_at_two, tmp_path, PLANS["data 4"][1], {})
+def test_a_different_plan_without_reshard_is_refused_and_nothing_changes(ranks, tmp_path):
+    ranks(4).run(link, None, tmp_path, Plan(data=4), {})
 
     def refused(plan):
         hybrid, other = mesh.make_hybrid(plan, "adam"), mesh.make_hybrid(plan, "adam", config=mesh.UNTIED)
@@ -162,10 +142,10 @@ def test_another_plan_without_reshard_is_refused_and_nothing_changes(ranks, tmp_
         other.close()
         return str(caught.value)
 
-    texts = ranks(4).run(refused, PLANS["tensor 2 x pipeline 2"][1])
+    texts = ranks(4).run(refused, TENSOR_PIPELINE[1])
     assert len(set(texts)) == 1
     assert "the plan is Plan(" in texts[0]
-    assert "saved by 4 ranks, this job has 2" in ranks(2).run(refused, PLANS["tensor 2"][1])[0]
+    assert "saved by 4 ranks, this job has 2" in ranks(2).run(refused, TENSOR[1])[0]
 
 
 @pytest.mark.on_ranks(4)

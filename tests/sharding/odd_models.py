@@ -127,20 +127,6 @@ class Frozen(Odd):
         return x + (nearest - x).detach() + 0.1 * x @ self.code
 
 
-class FrozenLater(Odd):
-    """Parameters that are frozen in some passes, as adapters are that are switched off."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        self.blocks[1].requires_grad_(self.calls % 3 > 0)
-        self.blocks[2].bias.requires_grad = self.calls % 2 > 0
-        return super().forward(x)
-
-
 class GradientPenalty(Odd):
     """A loss of gradients: backward runs twice through one graph."""
 
@@ -208,9 +194,9 @@ class Features(Odd):
 
 
 class Penalised(nn.Linear):
-    """Keeps a penalty of its own weight, of a value that it makes after its output or before."""
+    """Keeps a penalty of its own weight, of a value that it makes before its output or after."""
 
-    comes_last = True
+    comes_last = False
 
     def forward(self, x):
         made = super().forward(x) if self.comes_last else None
@@ -232,7 +218,7 @@ class Penalties(Odd):
         return fit + sum(block.penalty for block in getattr(model, "module", model).blocks)
 
 
-EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Hiding, Features, Penalties, FrozenLater)
+EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Features, Penalties)
 
 
 class ReadsOthers(Odd):
@@ -287,14 +273,18 @@ class Functional(Odd):
         return torch.func.functional_call(self.blocks[0], values, (x,))
 
 
-class Early(Penalised):
-    comes_last = False
+class Late(Penalised):
+    comes_last = True
+
+
+class LatePenalties(Penalties):
+    """Backward comes to penalties that are made after the outputs before a gradient of an output gathers the unit."""
+
+    kind = Late
 
 
 class PenaltiesAlone(Penalties):
-    """Backward through penalties alone, made before the outputs: no gradient of an output gathers their units."""
-
-    kind = Early
+    """Backward through penalties alone: no gradient of an output gathers their units."""
 
     @staticmethod
     def loss(model, rows):
@@ -303,7 +293,7 @@ class PenaltiesAlone(Penalties):
 
 
 REFUSED = {
-    PenaltiesAlone: "is at version 1; expected version 0 instead",
+    **dict.fromkeys((PenaltiesAlone, LatePenalties, Hiding), "is at version 1; expected version 0 instead"),
     Threads: "is called in a different thread than its model",
     Functional: "blocks.0.weight (unit 'blocks.0') is not here now",
     ReadsOthers: "blocks.0.weight (unit 'blocks.0') is not here now: its unit frees its parameters outside",

@@ -5,33 +5,19 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from equal import calls_of, heard
 from hypothesis import given, settings, strategies as st
 from optimizer_net import Net, adam
 from torch import nn
 
+from distlab import sharding
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.comm import recorded
 from distlab.rng import generator
-from distlab.sharding import (
-    FullyShard,
-    PlainSharded,
-    ShardedOptimizer,
-    full_state_dict,
-    gather_into,
-    load_full_state_dict,
-    scatter_sum,
-)
 from distlab.sharding.plain import cut_shard, layout_of, plain_step
 from distlab.sharding.zero.scatter_in_backward import owners_of
 
 L = 6  # elements of a shard
-
-
-def calls_of(function):
-    """Return what a function returns, and each of this rank's calls that sent something: (operation, bytes)."""
-    with recorded() as seen:
-        value = function()
-    return value, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank()) if call.op != "recv"]
 
 
 def sent_elements(function):
@@ -46,7 +32,10 @@ def gather_and_scatter():
     shard = torch.randn(L, generator=generator(0, rank, "shard"))
     gradient = torch.randn(n * L, generator=generator(0, rank, "gradient"))
     whole, sums = {}, {}
-    for call, other in ((gather_into, torch.empty(n * L + 1)), (scatter_sum, torch.empty(n * L).double())):
+    for call, other in (
+        (sharding.gather_into, torch.empty(n * L + 1)),
+        (sharding.scatter_sum, torch.empty(n * L).double()),
+    ):
         with pytest.raises(ValueError, match=f"rank {rank}: .*pad with FlatLayout"):
             call(other, shard)
     for name in ("call", "direct"):
@@ -54,7 +43,7 @@ def gather_and_scatter():
         if name == "call":
             full[rank * L : (rank + 1) * L] = shard
             own = full[rank * L : (rank + 1) * L]
-            _, sent = sent_elements(lambda full=full, own=own: gather_into(full, own))
+            _, sent = sent_elements(lambda full=full, own=own: sharding.gather_into(full, own))
         else:
             _, sent = sent_elements(lambda full=full: DirectGather(full, shard).finish())
         whole[name] = full, sent
@@ -62,13 +51,13 @@ def gather_and_scatter():
         for _ in range(2):
             if name == "call":
                 own = torch.empty(L)
-                _, sent = sent_elements(lambda own=own: scatter_sum(gradient.clone(), own))
+                _, sent = sent_elements(lambda own=own: sharding.scatter_sum(gradient.clone(), own))
             else:
                 scatter = DirectScatter(gradient)
                 own = scatter.finish()
                 is_shared = dist.get_backend() == "shared"  # one call, and the sum alone arrives
                 assert [part.numel() for part in scatter.arriving] == [L] * (1 if is_shared else n - 1)
-                _, made = calls_of(lambda: DirectScatter(gradient).finish())
+                made = calls_of(lambda: DirectScatter(gradient).finish())
                 assert made == ([("reduce_scatter", 4 * n * L)] if is_shared else [("send", 4 * L)] * (n - 1))
                 _, sent = sent_elements(lambda: DirectScatter(gradient).finish())
             results.append(own)
@@ -108,10 +97,10 @@ def test_a_plain_step_sends_three_times_the_parameters(ranks):
 def test_zero_on_one_screen_broadcasts_each_parameter_and_keeps_a_share_of_the_state(ranks):
     def measure():
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
-        optimizer = PlainSharded(model.parameters(), adam)
+        optimizer = sharding.PlainSharded(model.parameters(), adam)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        _, calls = calls_of(optimizer.step)
+        calls = calls_of(optimizer.step)
         moments = [one["exp_avg"].numel() for one in optimizer.optimizer.state.values()]
         return calls, sum(moments)
 
@@ -137,14 +126,14 @@ def states():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
     module.register_buffer("seen", torch.arange(3.0))
-    model = FullyShard(module, units=["0", "1"])
+    model = sharding.FullyShard(module, units=["0", "1"])
     model(torch.ones(2, 8)).sum().backward()
     model.synchronize()
     found = {"shards": [4 * unit.layout.shard_size for unit in model.units]}
-    _, found["clip"] = calls_of(lambda: model.clip_gradients_(1.0))
-    state, found["full"] = calls_of(lambda: full_state_dict(model))
-    _, found["load"] = calls_of(lambda: load_full_state_dict(model, state))
-    assert all(torch.equal(state[name], value) for name, value in full_state_dict(model).items())
+    found["clip"] = calls_of(lambda: model.clip_gradients_(1.0))
+    state, found["full"] = heard(lambda: sharding.full_state_dict(model))
+    found["load"] = calls_of(lambda: sharding.load_full_state_dict(model, state))
+    assert all(torch.equal(state[name], value) for name, value in sharding.full_state_dict(model).items())
     return found
 
 
@@ -164,7 +153,7 @@ def test_states_send_what_they_say(ranks):
 
 def test_sharded_optimizers_begin_with_the_broadcasts_they_say(ranks):
     def measure():
-        optimizer, start = calls_of(lambda: ShardedOptimizer(Net(), adam, bucket_bytes=1_000))
+        optimizer, start = heard(lambda: sharding.ShardedOptimizer(Net(), adam, bucket_bytes=1_000))
         return [size for op, size in start if op == "broadcast"], [bucket.num_bytes for bucket in optimizer.buckets]
 
     frozen, buffer = 5 * 8, 5 * 8

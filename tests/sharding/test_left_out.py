@@ -167,7 +167,7 @@ def check(name, got):
 
 ON = {  # (way, optimizer, options) by number of ranks
     2: [
-        *(("units", "AdamW", one) for one in ({"reshard_after_forward": False}, {"offload": True}, {"units": []})),
+        *(("units", "AdamW", one) for one in ({"reshard_after_forward": False}, {"units": []})),
         ("units", "AdamW", {"passes": 2}),
     ],
     3: [*(("units", name, {}) for name in UNITS), *(("pieces", name, {}) for name in PIECES)],

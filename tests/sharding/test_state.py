@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from equal import joined, square
+from killing import same_bits as same
 from refused import message
 
 from distlab.blocks.models import GPT, GPTConfig
@@ -47,16 +48,6 @@ def train(model, optimizer, steps):
 def sets(hybrid):
     """Return the options for two sets of two shards on 4 ranks."""
     return dict(zip(("group", "replicas"), square(), strict=True)) if hybrid else {}
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def whole(model, optimizer):

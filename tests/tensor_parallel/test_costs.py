@@ -11,7 +11,7 @@ from distlab import tensor_parallel
 from distlab.blocks.models import GPT, Attention, GPTConfig
 from distlab.comm import recorded
 from distlab.rng import generator
-from distlab.tensor_parallel import functions, overlap
+from distlab.tensor_parallel import functions
 
 B, S, H, V = 2, 6, 12, 11  # 2 and 3 ranks divide all but the vocabulary
 
@@ -36,9 +36,6 @@ def of_functions(t):
     whole, part, features = ((B, S, H), (B, S // t, H), (B, S, H // t))
     size = B * S * H
     parameters = [torch.ones(H, requires_grad=True), torch.ones(H, requires_grad=True)]
-    linear = torch.ones(H // t, H, requires_grad=True)
-    across = torch.ones(H, H // t, requires_grad=True)
-
     table = {
         "copy": (functions.copy_to_ranks, whole, 0, 2 * size),
         "reduce": (functions.reduce_from_ranks, whole, 2 * size, 0),
@@ -49,9 +46,6 @@ def of_functions(t):
         "features": (functions.join_features, features, size, 0),
         "once": (functions.add_once, whole, 0, 0),
         "gradients": (lambda x: sum(functions.sum_gradients(parameters)) * x, whole, 0, 2 * 2 * H),
-        "column": (lambda x: overlap.column_linear(x, linear, None), whole, 0, 2 * size),
-        "column, sequence": (lambda x: overlap.column_linear(x, linear, None, sequence=True), part, size, size),
-        "row": (lambda x: overlap.row_linear(x, across, None, num_parts=3), features, 2 * size, 0),
     }
     return measured(table, t)
 
@@ -76,6 +70,7 @@ def of_layers(t):
         "column, sequence": (column(nn.Linear(H, H), sequence_parallel=True), part, size, size),
         "column, join": (column(nn.Linear(H, H), join_output=True), whole, size, 2 * size),
         "row": (row(nn.Linear(H, H)), features, 2 * size, 0),
+        "row, in parts": (row(nn.Linear(H, H), num_parts=3), features, 2 * size, 0),
         "row, sequence": (row(nn.Linear(H, H), sequence_parallel=True), features, size, size),
         "attention": (attention, whole, 2 * size, 2 * size),
         "attention, sequence": (sequence_attention, part, 2 * size, 2 * size),

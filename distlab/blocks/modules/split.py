@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.modules.every_parameter import every_parameter
 from distlab.blocks.modules.named_parts import Slab
+from distlab.blocks.replicate import every_parameter
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.blocks.modules.every_parameter import every_parameter
+from distlab.blocks.replicate import every_parameter
 from distlab.comm import agree
 from distlab.comm.p2p import Receive, Send, group_rank, start
 

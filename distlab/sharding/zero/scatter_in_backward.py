@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradients.flat_gradients import SendInBackward
 from distlab.blocks.gradients.gradient_status import UNUSED
-from distlab.blocks.modules.every_parameter import every_parameter
-from distlab.blocks.replicate import broadcast_each
+from distlab.blocks.replicate import broadcast_each, every_parameter
 from distlab.plan import assign_buckets
 from distlab.sharding.zero.shard_bucket import BufferPool, Kind, ShardBucket
 from distlab.trace import SpanWriter
