@@ -127,7 +127,7 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
         if model.training:
             if not self._made:
                 self._weights()
-            for index, tensor in enumerate(find((args, named))):
+            for index, tensor in enumerate(find((args, named))[0]):
                 self._note(INPUT, f"input {index}", tensor)
 
     def _outputs(self, name: str) -> Callable[..., None]:
@@ -135,7 +135,7 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
         counts = self._gradients and (name != _WHOLE or not [*self._model.children()])  # else its last layer's count
 
         def hook(module: nn.Module, _: Any, output: Any) -> None:
-            for tensor in find(output) if module.training else ():
+            for tensor in find(output)[0] if module.training else ():
                 self._note(FORWARD, name, tensor)
                 if counts and tensor.requires_grad:
                     tensor.register_hook(seen)

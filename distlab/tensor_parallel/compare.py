@@ -132,7 +132,7 @@ def _run(model: nn.Module, layers: Sequence[str], example: Sequence[Any], runnin
         module.register_forward_hook(leave)
     with keep_random_state():
         output = model(*copy.deepcopy(tuple(example)))
-    return read + [(OUTPUT, one) for one in find(output) if one.is_floating_point()]
+    return read + [(OUTPUT, one) for one in find(output)[0] if one.is_floating_point()]
 
 
 def _gradients(model: nn.Module, read: Read) -> Read:

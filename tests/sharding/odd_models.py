@@ -127,6 +127,20 @@ class Frozen(Odd):
         return x + (nearest - x).detach() + 0.1 * x @ self.code
 
 
+class FrozenLater(Odd):
+    """Parameters that are frozen in some passes, as adapters are that are switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.blocks[1].requires_grad_(self.calls % 3 > 0)
+        self.blocks[2].bias.requires_grad = self.calls % 2 > 0
+        return super().forward(x)
+
+
 class GradientPenalty(Odd):
     """A loss of gradients: backward runs twice through one graph."""
 
@@ -194,9 +208,9 @@ class Features(Odd):
 
 
 class Penalised(nn.Linear):
-    """Keeps a penalty of its own weight, of a value that it makes before its output or after."""
+    """Keeps a penalty of its own weight, of a value that it makes after its output or before."""
 
-    comes_last = False
+    comes_last = True
 
     def forward(self, x):
         made = super().forward(x) if self.comes_last else None
@@ -218,7 +232,7 @@ class Penalties(Odd):
         return fit + sum(block.penalty for block in getattr(model, "module", model).blocks)
 
 
-EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Features, Penalties)
+EQUAL = (Shared, Recomputed, Tied, Frozen, GradientPenalty, Normed, Hiding, Features, Penalties, FrozenLater)
 
 
 class ReadsOthers(Odd):
@@ -273,18 +287,14 @@ class Functional(Odd):
         return torch.func.functional_call(self.blocks[0], values, (x,))
 
 
-class Late(Penalised):
-    comes_last = True
-
-
-class LatePenalties(Penalties):
-    """Backward comes to penalties that are made after the outputs before a gradient of an output gathers the unit."""
-
-    kind = Late
+class Early(Penalised):
+    comes_last = False
 
 
 class PenaltiesAlone(Penalties):
-    """Backward through penalties alone: no gradient of an output gathers their units."""
+    """Backward through penalties alone, made before the outputs: no gradient of an output gathers their units."""
+
+    kind = Early
 
     @staticmethod
     def loss(model, rows):
@@ -293,7 +303,7 @@ class PenaltiesAlone(Penalties):
 
 
 REFUSED = {
-    **dict.fromkeys((PenaltiesAlone, LatePenalties, Hiding), "is at version 1; expected version 0 instead"),
+    PenaltiesAlone: "is at version 1; expected version 0 instead",
     Threads: "is called in a different thread than its model",
     Functional: "blocks.0.weight (unit 'blocks.0') is not here now",
     ReadsOthers: "blocks.0.weight (unit 'blocks.0') is not here now: its unit frees its parameters outside",

@@ -176,6 +176,7 @@ def looks():
     assert (weight.requires_grad, weight.numel(), weight.dim(), isinstance(weight, nn.Parameter)) == (True, 16, 2, True)
     assert "1.linear.weight" in repr(weight)
     assert "(linear): Linear(in_features=4" in repr(model)
+    frozen = FullyShard(Block().requires_grad_(False)).module.requires_grad_(False)
     state, gradient, lost = "full_state_dict(model)", "its gradient is in the shard", "a change of it would be lost"
     refused = [
         ("an optimizer updates shards: give it model.parameters()", lambda: torch.optim.AdamW(module.parameters())),
@@ -185,8 +186,7 @@ def looks():
         (gradient, lambda: module.zero_grad()),
         (gradient, lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)),
         (gradient, lambda: weight.register_hook(print)),
-        ("freeze or thaw it before FullyShard is built", lambda: module.requires_grad_(False)),
-        ("freeze or thaw it before FullyShard is built", lambda: setattr(weight, "requires_grad", False)),
+        ("it was frozen when FullyShard was built", lambda: frozen.requires_grad_()),
         (lost, lambda: nn.init.zeros_(weight)),
         (lost, lambda: weight.data.zero_()),
         (lost, lambda: module.load_state_dict({"1.linear.weight": torch.ones(4, 4)}, strict=False)),

@@ -1,6 +1,7 @@
 """Tensors in what a model takes and returns: lists, named tuples, dicts, dataclasses, attributes of other objects.
 
-Backward reaches a unit through a tensor that its forward made. What an iterator or a function hides is not found.
+Backward reaches a unit through a tensor that its forward made. So all of them must be found, or it must be known that
+some may be hidden.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch
 EMPTY = (*_PLAIN, *_OF_LIBRARIES, *_OF_TORCH)  # holds no tensor that forward made; modules are looked at elsewhere
 
 
-def find(value: object) -> list[Tensor]:
-    """Find the tensors in a value, which is not changed; each once."""
+def find(value: object) -> tuple[list[Tensor], bool]:
+    """Find the tensors in a value, which is not changed; each once.
+
+    Returns:
+        What was found, and whether there may be more: in an iterator, a function, an object of a class of its own.
+    """
     if isinstance(value, Tensor):
-        return [value]
+        return [value], False
     found: list[Tensor] = []
+    is_hidden = False
     seen: dict[int, object] = {}  # keeps what it has seen, so that no number is used twice
     waiting = [value]
     while waiting:
@@ -37,19 +43,23 @@ def find(value: object) -> list[Tensor]:
         seen[id(one)] = one
         if isinstance(one, Tensor):
             found.append(one)
-        elif not isinstance(one, EMPTY) and len(seen) <= MAX_OBJECTS:
-            waiting.extend(reversed(_parts_of(one)))
-    return found
+        elif not isinstance(one, EMPTY):
+            parts, are_all = _parts_of(one)
+            is_hidden |= not are_all or len(seen) > MAX_OBJECTS
+            waiting.extend(reversed(parts) if len(seen) <= MAX_OBJECTS else [])
+    return found, is_hidden
 
 
-def _parts_of(one: Any) -> list[Any]:
-    """Return the objects inside an object."""
+def _parts_of(one: Any) -> tuple[list[Any], bool]:
+    """Return the objects inside an object, and whether these are all."""
     own = [*getattr(one, "__dict__", {}).values()]
     if isinstance(one, Mapping):
-        return [*one.values(), *own]
+        return [*one.values(), *own], True
     if isinstance(one, (list, tuple, set, frozenset, deque)):
-        return [*one, *own]
-    return [getattr(one, field.name) for field in fields(one)] if is_dataclass(one) else own
+        return [*one, *own], True
+    if is_dataclass(one):
+        return [getattr(one, field.name) for field in fields(one)], True
+    return own, False
 
 
 def replace(value: Any, change: Callable[[Any], Any]) -> Any:

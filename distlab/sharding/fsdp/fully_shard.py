@@ -47,10 +47,10 @@ class FullyShard(NotCopied, nn.Module):
     of tensors. A parameter without a gradient on all ranks is left alone; on some ranks only: zeros. All ranks run the
     same units in one order.
 
-    Forward may return tensors in lists, tuples, dicts, dataclasses and attributes of objects. A unit's forward sees its
-    own parameters and those of units around it; other methods that read parameters run in `summon()`. Blocks or the
-    whole may be compiled, not with fullgraph=True. Layers may be cut by tensor parallelism: `group` is then the data
-    ranks; norms and states are the whole model's.
+    Forward may return objects of any class. Where tensors may hide in them (an iterator), the unit stays whole until
+    the end of the step. A unit's forward sees its own parameters and those of units around it; other methods that read
+    parameters run in `summon()`. Blocks or the whole may be compiled, not with fullgraph=True. Layers may be cut by
+    tensor parallelism: `group` is then the data ranks; norms and states are the whole model's.
 
     Args:
         module: the model; its parameters move into shards. Those of the group's first rank are taken; from the meta
@@ -165,6 +165,8 @@ class FullyShard(NotCopied, nn.Module):
         for one in self._watched:
             if one.is_busy:
                 one.abandon()
+            elif one.stays:
+                one.hide()
         refuse_others(names_of_others(self.module, self.units, self.shards))
         self.free_finished(root=True)
         self.order.start_pass()
@@ -173,7 +175,7 @@ class FullyShard(NotCopied, nn.Module):
         """End a forward pass: ranks must have run the same units, or their gathers do not belong together."""
         self.order.end_pass()
         for one in self._watched:  # gathered ahead, and not used
-            if one not in self.order.begun:
+            if one not in self.order.begun and not one.stays:
                 one.free()
 
     def take_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
@@ -195,7 +197,7 @@ class FullyShard(NotCopied, nn.Module):
     def free_finished(self, *, root: bool = False) -> None:
         """Free units whose gradients exist, once the next begins: backward has passed their inputs. The root stays."""
         for one in self.finished:
-            if one.open == 0 and (one.name or root):
+            if one.open == 0 and (one.name or root) and not one.stays:
                 one.free()
         self.finished = [one for one in self.finished if not one.name and not root]
 
@@ -210,6 +212,17 @@ class FullyShard(NotCopied, nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the shards, which optimizers update; the parameters of the module are freed."""
         return self.shards.named_parameters(f"{prefix}.shards" if prefix else "shards")
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules; when a module around this one asks, yield only this one and its shards."""
+        if memo is None:
+            yield from super().named_modules(None, prefix, remove_duplicate)
+        elif self not in memo:
+            memo.add(self)
+            yield prefix, self
+            yield f"{prefix}.shards" if prefix else "shards", self.shards
 
     def __deepcopy__(self, known: dict[int, Any]) -> nn.Module:
         """Return a plain copy of the module; only a trial can, which knows what stands for each parameter."""

@@ -7,7 +7,7 @@
                          unit's backward begins (`FullyShard.free_finished`)
 
 The two lines of forward are `WatchedModule._before` and `_after`; those of backward are `ForwardCall.begin_backward`
-and `done`. A `ForwardCall` is one run of the unit's forward. A unit may be called several times in a pass, or again
+and `_done`. A `ForwardCall` is one run of the unit's forward. A unit may be called several times in a pass, or again
 before backward; it stays whole until the last call whose backward has begun is done.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from distlab.blocks.modules.moved import NotHere
-from distlab.blocks.modules.structures import find, replace
+from distlab.blocks.modules.structures import EMPTY, find, replace
 from distlab.sharding.fsdp.flat_unit import Unit
 from distlab.sharding.fsdp.resharded import ReshardedParameter, refuse_others
 
@@ -72,10 +72,14 @@ class ForwardCall:
 
     def on_gradients(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
         """Reduce a unit's gradients: all of them exist."""
-        self.done(unit)
+        self._done(unit)
         self.watched.model.take_gradients(unit, gradients)
 
-    def done(self, what: object) -> None:
+    def on_inputs(self) -> None:
+        """Note that the gradients of the inputs exist."""
+        self._done("inputs")
+
+    def _done(self, what: object) -> None:
         """Note that a part of backward is done; after the last part of the last call the unit may be freed."""
         self.remaining.discard(what)
         if self.running and not self.remaining:
@@ -87,11 +91,12 @@ class ForwardCall:
 
 
 class Running(NamedTuple):
-    """A call that runs, the whole parameters that it uses, and their versions when it began."""
+    """A call that runs, the whole parameters that it uses, and when it began: their versions, the next graph node."""
 
     call: ForwardCall
     views: Views
     versions: list[int]
+    first: int
 
 
 class WatchedModule:
@@ -103,11 +108,13 @@ class WatchedModule:
         module: itself.
         model: the `FullyShard` that it is a part of.
         open: calls whose backward has begun and is not done.
+        stays: backward may begin where no hook sees it, so the units are freed only after the step.
     """
 
     def __init__(self, name: str, module: nn.Module, units: list[Unit], model: Any) -> None:
         self.name, self.units, self.module, self.model = name, units, module, model
         self.open = 0
+        self.stays = False
         self._calls: list[Running] = []
         self._resharded = [[ReshardedParameter(unit, at) for at in range(len(unit.layout.names))] for unit in units]
         why = "FullyShard gathers and frees parameters, which no compiled graph can do"
@@ -141,18 +148,19 @@ class WatchedModule:
             unit.free()
 
     def show(self, views: Sequence[Sequence[Any]]) -> None:
-        """Put tensors where the modules look for their parameters."""
-        for unit, tensors in zip(self.units, views, strict=True):
+        """Put tensors where the modules look for their parameters; those of frozen ones leave the graph."""
+        for unit, tensors, resharded in zip(self.units, views, self._resharded, strict=True):
             for place in unit.members.places:
-                put(place.module, place.attribute, tensors[place.tensor])
+                one, trains = tensors[place.tensor], resharded[place.tensor].trains
+                put(place.module, place.attribute, one if trains or not one.requires_grad else one.detach())
 
     def hide(self) -> None:
         """Put a `ReshardedParameter` where the modules look for each parameter."""
         self.show(self._resharded)
 
     def settle(self) -> None:
-        """Free the units after a forward, unless a different call of them runs."""
-        if self._calls or runs_in_backward():
+        """Free the units after a forward, unless a different call of them runs or they are to stay."""
+        if self._calls or self.stays or runs_in_backward():
             return
         self.hide()
         if not torch.is_grad_enabled() or any(unit.reshard_after_forward for unit in self.units):
@@ -162,6 +170,7 @@ class WatchedModule:
         """Free everything, after an error or at the end of a step."""
         self._calls.clear()
         self.open = 0
+        self.stays = False
         self.hide()
         self.free()
 
@@ -178,7 +187,7 @@ class WatchedModule:
             )
         frozen = [unit for unit in self.units if not unit.shard.requires_grad]
         if running is not None and frozen and torch.is_grad_enabled():
-            is_watched = watch_inputs(lambda: running.call.done("inputs"), (args, kwargs))
+            is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
             running.call.remaining |= {"inputs"} if is_watched else set()
         return args, kwargs
 
@@ -196,7 +205,7 @@ class WatchedModule:
         views = [unit.views(call.on_gradients) for unit in self.units]
         model.order.note_graph(self.units, views)
         versions = [sum(one._version for one in tensors) for tensors in views]
-        running = Running(call, views, versions)
+        running = Running(call, views, versions, torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._calls.append(running)
         model.running.append(running)
         self.show(views)
@@ -217,7 +226,7 @@ class WatchedModule:
                 f"unit {self.name or 'root'!r} is called in {where}, where it cannot be gathered in the order of all "
                 "ranks. Name other units in units=[...], such as the module that does so and not this part of it"
             )
-        if not (self._calls or self.open):
+        if not (self._calls or self.open or self.stays):
             refuse_others(
                 unit.layout.names[place.tensor]
                 for unit in self.units
@@ -232,7 +241,7 @@ class WatchedModule:
             return
         running = self._calls.pop()
         model.running.remove(running)
-        self._watch(running, made_by(output))
+        self._watch(running, *made_by(output, args, kwargs))
         if runs_in_backward():  # a forward that is run again for its backward, which comes now
             return
         running.call.ended, running.call.place = model.order.end(self)
@@ -240,7 +249,7 @@ class WatchedModule:
         if self.name == "" and not self._calls:
             model.end_pass()
 
-    def _watch(self, running: Running, made: Sequence[Tensor]) -> None:
+    def _watch(self, running: Running, made: Sequence[Tensor], is_hidden: bool) -> None:
         """Let the gradients of what a call made gather the unit.
 
         Raises:
@@ -259,9 +268,13 @@ class WatchedModule:
                 "parameter.clone()"
             )
         if torch.is_grad_enabled():
-            for one in made:
-                if one.requires_grad and not one.is_leaf:
-                    one.register_hook(lambda _: running.call.begin_backward(running.views))
+            hooked = [one for one in made if one.requires_grad and not one.is_leaf]
+            for one in hooked:
+                one.register_hook(lambda _: running.call.begin_backward(running.views))
+            nodes = [one.grad_fn._sequence_nr() for one in hooked if one.grad_fn is not None]
+            end = 1 + max([running.first - 1, *nodes])
+            # It computed on, after its output: that may be kept elsewhere, in an attribute.
+            self.stays |= is_hidden or end < torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def put(module: nn.Module, attribute: str, value: Any) -> None:
@@ -276,10 +289,16 @@ def runs_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def made_by(output: Any) -> list[Tensor]:
-    """Return the tensors in what a forward returns, with those that they are views of."""
-    made = [one for one in find(output) if not isinstance(one, NotHere)]
-    return [*made, *(one._base for one in made if one._base is not None)]
+def made_by(output: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+    """Return the tensors in what a forward returns, or has left in its inputs' containers (a cache, a list of states).
+
+    Returns:
+        The tensors, with those that they are views of, and whether some may be hidden.
+    """
+    found, is_hidden = find(output)
+    holders = [one for one in (*args, *kwargs.values()) if not isinstance(one, (Tensor, *EMPTY))]
+    made = [one for one in (*found, *(find(holders)[0] if holders else ())) if not isinstance(one, NotHere)]
+    return [*made, *(one._base for one in made if one._base is not None)], is_hidden
 
 
 def watch_inputs(on_passed: Callable[[], None], inputs: tuple[Any, Any]) -> bool:
@@ -287,7 +306,7 @@ def watch_inputs(on_passed: Callable[[], None], inputs: tuple[Any, Any]) -> bool
 
     Hooks on the tensors themselves: a copy could not be changed in place, as many models do with their inputs.
     """
-    found = [one for one in find(inputs) if one.requires_grad and not isinstance(one, NotHere)]
+    found = [one for one in find(inputs)[0] if one.requires_grad and not isinstance(one, NotHere)]
     if not found:
         return False
 

@@ -1,7 +1,8 @@
 """What stands in a module for a parameter that was freed, and what happens to code that reads it all the same.
 
 A freed parameter still has its name, shape, type and device: `model.parameters()` inside a model, `model.device` and
-counts of parameters are what they are in one process. To compute with it takes the values, which are there in its
+counts of parameters are what they are in one process. So it is when it is frozen: `requires_grad_(False)` leaves it out
+of the next forward's graph, until `requires_grad_(True)`. To compute with it takes the values, which are there in its
 unit's own forward, and in `summon()`. Every other use is refused, with what to do instead.
 """
 
@@ -25,21 +26,21 @@ GRADIENT = (
     "synchronize() and clip_gradients_()"
 )
 CHANGE = "a change of it would be lost; change it inside `with model.summon(write=True) as module:`"
-FREEZE = "frozen parameters have shards of their own; freeze or thaw it before FullyShard is built"
+THAW = "it was frozen when FullyShard was built, and no optimizer updates its shard; thaw it before"
 INSTEAD = {
     "is_leaf": "an optimizer updates shards: give it model.parameters(), of the FullyShard and not of its module",
     **dict.fromkeys(("detach", "__reduce_ex__", "__deepcopy__"), STATE),
     **dict.fromkeys(("grad", "_grad", "retain_grad", "register_hook", "set grad"), GRADIENT),
     "register_post_accumulate_grad_hook": GRADIENT,
     **dict.fromkeys(("data", "__setitem__", "set data"), CHANGE),
-    **dict.fromkeys(("requires_grad_", "set requires_grad"), FREEZE),
+    "requires_grad": THAW,
 }
 
 
 class ReshardedParameter(NotHere):
     """A parameter without memory; see above."""
 
-    unit = ""
+    unit, trains = "", True
 
     @staticmethod
     def __new__(cls: type, unit: Unit, tensor: int) -> ReshardedParameter:  # noqa: PYI034
@@ -52,8 +53,24 @@ class ReshardedParameter(NotHere):
             requires_grad=unit.shard.requires_grad,
         )
         one._is_param = True  # isinstance(one, nn.Parameter)
-        one.label, one.unit = unit.layout.names[tensor], unit.name or "root"
+        one.label, one.unit, one.trains = unit.layout.names[tensor], unit.name or "root", unit.shard.requires_grad
         return one
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the forward passes that come put it into autograd's graph."""
+        return self.trains
+
+    @requires_grad.setter
+    def requires_grad(self, trains: bool) -> None:
+        if trains and not super().requires_grad:
+            raise RuntimeError(f"rank {dist.get_rank()}: {self.why('requires_grad')}")
+        self.trains = trains
+
+    def requires_grad_(self, requires_grad: bool = True) -> ReshardedParameter:
+        """Freeze it, or thaw it again."""
+        self.requires_grad = requires_grad
+        return self
 
     def __init__(self, *_: object) -> None:
         """Do nothing more."""
