@@ -187,14 +187,3 @@ class FlatLayout:
             if start < stop:
                 found.append(Piece(index, start - begin, stop - begin, start - low))
         return tuple(found)
-
-
-def make_units(num_layers: int, unit_layers: int) -> tuple[tuple[int, int], ...]:
-    """Cut layers into units (start, stop) of `unit_layers`; the last may be smaller.
-
-    Raises:
-        ValueError: less than one layer, in all or a unit.
-    """
-    if num_layers < 1 or unit_layers < 1:
-        raise ValueError(f"{num_layers} layers in units of {unit_layers}; pass at least 1 of each")
-    return tuple((start, min(start + unit_layers, num_layers)) for start in range(0, num_layers, unit_layers))

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distlab.plan import (
-    SCHEDULES,
-    ActionTimes,
-    Plan,
-    make_schedule,
-    one_f_one_b,
-    parse_schedule,
-)
+from distlab.plan import SCHEDULES, ActionTimes, Plan, make_schedule, one_f_one_b, parse_schedule
 from simulator import CompiledSchedule, arrays_of, simulate, simulate_schedule
 from simulator.pipeline.compiled import Frontier, find_chain
 from simulator.pipeline.schedule_arrays import F, W

@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from distlab.trace import (
-    Span,
-    Trace,
-    load_folder,
-    merge,
-    rank_file,
-    read_chrome,
-    save_clocks,
-    save_trace,
-    write_chrome,
-)
+from distlab.trace import Span, Trace, load_folder, merge, rank_file, read_chrome, save_clocks, save_trace, write_chrome
 from distlab.trace.chrome import chrome_json
 
 NAMES = ["forward", "", "a\x00", "\x00", "ü 日", "\ud800", '"<b>&']
