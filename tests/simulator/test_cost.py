@@ -80,16 +80,13 @@ def test_work_adds_matmuls_memory_and_kernels():
     assert cost.all_reduce_s(1e6, 1, LINK) == 0
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_every_preset_loads(measured):
+def test_every_preset_loads():
     for name in simulator.names("devices"):
-        own = simulator.device(name, measured=measured)
-        assert own.name == name
-        assert own.matmul_flops_per_s <= simulator.device(name, measured=False).matmul_flops_per_s
-    for name in simulator.names("links"):
-        assert simulator.link(name, measured=measured).protocols
-    for name in simulator.names("clusters"):
-        assert simulator.cluster(name, measured=measured).num_devices >= 1
+        own, sheet = (simulator.device(name, measured=measured) for measured in (True, False))
+        assert own.name == sheet.name == name
+        assert own.matmul_flops_per_s <= sheet.matmul_flops_per_s
+    for kind, make in (("links", simulator.link), ("clusters", simulator.cluster)):
+        assert all(make(name, measured=measured) for name in simulator.names(kind) for measured in (True, False))
     assert simulator.cluster("dgx-h100", 64).num_devices == 64
 
 
@@ -103,20 +100,11 @@ def test_every_figure_has_a_source_with_a_year_and_every_device_a_cluster_with_a
     assert [name for name, row in PRESETS["clusters"].items() if "stack" not in row] == ["laptop"]
 
 
-@pytest.mark.parametrize(
-    ("name", "cards", "card_bytes_per_s"),
-    [
-        ("dgx-a100", 8, 25e9),
-        ("dgx-h100", 8, 50e9),
-        ("dgx-b200", 8, 50e9),
-        ("dgx-v100", 4, 12.5e9),
-        ("dgx-1-p100", 4, 12.5e9),
-    ],
-)
-def test_devices_of_a_node_share_the_cards_of_its_data_sheet(name, cards, card_bytes_per_s):
-    node = simulator.cluster(name, stack="best-case")
-    each = node.inter_node.protocols[-1].bytes_per_s
-    assert each * node.devices_per_node == cards * card_bytes_per_s
+def test_devices_of_a_node_share_the_cards_of_its_data_sheet():
+    cards = {"dgx-a100": 8 * 25e9, "dgx-h100": 8 * 50e9, "dgx-b200": 8 * 50e9}
+    for name, bytes_per_s in (cards | dict.fromkeys(("dgx-v100", "dgx-1-p100"), 4 * 12.5e9)).items():
+        node = simulator.cluster(name, stack="best-case")
+        assert node.inter_node.protocols[-1].bytes_per_s * node.devices_per_node == bytes_per_s, name
 
 
 def test_numbers_have_three_digits_and_a_unit():

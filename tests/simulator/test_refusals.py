@@ -169,16 +169,6 @@ ROWS = [
     ("headroom is 1.0", lambda: sim.Question(SMALL, MACHINE, 8, headroom=1.0)),
     ("the price is -1.0", lambda: sim.Question(SMALL, MACHINE, 8, price=-1.0)),
     ("share cores", lambda: sim.Question(SMALL, replace(MACHINE, num_cores=2), 8)),
-    (
-        "no plan divides 7 samples among 16 devices",
-        lambda: sim.search(
-            sim.Question(
-                sim.ModelDescription(hidden_size=512, num_layers=1, num_heads=1, sequence_length=255),
-                sim.cluster("dgx-a100", 16),
-                7,
-            )
-        ),
-    ),
 ]  # fmt: skip
 
 
