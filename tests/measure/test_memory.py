@@ -247,9 +247,10 @@ def all_stages(num_ranks):
     return {stage: train(job(num_ranks, stage)) for stage in (0, 1, 2, 3)}
 
 
-@pytest.mark.parametrize(("num_ranks", "backend"), [(2, "gloo"), (4, "shared")])
-def test_each_stage_holds_what_its_formula_says(ranks, num_ranks, backend, monkeypatch):
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_each_stage_holds_what_its_formula_says(ranks, backend, monkeypatch):
     monkeypatch.setenv("DISTLAB_BACKEND", backend)
+    num_ranks = 2
     workload = workload_of(job(num_ranks, 0))
     whole = 4 * workload.num_parameters
     for rank, stages in enumerate(ranks(num_ranks).run(all_stages, num_ranks)):
@@ -272,15 +273,6 @@ def test_each_stage_holds_what_its_formula_says(ranks, num_ranks, backend, monke
         plain, *sharded = (stages[stage].peak_bytes for stage in (0, 1, 2, 3))
         assert sharded[2] < min(sharded[:2])
         assert max(sharded[:2]) < plain  # of 1 and 2, lent buffers decide at this size
-
-
-def test_recompute_holds_each_blocks_input_alone(ranks):
-    kept, recomputed = ranks(2).run(lambda: (train(job(2, 0)), train(job(2, 0, recompute="full"))))[0]
-    inputs = CONFIG.num_layers * 4 * 32 * 48 * 4  # [B, S, H] of float32 a block
-    most = [memory.num_bytes[:, KINDS.index("activations")].max() for memory in (kept, recomputed)]
-    assert most[0] - most[1] > 10 * inputs
-    assert 0 < most[1] - inputs < 2 * inputs  # norm and head, tokens and positions
-    assert recomputed.peak_bytes < kept.peak_bytes
 
 
 def test_jobs_that_cannot_be_trained_are_refused():

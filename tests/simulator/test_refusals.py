@@ -14,6 +14,7 @@ from distlab.plan.compression import Compression
 from simulator import units
 from simulator.engine import event_engine
 from simulator.engine.task_graph import COMPUTE, NONE, Graph
+from simulator.export import Options
 from simulator.hardware import cost, fit
 from simulator.memory.advice import split_samples
 from simulator.step.timed import notes_on
@@ -168,6 +169,16 @@ ROWS = [
     ("the batch has 0 samples", lambda: sim.Question(SMALL, MACHINE, 0)),
     ("headroom is 1.0", lambda: sim.Question(SMALL, MACHINE, 8, headroom=1.0)),
     ("the price is -1.0", lambda: sim.Question(SMALL, MACHINE, 8, price=-1.0)),
+    *(
+        (words, lambda given=given: Options(**given))
+        for words, given in (
+            ("the script is ' '", {"script": " "}),
+            ("the script is", {"script": "train.py 'open"}),
+            ("the image is ''", {"image": ""}),
+            ("max_norm is -1.0", {"max_norm": -1.0}),
+            ("max_norm is nan", {"max_norm": math.nan}),
+        )
+    ),
     ("share cores", lambda: sim.Question(SMALL, replace(MACHINE, num_cores=2), 8)),
 ]  # fmt: skip
 
