@@ -60,13 +60,13 @@ def test_nodes_are_fitted_to_two_links():
 def test_a_round_has_each_phase_and_messages_up_to_the_largest_one_to_be_predicted(ranks):
     def rounds():
         works = {}
-        return [speed.measure_round(CPU, works=works, largest_bytes=size) for size in (1, 1 << 20)], sorted(works)
+        return speed.measure_round(CPU, works=works, largest_bytes=70_000), sorted(works)
 
-    (short, long), works = ranks(2).run(rounds)[0]
-    assert [len(short.all_reduce_s), len(long.all_reduce_s)] == [3, 4]
+    short, works = ranks(2).run(rounds)[0]
+    assert len(short.all_reduce_s) == 3, "up to 524,288 bytes"
     assert sorted(row.what for row in short.observations) == works
     assert len(works) == 3 * len(speed.REFERENCES)
-    assert min(row.seconds for row in (*short.observations, *long.observations)) > 0
+    assert min(row.seconds for row in short.observations) > 0
 
 
 ALONE = Link("none", (Protocol(0.0, 1e18),))
