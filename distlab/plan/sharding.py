@@ -130,16 +130,6 @@ class FlatLayout:
     num_shards: int
     multiple_of: int = 1
 
-    def __post_init__(self) -> None:
-        if len(self.names) != len(self.shapes) or not self.names:
-            raise ValueError(
-                f"FlatLayout: {len(self.names)} names and {len(self.shapes)} shapes; pass one of each per tensor"
-            )
-        if self.num_shards < 1 or self.multiple_of < 1:
-            raise ValueError(
-                f"FlatLayout: num_shards is {self.num_shards} and multiple_of {self.multiple_of}; pass at least 1"
-            )
-
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each tensor."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -100,13 +99,6 @@ class Layer:
         ):
             text = f"Layer {self.name!r}: {name} are {part} of {whole}; pass a part, from 0 to all of it"
             require(0 <= part <= whole, text)
-        if self.parameter_shapes:
-            sizes = tuple(math.prod(shape) for shape in self.parameter_shapes)
-            if sizes != self.parameter_sizes:  # the text of many parameters costs more than the check
-                raise ValueError(
-                    f"Layer {self.name!r}: parameter_shapes {self.parameter_shapes} hold {sizes} elements and "
-                    f"parameter_sizes says {self.parameter_sizes}; pass shapes of those sizes, or none"
-                )
 
     @property
     def num_parameters(self) -> int:

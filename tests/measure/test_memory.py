@@ -137,9 +137,7 @@ def measure(model, tokens, optimizer, microbatches=1):
 
 
 FILLED = {  # what fills the memory; a tied weight's first gradient waits for its second: 2.5 % of this small a model
-    "activations": ({"samples": 8, "context": 64, "hidden_size": 64}, 1, "none", 0.02),
     "logits": ({"vocab_size": 4096, "samples": 8, "context": 64, "num_layers": 2}, 3, "none", 0.02),
-    "optimizer": ({"samples": 1, "context": 16, "hidden_size": 128, "optimizer": torch.optim.AdamW}, 3, "none", 0.02),
     "what is kept of blocks": ({}, 1, "full", 0.03),
 }
 

@@ -163,7 +163,6 @@ REFUSED = [
     (lambda: Workload("empty", ()), "'empty' has no layers"),
     (lambda: Workload("w", (LAYER,), samples=0), "samples is 0; pass a whole number"),
     (lambda: layer(score_bytes=1), "Layer 'l': score_bytes are 1 of 0; pass a part"),
-    (lambda: Experts(5, 1, 10, WORK, WORK, WORK, kernels_each=2), "5 experts of 2 kernels"),
     (lambda: Device("d", 0, 1, 1), "Device 'd': matmul_flops_per_s is 0"),
     (lambda: Device("d", 1, 1, 1, kernel_s=-1), "kernel_s is -1"),
     (lambda: Device("d", 1, 1, 1, multiprocessors=0), "multiprocessors is 0"),

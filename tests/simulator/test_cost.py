@@ -4,7 +4,6 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import simulator
@@ -121,17 +120,6 @@ def test_numbers_have_three_digits_and_a_unit():
 
 POWERS = [2**power for power in range(12, 30)]
 
-# vTrain@f8dda84 trace/: all_reduce among 2 A100 (NVLink 3), out of place.
-A100_PAIR = (
-    (1048576, 45.1), (2097152, 51.13), (4194304, 60.26), (8388608, 87.36), (16777216, 129.4), (33554432, 229.0),
-    (67108864, 404.0), (134217728, 765.7), (268435456, 1454.4), (536870912, 2833.4), (1073741824, 5453.4),
-)  # fmt: skip
-LARGE_BYTES = 64 * 2**20
-
-
-def columns(rows):
-    return [size for size, _ in rows], [us * 1e-6 for _, us in rows]
-
 
 @pytest.mark.parametrize(("num_ranks", "algorithm"), [(2, "ring"), (3, "tree"), (8, "in_network")])
 def test_times_of_two_protocols_give_the_protocols_back(num_ranks, algorithm):
@@ -148,20 +136,3 @@ def test_one_disturbed_measurement_does_not_move_the_line():
     times[9] *= 5
     link = fit.fit_steps(POWERS, times, Steps(1, 1.0))
     assert link.protocols[-1].bytes_per_s == pytest.approx(1e9, rel=0.02)
-
-
-def leave_one_size_out(sizes, times, num_ranks, algorithm):
-    """Predict each size from a link fitted to all the others; return the relative errors."""
-    errors = []
-    for size, time in zip(sizes, times, strict=True):
-        others = [(other, measured) for other, measured in zip(sizes, times, strict=True) if other != size]
-        link = fit.fit_link(*zip(*others, strict=True), num_ranks, algorithm)
-        errors.append(all_reduce_s(size, num_ranks, link, algorithm) / time - 1.0)
-    return np.array(errors)
-
-
-def test_published_collectives_a_size_left_out():
-    sizes, times = columns(A100_PAIR)
-    errors = np.abs(leave_one_size_out(sizes, times, 2, "ring"))
-    assert errors[np.array(sizes) >= LARGE_BYTES].mean() <= 0.04
-    assert errors.mean() <= 0.07
