@@ -1,6 +1,8 @@
 """A plan as a file: read, refused in one line, written and read again; configurations at random, senseless ones too."""
 
+import json
 import math
+import shlex
 import time
 from dataclasses import replace
 from random import Random
@@ -13,6 +15,7 @@ from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding, records
 from distlab.plan.compression import METHODS, Compression
 from distlab.plan.partition import CUTS
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
+from simulator.export import TOOLS, export
 from simulator.hardware import presets
 from simulator.hardware.presets import OwnDevice, OwnLink
 
@@ -127,6 +130,26 @@ def check_trace(seed, step):
     )
 
 
+def check_export(written, tool):
+    """See that a tool gets a file that its language can read, or that one line says why not; torchtitan knows names."""
+    own, refused = (
+        replace(written, workload=sim.ModelDescription("llama-3-8b")) if tool == "torchtitan" else written,
+        "",
+    )
+    try:
+        text = export(own, tool).text
+    except ValueError as error:
+        refused = str(error)
+    if refused:
+        assert "\n" not in refused
+    elif tool in ("deepspeed", "accelerate", "pytorchjob", "jobset"):
+        json.loads(text)
+    elif tool in ("torchtitan", "fsdp2"):
+        compile(text, tool, "exec")
+    else:
+        assert text.endswith("\n") and shlex.split(text, comments=True)
+
+
 def check_configuration(seed):
     """Draw a plan, write it, read it back and simulate it; return whether it has a time: a ValueError answers too."""
     began, written, step = time.monotonic(), None, None
@@ -138,6 +161,7 @@ def check_configuration(seed):
             raise AssertionError(f"seed {seed}: not refused in one line") from error
     if written is not None:
         assert sim.plan_of_text(written.text()) == written, f"seed {seed}: it does not read back"
+        check_export(written, list(TOOLS)[seed % len(TOOLS)])
     if step is None:
         return False
     figures = (
