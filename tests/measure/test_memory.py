@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _memory_run import Job, measure_memory, train, workload_of
+from _memory_run import Job, train, workload_of
 from torch import nn
 
 from distlab.blocks.models import GPT, GPTConfig
@@ -271,11 +271,3 @@ def test_each_stage_holds_what_its_formula_says(ranks, backend, monkeypatch):
         plain, *sharded = (stages[stage].peak_bytes for stage in (0, 1, 2, 3))
         assert sharded[2] < min(sharded[:2])
         assert max(sharded[:2]) < plain  # of 1 and 2, lent buffers decide at this size
-
-
-def test_jobs_that_cannot_be_trained_are_refused():
-    for bad in ({"pipeline": 2}, {"tensor": 2}, {"recompute": "selective"}):
-        with pytest.raises(ValueError, match="measured memory trains"):
-            Job(Plan(**bad), CONFIG)
-    (alone,) = measure_memory(Job(Plan(), GPTConfig(context=8, num_layers=1, num_heads=1, hidden_size=8), 1))
-    assert alone.peak_bytes == sum(alone.at_peak.values())
