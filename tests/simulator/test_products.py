@@ -172,6 +172,7 @@ def test_a_token_crosses_to_a_node_once():
 
 # A device on which products alone take time: 1 ns each 1,000 operations.
 ONLY_PRODUCTS = Device("products", 1e12, 1e30, 1e15, attention_flops_per_s=1e30)
+ONE = replace(cluster("dgx-a100", 1, stack="best-case"), device=ONLY_PRODUCTS)
 FEW_LAYERS = LlamaSizes(
     hidden_size=64, num_layers=6, num_heads=4, num_key_value_heads=2, feed_forward_size=160, vocab_size=96
 )
@@ -180,13 +181,9 @@ TOKENS = S * B
 LLAMA = fuse_attention(llama_workload(FEW_LAYERS, sequence_length=S, microbatch_size=B))
 
 
-def one(device=ONLY_PRODUCTS, **changes):
-    return replace(cluster("dgx-a100", 1, stack="best-case"), device=device, **changes)
-
-
-def backward_ns(workload, machine=None, **plan):
+def backward_ns(workload, **plan):
     """Return the backward of the third block."""
-    return simulate(workload, machine or one(), Plan(**plan)).stages[0].backward_ns[3]
+    return simulate(workload, ONE, Plan(**plan)).stages[0].backward_ns[3]
 
 
 def kept(workload, **plan):
@@ -208,7 +205,7 @@ def test_a_llama_keeps_its_input_and_the_outputs_of_attention_and_of_other_produ
 
 def test_only_a_block_that_runs_again_takes_longer():
     def times(**plan):
-        return simulate(LLAMA, one(), Plan(**plan)).stages[0].backward_ns
+        return simulate(LLAMA, ONE, Plan(**plan)).stages[0].backward_ns
 
     none, full = times(), times(recompute="full")
     every = times(recompute="full", recompute_method="every", recompute_layers=3)

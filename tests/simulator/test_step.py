@@ -28,8 +28,6 @@ from simulator.units import to_ns
 from tests.simulator import sharding_cases as blocks
 from tests.simulator.step_cases import EACH, LINK, cluster_of, workload_of
 
-NO_WORK = Work()
-
 
 def random_case(seed):
     generator = np.random.default_rng(seed)

@@ -23,7 +23,6 @@ from simulator.export import TOOLS, Options, export
 
 TENSOR_FIRST = ("tensor", "pipeline", "data", "expert", "context")
 THIRD = Precision("float16", reduce="bfloat16", gradients="bfloat16")
-MIXED = ModelDescription("qwen-3-30b-a3b")
 
 
 def test_the_command_line_knows_all_tools():

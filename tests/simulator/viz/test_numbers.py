@@ -22,8 +22,6 @@ from simulator.viz.schedules import NAMES, play, textbook_of
 from simulator.viz.tensor_parallel import shards_of
 
 TINY = sim.gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
-GPT = sim.gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
-H100 = sim.cluster("dgx-h100", 32)
 PLAIN = Link("plain", (Protocol(1e-5, 1e9),))
 EQUAL = ActionTimes(1.0, 1.0, 1.0)
 
