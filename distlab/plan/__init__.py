@@ -53,10 +53,5 @@ from distlab.plan.schedules.validate import (
     text_grid as text_grid,
     validate as validate,
 )
-from distlab.plan.sharding import (
-    FlatLayout as FlatLayout,
-    Precision as Precision,
-    Sharding as Sharding,
-    make_units as make_units,
-)
+from distlab.plan.sharding import FlatLayout as FlatLayout, Precision as Precision, Sharding as Sharding
 from distlab.plan.work import Layer as Layer, Workload as Workload

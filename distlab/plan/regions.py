@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from distlab.plan.require import changed, require, require_count
+from distlab.plan.require import changed, require_count
 
 
 @dataclass(frozen=True)
@@ -214,11 +214,6 @@ class Experts(Parted):
 
     def __post_init__(self) -> None:
         require_count("Experts", num_experts=self.num_experts, top_k=self.top_k)
-        kernels = min(work.num_kernels for work in (self.forward, self.input_gradient, self.weight_gradient))
-        require(
-            self.kernels_each * self.num_experts <= kernels,
-            f"Experts: {self.num_experts} experts of {self.kernels_each} kernels are more than the {kernels} of a pass",
-        )
 
     def most_on_a_rank(self, num_ranks: int) -> int:
         """Return the experts of the ranks that have the most: the first ones have one more where they do not divide."""

@@ -130,16 +130,6 @@ class FlatLayout:
     num_shards: int
     multiple_of: int = 1
 
-    def __post_init__(self) -> None:
-        if len(self.names) != len(self.shapes) or not self.names:
-            raise ValueError(
-                f"FlatLayout: {len(self.names)} names and {len(self.shapes)} shapes; pass one of each per tensor"
-            )
-        if self.num_shards < 1 or self.multiple_of < 1:
-            raise ValueError(
-                f"FlatLayout: num_shards is {self.num_shards} and multiple_of {self.multiple_of}; pass at least 1"
-            )
-
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each tensor."""
@@ -187,14 +177,3 @@ class FlatLayout:
             if start < stop:
                 found.append(Piece(index, start - begin, stop - begin, start - low))
         return tuple(found)
-
-
-def make_units(num_layers: int, unit_layers: int) -> tuple[tuple[int, int], ...]:
-    """Cut layers into units (start, stop) of `unit_layers`; the last may be smaller.
-
-    Raises:
-        ValueError: less than one layer, in all or a unit.
-    """
-    if num_layers < 1 or unit_layers < 1:
-        raise ValueError(f"{num_layers} layers in units of {unit_layers}; pass at least 1 of each")
-    return tuple((start, min(start + unit_layers, num_layers)) for start in range(0, num_layers, unit_layers))

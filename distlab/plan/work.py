@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from distlab.plan.regions import Experts, Region, Work
 from distlab.plan.require import require, require_count
 
-PARAMETER_AXES = ("", "tensor", "expert")
 COLUMNS = (
     "num_parameters",
     "tensor_parameters",
@@ -101,30 +99,6 @@ class Layer:
         ):
             text = f"Layer {self.name!r}: {name} are {part} of {whole}; pass a part, from 0 to all of it"
             require(0 <= part <= whole, text)
-        if self.parameter_shapes:
-            sizes = tuple(math.prod(shape) for shape in self.parameter_shapes)
-            if sizes != self.parameter_sizes:  # the text of many parameters costs more than the check
-                raise ValueError(
-                    f"Layer {self.name!r}: parameter_shapes {self.parameter_shapes} hold {sizes} elements and "
-                    f"parameter_sizes says {self.parameter_sizes}; pass shapes of those sizes, or none"
-                )
-        if self.parameter_axes:
-            self._check_axes()
-
-    def _check_axes(self) -> None:
-        owner, unknown = f"Layer {self.name!r}", set(self.parameter_axes) - set(PARAMETER_AXES)
-        require(not unknown, f"{owner}: parameter_axes has {sorted(unknown)}; choose of {PARAMETER_AXES}")
-        require(
-            len(self.parameter_axes) == len(self.parameter_sizes),
-            f"{owner}: {len(self.parameter_axes)} parameter_axes for {len(self.parameter_sizes)} parameters; pass one "
-            "for each, or none",
-        )
-        divided = self._parameters_of("tensor")
-        require(
-            divided == self.tensor_parameters,
-            f"{owner}: parameter_axes has {divided} elements for tensor ranks and tensor_parameters says "
-            f"{self.tensor_parameters}; make them equal",
-        )
 
     @property
     def num_parameters(self) -> int:
@@ -134,13 +108,11 @@ class Layer:
     @property
     def expert_parameters(self) -> int:
         """Elements of the experts' parameter tensors, which expert-parallel ranks divide."""
-        return self._parameters_of("expert")
-
-    def _parameters_of(self, axis: str) -> int:
-        if axis not in self.parameter_axes:
+        if "expert" not in self.parameter_axes:
             return 0
-        pairs = zip(self.parameter_sizes, self.parameter_axes, strict=True)
-        return sum(size for size, name in pairs if name == axis)
+        return sum(
+            size for size, axis in zip(self.parameter_sizes, self.parameter_axes, strict=True) if axis == "expert"
+        )
 
     @property
     def operator_bytes(self) -> int:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from distlab.faces import lazy
 
 if TYPE_CHECKING:
-    from distlab.profile.findings import Finding as Finding
+    from distlab.profile.findings import Finding as Finding, find as find
     from distlab.profile.live import Profiler as Profiler
     from distlab.profile.plain import plain_profile as plain_profile
     from distlab.profile.profile import Profile as Profile
     from distlab.profile.read import read_files as read_files
     from distlab.profile.sections import SECTIONS as SECTIONS
-    from distlab.profile.words import find as find, report as report
+    from distlab.profile.words import report as report
 
 
 __getattr__ = lazy(__name__)

@@ -260,10 +260,7 @@ def _waits(operators: Trace, calls: Trace) -> list[Span]:
 
 
 def _on_gpu(
-    kernels: Sequence[KinetoEvent],
-    host: Sequence[KinetoEvent],
-    sections: Sequence[Range],
-    steps: Sequence[Range],
+    kernels: Sequence[KinetoEvent], host: Sequence[KinetoEvent], sections: Sequence[Range], steps: Sequence[Range]
 ) -> list[Span]:
     """Return kernels with the sections of their launches, waits for the host, and steps from first kernel to first."""
     launched = {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,9 +13,10 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
-from distlab.comm import Recorder, clock_offsets_ns, read_records
+from distlab.comm import clock_offsets_ns, recorded
 from distlab.comm.device import is_gpu, span_writer
 from distlab.comm.record.read import Call
+from distlab.comm.record.recorder import Recording
 from distlab.comm.together import together
 from distlab.profile.profile import Profile
 from distlab.profile.sections import KIND_OF, STEP
@@ -61,8 +61,9 @@ class Profiler:
         self._rank = dist.get_rank()
         self.spans = span_writer(self._rank, self._device) if spans is None else spans
         self._calls: list[Trace] = []
-        self._recorder: Recorder | None = None
-        self._on, self._count = False, itertools.count()
+        self._recorded = ExitStack()
+        self._recording: Recording | None = None
+        self._count = itertools.count()
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, one per step; getting a batch is the step's section "data"."""
@@ -71,8 +72,8 @@ class Profiler:
             for number in self._count:
                 if number == self._skip:
                     self.spans.clear()  # what warmed up
-                if number >= self._skip and not self._on:
-                    self._start()
+                if number >= self._skip and self._recording is None and not is_gpu(self._device):
+                    self._recording = self._recorded.enter_context(recorded(self._rank))
                 begin = now()
                 try:
                     with self.section("data"):
@@ -138,25 +139,15 @@ class Profiler:
         if dist.get_rank(group) == 0:
             save_clocks(offsets, folder)
 
-    def _start(self) -> None:
-        """Note what comes from now on."""
-        self._on = True
-        if not is_gpu(self._device):
-            self._folder = tempfile.TemporaryDirectory(prefix="profile-")
-            self._recorder = Recorder(self._folder.name, self._rank).start()
-
     def _look(self) -> None:
-        if self._recorder is not None:
-            self._recorder.look()
+        if self._recording is not None:
+            self._recording.recorder.look()
 
     def _stop(self) -> None:
-        self._on = False
-        if self._recorder is not None:
-            self._recorder.stop()
-            self._calls.append(read_records(self._folder.name).to_trace(_lane))
-            self._recorder.close()
-            self._folder.cleanup()
-            self._recorder = None
+        self._recorded.close()
+        if self._recording is not None and self._recording.records is not None:
+            self._calls.append(self._recording.records.to_trace(_lane))
+        self._recording = None
 
 
 def _lane(call: Call) -> str:

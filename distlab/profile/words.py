@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
 import numpy as np
 
-from distlab.profile.findings import FLOOR, Finding, find_host_bound, find_missing_overlap, find_small_buckets
-from distlab.profile.findings.uneven import find_slow_loaders, find_uneven_ranks
+from distlab.profile.findings import FLOOR, find
 from distlab.profile.profile import Profile
 
-LOOKS: Sequence[Callable[[Profile], Iterator[Finding]]] = (
-    find_uneven_ranks,
-    find_slow_loaders,
-    find_missing_overlap,
-    find_small_buckets,
-    find_host_bound,
-)
 SHOWN_RANKS = 16
-
-
-def find(profile: Profile) -> list[Finding]:
-    """Find what makes the steps slow, the most costly first; nothing where it is not known when ranks compute."""
-    if profile.unmarked or not np.median(profile.step_s) > 0:
-        return []
-    found = [finding for look in LOOKS for finding in look(profile)]
-    return sorted(found, key=lambda finding: -finding.cost_s)
 
 
 def report(profile: Profile, predicted: Profile | None = None) -> str:

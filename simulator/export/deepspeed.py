@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distlab.plan import Plan, Workload, make_units
+from distlab.plan import Plan, Workload
 from distlab.plan.sharding import DTYPE_BYTES
 from simulator.export.parts import notes
 
@@ -114,4 +114,4 @@ def _zero(plan: Plan, workload: Workload | None) -> dict[str, Any]:
 def largest_unit(workload: Workload, unit_layers: int) -> int:
     """Return the elements of the largest unit: what is gathered at once."""
     sizes = [layer.num_parameters for layer in workload.layers]
-    return max(sum(sizes[start:stop]) for start, stop in make_units(len(sizes), unit_layers))
+    return max(sum(sizes[start : start + unit_layers]) for start in range(0, len(sizes), unit_layers))

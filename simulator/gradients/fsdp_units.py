@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from distlab.plan import Cluster, Layer, Plan, Work, make_units
+from distlab.plan import Cluster, Layer, Plan, Work
 from simulator.gradients.buckets import BucketCost, Transfer
 from simulator.hardware.cost import all_reduce_s, all_reduce_steps, compute_s
 from simulator.hardware.rank_layout import COPIES, Group, Links, RankLayout, group_of
@@ -60,7 +60,7 @@ def units_of(layers: Sequence[Layer], unit_layers: int) -> tuple[Unit, ...]:
     blocks = [number for number, layer in enumerate(layers) if re.search(r"\d$", layer.name)]
     blocks = blocks or list(range(len(layers)))
     rest = tuple(number for number in range(len(layers)) if number not in set(blocks))
-    groups = [tuple(blocks[start:stop]) for start, stop in make_units(len(blocks), unit_layers)]
+    groups = [tuple(blocks[start : start + unit_layers]) for start in range(0, len(blocks), unit_layers)]
     owned = [(layers_of, sum((layers[n].parameter_sizes for n in layers_of), ())) for layers_of in (rest, *groups)]
     kept = [(layers_of, sizes) for layers_of, sizes in owned if sizes]
     return tuple(

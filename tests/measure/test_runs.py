@@ -7,39 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distlab import measure
 from distlab.blocks.models import GPTConfig
 from distlab.expert_parallel import Load
-from distlab.measure import (
-    CalibrationOfRun,
-    RankReport,
-    Round,
-    RunResult,
-    TrainingRun,
-    measure_codec,
-    overlay_of_run,
-    time_training,
-)
-from distlab.measure.count.gpt import (
-    count_gpt,
-    expert_loads,
-    make_gpt,
-    merge_stages,
-    with_expert_loads,
-    without_accumulation,
-)
+from distlab.measure.count import gpt
 from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.speed import Observation
-from distlab.measure.runs import calls as timed_calls
-from distlab.measure.runs.calibrate import (
-    ByteCost,
-    CalibrationRound,
-    Overhead,
-    bytes_of,
-    count_model,
-    num_blocks,
-    predict_step,
-    solve_cost,
-)
+from distlab.measure.runs import calibrate, calls as timed_calls
 from distlab.measure.runs.calls import MESSAGE_BYTES, CallTimes, kinds_of_calls, links_of, steps_of
 from distlab.plan import AXES, Cluster, Contention, Device, Link, Plan, Protocol, Sharding, Work, make_schedule
 from distlab.plan.compression import Compression, exchanges
@@ -63,18 +37,18 @@ def made_up_round(plan):
     works = (Work(1e9, 0.0, 10), Work(0.0, 1e9, 20), Work(1e8, 1e8, 1000))
     seconds = [work.matmul_flops / 1e9 + work.memory_bytes / 1e10 + work.num_kernels * 1e-6 for work in works]
     seen = tuple(Observation("made up", work, each) for work, each in zip(works, seconds, strict=True))
-    compute = Round(seen, (1e-3, 1.1e-3, 2e-3, 4e-3, 1.4e-2), Contention())
+    compute = measure.Round(seen, (1e-3, 1.1e-3, 2e-3, 4e-3, 1.4e-2), Contention())
     each = tuple(1e-3 + 1e-9 * size for size in MESSAGE_BYTES)
     calls = {
         kind: CallTimes(steps_of(kind, getattr(plan, axes[0])), MESSAGE_BYTES, each)
         for kind, axes in kinds_of_calls(plan).items()
     }
     codec = None if plan.compression is None else MeasuredCodec(plan.compression, 2, 1e-3, 1e-8, 2e-3, 1e-8)
-    return CalibrationRound(compute, calls, codec)
+    return calibrate.CalibrationRound(compute, calls, codec)
 
 
 def test_regions_are_exactly_the_products_between_norms():
-    counted = count_gpt(SMALL, B)
+    counted = gpt.count_gpt(SMALL, B)
     blocks = [layer for layer in counted.layers if layer.name.startswith("blocks.")]
     assert len(blocks) == L
     for block in blocks:
@@ -91,7 +65,7 @@ def test_regions_are_exactly_the_products_between_norms():
             assert rest.matmul_flops == 0
             assert rest.num_kernels > 0
         assert {region.input_bytes for region in block.regions} == {attention.output_bytes} == {4 * B * S * H}
-    rest = [layer.weight_gradient for layer in without_accumulation(counted).layers]
+    rest = [layer.weight_gradient for layer in gpt.without_accumulation(counted).layers]
     for layer, left in zip(counted.layers, rest, strict=True):  # gradients taken as they come cost no addition
         assert left.matmul_flops == layer.weight_gradient.matmul_flops
         more = layer.weight_gradient.without(left)
@@ -100,7 +74,7 @@ def test_regions_are_exactly_the_products_between_norms():
 
 
 def test_experts_are_counted_apart_from_what_chooses_them_and_are_as_busy_as_on_the_busiest_rank():
-    counted, plan = count_gpt(SMALL, B, num_experts=4, top_k=2), Plan(expert=2)
+    counted, plan = gpt.count_gpt(SMALL, B, num_experts=4, top_k=2), Plan(expert=2)
     for layer in counted.layers:
         assert (layer.experts is not None) == layer.name.startswith("blocks.")
         if layer.experts is not None:
@@ -110,11 +84,13 @@ def test_experts_are_counted_apart_from_what_chooses_them_and_are_as_busy_as_on_
             assert layer.expert_parameters == 4 * (8 * H * H + 5 * H)
             left = layer.forward.without(layer.experts.forward).without(layer.regions[0].forward)
             assert left.matmul_flops == 2 * B * S * H * 4  # the router
-    busy = with_expert_loads(counted, (1.0, 2.0), plan)
-    assert with_expert_loads(counted, (), plan) is with_expert_loads(counted, (1.0, 1.0), Plan()) is counted
-    assert with_expert_loads(counted, (1.0, 2.0), plan, cores=1) == counted  # all ranks share one core
+    busy = gpt.with_expert_loads(counted, (1.0, 2.0), plan)
+    assert gpt.with_expert_loads(counted, (), plan) is gpt.with_expert_loads(counted, (1.0, 1.0), Plan()) is counted
+    assert gpt.with_expert_loads(counted, (1.0, 2.0), plan, cores=1) == counted  # all ranks share one core
     wide = replace(plan, data=2)  # four ranks on three cores: a rank that computes alone is 4/3 times as fast
-    assert with_expert_loads(counted, (1.0, 1.5), wide, cores=3) == with_expert_loads(counted, (1.0, 1.25), plan)
+    assert gpt.with_expert_loads(counted, (1.0, 1.5), wide, cores=3) == gpt.with_expert_loads(
+        counted, (1.0, 1.25), plan
+    )
     first, second = ([layer for layer in each.layers if layer.experts] for each in (counted, busy))
     assert first[0] == second[0]
     for name in WORKS:  # the experts' work doubles, and the rest of the layer stays
@@ -123,9 +99,11 @@ def test_experts_are_counted_apart_from_what_chooses_them_and_are_as_busy_as_on_
         rest, still = (getattr(layer, name).without(part) for layer, part in ((first[1], own), (second[1], more)))
         assert (still.matmul_flops, still.num_kernels) == (rest.matmul_flops, rest.num_kernels)
         assert still.memory_bytes == pytest.approx(rest.memory_bytes)
-    training, rounds = TrainingRun(SMALL, plan, batch_size=2 * B, num_experts=4), [made_up_round(plan)] * 2
+    training, rounds = measure.TrainingRun(SMALL, plan, batch_size=2 * B, num_experts=4), [made_up_round(plan)] * 2
     even, uneven = (
-        RunResult(training, [RankReport(workload=counted, rounds=rounds, measured_s=[1.0], expert_loads=[loads])])
+        measure.RunResult(
+            training, [measure.RankReport(workload=counted, rounds=rounds, measured_s=[1.0], expert_loads=[loads])]
+        )
         for loads in ((1.0, 1.0), (1.0, 2.0))
     )
     found = uneven.windows[0].predicted_s - even.windows[0].predicted_s
@@ -152,7 +130,7 @@ def test_calls_are_those_of_the_plan():
 @pytest.mark.parametrize("sequence", [False, True])
 def test_predicted_bytes_are_those_that_ranks_send(sequence):
     plan = Plan(tensor=2, sequence_parallel=sequence)
-    step = predict_step(count_gpt(SMALL, B), made_up_round(plan), plan)
+    step = calibrate.predict_step(gpt.count_gpt(SMALL, B), made_up_round(plan), plan)
     # the Cost of parallelize, which its tests hold against ranks
     wanted = 8 * B * S * H * L + 4 * B * S * H + 6 * B * S + sequence * (2 * (4 * L + 2) * H + S * H)
     assert step.sent_bytes_by_axis["tensor"] == pytest.approx(4 * wanted * (2 - 1) / 2)
@@ -161,17 +139,17 @@ def test_predicted_bytes_are_those_that_ranks_send(sequence):
 def test_a_pass_costs_what_was_measured_beside_its_work():
     """Of a mesh forward and backward, by the rows that a block hands on; of whole replicas backward, by gradients."""
     for plan in (Plan(tensor=2), Plan(tensor=2, sequence_parallel=True), Plan(context=2), Plan(data=2)):
-        counted, measured = count_gpt(SMALL, B), made_up_round(plan)
-        plain = predict_step(counted, measured, plan)
+        counted, measured = gpt.count_gpt(SMALL, B), made_up_round(plan)
+        plain = calibrate.predict_step(counted, measured, plan)
         block = next(layer for layer in counted.layers if layer.name.startswith("blocks."))
-        size = bytes_of(block, plan)
+        size = calibrate.bytes_of(block, plan)
         assert size == 4 * (sum(block.parameter_sizes) if plan.data == 2 else B * S * H)
         for passes, cost in (
-            ((ByteCost(size, 0.01), ByteCost(3 * size, 0.01)), 0.01),
-            ((ByteCost(2 * size, 0.02), ByteCost(4 * size, 0.04)), 0.01),
-            ((ByteCost(2 * size, 0.03), ByteCost(4 * size, 0.05)), 0.02),
+            ((calibrate.ByteCost(size, 0.01), calibrate.ByteCost(3 * size, 0.01)), 0.01),
+            ((calibrate.ByteCost(2 * size, 0.02), calibrate.ByteCost(4 * size, 0.04)), 0.01),
+            ((calibrate.ByteCost(2 * size, 0.03), calibrate.ByteCost(4 * size, 0.05)), 0.02),
         ):
-            more = predict_step(counted, replace(measured, overhead=Overhead(passes)), plan)
+            more = calibrate.predict_step(counted, replace(measured, overhead=calibrate.Overhead(passes)), plan)
             num_passes = L if plan.data == 2 else 2 * L
             assert more.duration_s - plain.duration_s == pytest.approx(num_passes * cost, abs=1e-6), plan
             if plan.data == 2:
@@ -186,8 +164,10 @@ def test_costs_are_fitted_with_no_negative_part():
         ((-1.0, -2.0), (0.0, 0.0)),
     ):
         assert fit_line((1.0, 2.0), seconds) == pytest.approx(fitted)
-    found = Overhead((ByteCost(1e3, 0.02), ByteCost(3e3, -0.01)))  # below zero: the noise of a step
-    assert (found.codec_slowdown, Overhead().codec_slowdown) == pytest.approx((1.005, 1.0))
+    found = calibrate.Overhead(
+        (calibrate.ByteCost(1e3, 0.02), calibrate.ByteCost(3e3, -0.01))
+    )  # below zero: the noise of a step
+    assert (found.codec_slowdown, calibrate.Overhead().codec_slowdown) == pytest.approx((1.005, 1.0))
     sizes = [1e3, 1e4, 1e5]
     assert fit_line(sizes, [1e-3 + 1e-8 * size for size in sizes], relative=True) == pytest.approx((1e-3, 1e-8))
 
@@ -203,38 +183,44 @@ PLANS = {
 @pytest.mark.parametrize(("name", "cost_s"), [*((name, 0.02) for name in PLANS), ("mesh", 0.0), ("pipeline", -0.001)])
 def test_the_cost_that_made_a_step_longer_is_found_again_from_its_length(name, cost_s):
     plan, measured = PLANS[name], made_up_round(PLANS[name])
-    workload = count_model(replace(SMALL, num_layers=4), 2, plan, device=CPU)
-    overhead = Overhead((ByteCost(next(filter(None, (bytes_of(layer, plan) for layer in workload.layers))), cost_s),))
-    costly = predict_step(workload, replace(measured, overhead=overhead), plan)
+    workload = calibrate.count_model(replace(SMALL, num_layers=4), 2, plan, device=CPU)
+    overhead = calibrate.Overhead(
+        (
+            calibrate.ByteCost(
+                next(filter(None, (calibrate.bytes_of(layer, plan) for layer in workload.layers))), cost_s
+            ),
+        )
+    )
+    costly = calibrate.predict_step(workload, replace(measured, overhead=overhead), plan)
     wanted_s = costly.duration_s + 50 * min(0.0, cost_s)
-    found = solve_cost(workload, wanted_s, measured, plan, order=AXES, cores=None)
+    found = calibrate.solve_cost(workload, wanted_s, measured, plan, order=AXES, cores=None)
     assert found.seconds < 0 if cost_s < 0 else found.seconds == pytest.approx(cost_s, rel=0.01, abs=1e-6)
 
 
 def test_stages_have_the_whole_model_and_ranks_that_share_cores_fill_each_others_bubbles():
     plan = Plan(pipeline=2, num_microbatches=2)
-    counted = count_gpt(SMALL, B)
-    stages = merge_stages(counted, 2)
-    assert merge_stages(counted, 1) is counted
-    assert [num_blocks(stage) for stage in stages.layers] == [1, 1]
+    counted = gpt.count_gpt(SMALL, B)
+    stages = gpt.merge_stages(counted, 2)
+    assert gpt.merge_stages(counted, 1) is counted
+    assert [calibrate.num_blocks(stage) for stage in stages.layers] == [1, 1]
     for name in WORKS:
         assert total(stages.layers, name) == total(counted.layers, name)
     assert stages.layers[0].output_bytes == 4 * B * S * H  # what one stage hands to the next
-    step = predict_step(stages, made_up_round(plan), plan)
+    step = calibrate.predict_step(stages, made_up_round(plan), plan)
     assert step.bubble_fraction > 0.1
     busy = sum(span.end_ns - span.start_ns for span in step.trace if span.lane == "compute") / 2 / 1e9
-    shared = predict_step(stages, made_up_round(plan), plan, cores=1)
+    shared = calibrate.predict_step(stages, made_up_round(plan), plan, cores=1)
     assert busy <= shared.duration_s < (busy + step.duration_s) / 2  # messages are waited for all the same
-    assert predict_step(stages, made_up_round(plan), plan, cores=2).duration_s == step.duration_s
+    assert calibrate.predict_step(stages, made_up_round(plan), plan, cores=2).duration_s == step.duration_s
 
 
 def test_what_cannot_be_trained_is_refused():
     for words, call in {
-        "6 samples do not make 2 equal parts.*of 2 equal micro-batches": lambda: TrainingRun(
+        "6 samples do not make 2 equal parts.*of 2 equal micro-batches": lambda: measure.TrainingRun(
             plan=Plan(data=2, num_microbatches=2), batch_size=6
         ),
-        "tied=False": lambda: TrainingRun(replace(SMALL, tied=True), Plan(pipeline=2, num_microbatches=2)),
-        "stages with experts": lambda: TrainingRun(SMALL, Plan(pipeline=2), num_experts=2).count(),
+        "tied=False": lambda: measure.TrainingRun(replace(SMALL, tied=True), Plan(pipeline=2, num_microbatches=2)),
+        "stages with experts": lambda: measure.TrainingRun(SMALL, Plan(pipeline=2), num_experts=2).count(),
     }.items():
         with pytest.raises(ValueError, match=words):
             call()
@@ -249,9 +235,9 @@ class Chosen(torch.nn.Module):
 
 
 LIMITS = {"num_updates": 2, "num_windows": 1, "steps_per_window": 2, "budget_s": 0.0}
-TIMED = TrainingRun(SMALL, Plan(tensor=2, sequence_parallel=True), batch_size=B, **LIMITS)
+TIMED = measure.TrainingRun(SMALL, Plan(tensor=2, sequence_parallel=True), batch_size=B, **LIMITS)
 MIXED = replace(TIMED, plan=Plan(expert=2), num_experts=4, num_windows=0)
-PIPED = TrainingRun(
+PIPED = measure.TrainingRun(
     replace(SMALL, num_layers=3), Plan(pipeline=2, num_microbatches=3, schedule="zb_h1"), batch_size=6, **LIMITS
 )
 TRAINED = {  # replicas, whatever they share, train the same model as one process
@@ -262,25 +248,27 @@ TRAINED = {  # replicas, whatever they share, train the same model as one proces
 
 
 def train_alone():
-    overhead = CalibrationOfRun(Plan(sharding=Sharding(3)), AXES, {}, device=CPU).measure().overhead
-    return *(time_training(replace(run, plan=Plan(), num_windows=0)) for run in (TIMED, MIXED)), overhead
+    overhead = measure.CalibrationOfRun(Plan(sharding=Sharding(3)), AXES, {}, device=CPU).measure().overhead
+    return *(measure.time_training(replace(run, plan=Plan(), num_windows=0)) for run in (TIMED, MIXED)), overhead
 
 
 def train_replicas():
-    model = parallelize(make_gpt(SMALL, 0))
+    model = parallelize(gpt.make_gpt(SMALL, 0))
     parts = splits_of(model)
     divided = 2 * sum(p.numel() for name, p in model.named_parameters() if name in parts)
     rank = dist.get_rank()
     layers = torch.nn.Sequential(Chosen(8, 0, 2, 2), torch.nn.Identity(), Chosen(3, 3 * rank, 3, 3 - 3 * rank))
-    loads = expert_loads([layers, Chosen(1, 0, 0, 9 * rank)], Plan(expert=2), CPU)
-    trained = {name: time_training(replace(TIMED, plan=plan, num_windows=0)) for name, plan in TRAINED.items()}
-    return trained, time_training(MIXED), divided, loads
+    loads = gpt.expert_loads([layers, Chosen(1, 0, 0, 9 * rank)], Plan(expert=2), CPU)
+    trained = {name: measure.time_training(replace(TIMED, plan=plan, num_windows=0)) for name, plan in TRAINED.items()}
+    coded = measure.CalibrationOfRun(QUANTIZED, AXES, {}, device=CPU).measure()
+    return trained, measure.time_training(MIXED), divided, loads, coded
 
 
 def test_whatever_ranks_share_they_train_what_one_process_trains(ranks):
     alone, mixed_alone, overhead = ranks(1).run(train_alone)[0]
-    assert overhead == Overhead(), "a rank that trains alone has none"
-    for trained, mixed, divided, loads in ranks(2).run(train_replicas):
+    assert overhead == calibrate.Overhead(), "a rank that trains alone has none"
+    for trained, mixed, divided, loads, coded in ranks(2).run(train_replicas):
+        assert (coded.codec.num_ranks, len(coded.overhead.costs), coded.overhead.codec_slowdown >= 1) == (2, 2, True)
         assert loads == pytest.approx([16 / 12, 1.0, 9 / 5.5])
         assert mixed.losses == pytest.approx(mixed_alone.losses, rel=1e-5)
         assert divided == sum(layer.tensor_parameters for layer in TIMED.count().layers)
@@ -295,25 +283,24 @@ def compute_spans(trace, rank):
     return sorted((span.start_ns, span.kind, span.name) for span in own)
 
 
-RUNS = {"tensor": TIMED, "pipeline": PIPED, "codec": replace(TIMED, plan=QUANTIZED)}
+RUNS = {"tensor": TIMED, "pipeline": PIPED}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_on_two_ranks_are_timed_and_predicted(ranks, name):
     run = RUNS[name]
-    first, second = reports = ranks(2).run(time_training, run)
+    first, second = reports = ranks(2).run(measure.time_training, run)
     assert first.rounds == second.rounds  # so that every rank predicts the same
     assert (first.losses, first.measured_s) == (second.losses, second.measured_s)
     assert [len(first.losses), len(first.rounds), len(first.step_ns)] == [3, 2, 2]  # and the window's last loss
     assert [len(each.overhead.costs) for each in first.rounds] == [2, 2]
-    result = RunResult(run, reports)
+    result = measure.RunResult(run, reports)
     (window,) = result.windows
     assert min(window.measured_s, window.predicted_s) > 0
     assert result.verdict(bar=0.1).holds is None
-    measured, predicted = overlay_of_run(result).measured, result.predicted
+    measured, predicted = measure.overlay_of_run(result).measured, result.predicted
     assert {span.rank for span in measured} == {0, 1}
-    if name == "codec":
-        assert all(each.codec is not None and each.overhead.codec_slowdown >= 1 for each in first.rounds)
+    assert len(first.rounds[0].compute.all_reduce_s) == 5
     if name == "tensor":
         assert set(first.rounds[0].calls) == {"all_gather", "reduce_scatter", "all_reduce"}
         assert predicted.exposed_by_axis["tensor"] > 0
@@ -333,7 +320,7 @@ MACHINE = Cluster("c", Device("d", 1e10, 1e10, 1e9), 2, 2, LINK, LINK)
 
 def test_every_rank_gets_one_codec_from_the_calls_that_are_predicted(ranks):
     two, compression = ranks(2), Compression("powersgd", rank=2)
-    first, second = two.run(lambda: measure_codec(compression, MACHINE, device=CPU))
+    first, second = two.run(lambda: measure.measure_codec(compression, MACHINE, device=CPU))
     assert first == second
     assert (first.compression, first.num_ranks) == (compression, 2)
     assert first.encode_s + first.encode_s_per_byte > 0

@@ -166,30 +166,24 @@ def profile_program(kind: str, folder: str) -> object:
     return profiler.profile()
 
 
-@pytest.mark.parametrize(
-    ("kind", "world_size", "calls"),
-    [
-        ("DDP", 4, {"all_reduce"}),
-        ("FullyShard", 2, {"all_gather", "reduce_scatter"}),
-        ("pipeline", 2, {"send", "recv"}),
-    ],
-)
-def test_every_program_is_taken_apart_with_the_calls_that_it_makes(ranks, tmp_path, kind, world_size, calls):
-    profiles = ranks(world_size).run(profile_program, kind, str(tmp_path))
-    profile = profiles[0]
-    assert profile.ranks == tuple(range(world_size))
-    assert profile.num_steps == 3
-    spans = profile.calls.spans
-    assert calls <= {spans.words[code] for code in spans.kind.tolist()}
-    shared = spans.is_word("kind", *calls)
-    assert (profile.calls.number[shared] >= 0).mean() > 0.9, "calls that all ranks make have partners"
-    for row in profile.mean_s().values():
-        assert row["forward"] > 0
-        assert row["backward"] > 0
-    assert all(other.trace == profile.trace for other in profiles[1:]), "every rank gets the same"
-    again = read_files([tmp_path]).measured
-    torch.testing.assert_close(torch.tensor(again.seconds), torch.tensor(profile.seconds))
-    assert report(again) == report(profile)
+CALLS = {"DDP": {"all_reduce"}, "FullyShard": {"all_gather", "reduce_scatter"}, "pipeline": {"send", "recv"}}
+
+
+def test_every_program_is_taken_apart_with_the_calls_that_it_makes(ranks, tmp_path):
+    found = ranks(2).run(lambda: {kind: profile_program(kind, f"{tmp_path}/{kind}") for kind in CALLS})
+    for kind, calls in CALLS.items():
+        profile = found[0][kind]
+        assert (profile.ranks, profile.num_steps) == ((0, 1), 3)
+        spans = profile.calls.spans
+        assert calls <= {spans.words[code] for code in spans.kind.tolist()}
+        shared = spans.is_word("kind", *calls)
+        assert (profile.calls.number[shared] >= 0).mean() > 0.9, "calls that all ranks make have partners"
+        for row in profile.mean_s().values():
+            assert min(row["forward"], row["backward"]) > 0
+        assert found[1][kind].trace == profile.trace, "every rank gets the same"
+        again = read_files([tmp_path / kind]).measured
+        torch.testing.assert_close(torch.tensor(again.seconds), torch.tensor(profile.seconds))
+        assert report(again) == report(profile)
 
 
 def profile_nothing() -> str:
@@ -197,21 +191,14 @@ def profile_nothing() -> str:
     profiler = Profiler(skip=2)
     with pytest.raises(ValueError, match="no section is called 'backwards'; choose from data, forward, backward"):
         profiler.section("backwards").__enter__()
-    for _ in profiler.steps([1, 2]):
-        time.sleep(0.001)
+    assert list(profiler.steps([1, 2])) == [1, 2]
     with pytest.raises(RuntimeError) as caught:
         profiler.profile()
     return str(caught.value)
 
 
-def test_a_run_without_a_noted_step_is_told_on_every_rank(ranks):
-    first, second = ranks(2).run(profile_nothing)
-    assert first == second
-    assert "rank 0: no step was noted; loop over profiler.steps(batches), the first 2 of which are skipped" in first
-
-
 def count_spans() -> tuple[int, int, list[str]]:
-    """Run on one rank: spans of three noted steps of two sections, calls that profiling made, and a second loop."""
+    """Run on each rank: spans of three noted steps of two sections, calls that profiling made, and a second loop."""
     with recorded() as seen:
         profiler = Profiler(skip=0, spans=(spans := SpanWriter(0)))
         for _ in profiler.steps(range(3)):
@@ -224,6 +211,8 @@ def count_spans() -> tuple[int, int, list[str]]:
 
 
 def test_a_step_costs_a_span_per_section_and_no_call(ranks):
-    """And a second loop goes on behind the first, whose end began a step that got no batch."""
+    """A second loop goes on behind the first, whose end began a step that got no batch; no noted step is told."""
     steps = ["step 0", "step 1", "step 2", "step 4", "step 5"]
-    assert ranks(1).run(count_spans) == [(3 * (1 + 1 + 2), 0, steps)]  # the step, its data, two sections
+    for counted, told in ranks(2).run(lambda: (count_spans(), profile_nothing())):
+        assert counted == (3 * (1 + 1 + 2), 0, steps)  # the step, its data, two sections
+        assert "rank 0: no step was noted; loop over profiler.steps(batches), the first 2 of which are skipped" in told

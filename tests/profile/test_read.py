@@ -210,8 +210,6 @@ BAD = {
     "no trace": (partial(text, b'{"a": 1}'), "is no Chrome trace"),
     "a missing rank": (folder_without_a_rank, "has no trace of rank 1, of 2 ranks"),
     "an event that is none": (partial(event, b"7"), f"event 0 is 7: 'int' object has no attribute 'get'; {EXPECTED}"),
-    "a time that is none": (partial(event, b'{"ph": "X", "ts": "soon"}'), EXPECTED),
-    "a time beyond all clocks": (partial(event, b'{"ph": "X", "ts": 1e300}'), EXPECTED),
     "an end before its start": (partial(event, b'{"ph": "X", "ts": 1, "dur": -1}'), EXPECTED),
 }
 

@@ -14,13 +14,13 @@ def cluster_of(num_devices, *, per_node=64, contention=None, link=LINK, slow=LIN
     return Cluster("c", DEVICE, num_devices, per_node, link, slow, contention or Contention())
 
 
-def workload_of(*shapes, milliseconds=1.0):
+def workload_of(*shapes):
     """One layer for each group of shapes."""
     layers = tuple(
         Layer(
             f"layer {index}",
             tuple(math.prod(shape) for shape in group),
-            *(Work(milliseconds * 1e9) for _ in range(3)),
+            *(Work(1e9) for _ in range(3)),
             parameter_shapes=group,
         )
         for index, group in enumerate(shapes)

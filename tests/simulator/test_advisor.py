@@ -11,7 +11,6 @@ import simulator as sim
 SMALL = sim.ModelDescription(hidden_size=512, num_layers=4, num_heads=8, vocab_size=8000, sequence_length=256)
 GATED = replace(SMALL, num_key_value_heads=4, feed_forward_size=1024, attention="flash")
 MIXED = replace(SMALL, num_key_value_heads=4, feed_forward_size=512, num_experts=4, top_k=2)
-MACHINE = sim.cluster("dgx-a100", 8)
 
 
 def machine_of(memory_bytes, num_devices=8, per_node=8, name="dgx-a100"):

@@ -121,10 +121,6 @@ def test_parameters_and_step_flops_are_the_formulas():
     assert forward + backward == pytest.approx(sim.gpt_step_flops(**SIZES, batch_size=3), rel=1e-12)
 
 
-# heads, hidden, layers, pipeline, stages per rank, batch, micro-batch: Korthikanti et al. 2022 (2205.05198), tables 3,
-# 5; tensor 8, one replica.
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("plan", [Plan(tensor=8, sequence_parallel=True), Plan(data=4)])
 def test_products_alone_take_what_the_formula_counts(plan, recompute):

@@ -4,7 +4,6 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import simulator
@@ -80,16 +79,13 @@ def test_work_adds_matmuls_memory_and_kernels():
     assert cost.all_reduce_s(1e6, 1, LINK) == 0
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_every_preset_loads(measured):
+def test_every_preset_loads():
     for name in simulator.names("devices"):
-        own = simulator.device(name, measured=measured)
-        assert own.name == name
-        assert own.matmul_flops_per_s <= simulator.device(name, measured=False).matmul_flops_per_s
-    for name in simulator.names("links"):
-        assert simulator.link(name, measured=measured).protocols
-    for name in simulator.names("clusters"):
-        assert simulator.cluster(name, measured=measured).num_devices >= 1
+        own, sheet = (simulator.device(name, measured=measured) for measured in (True, False))
+        assert own.name == sheet.name == name
+        assert own.matmul_flops_per_s <= sheet.matmul_flops_per_s
+    for kind, make in (("links", simulator.link), ("clusters", simulator.cluster)):
+        assert all(make(name, measured=measured) for name in simulator.names(kind) for measured in (True, False))
     assert simulator.cluster("dgx-h100", 64).num_devices == 64
 
 
@@ -103,20 +99,11 @@ def test_every_figure_has_a_source_with_a_year_and_every_device_a_cluster_with_a
     assert [name for name, row in PRESETS["clusters"].items() if "stack" not in row] == ["laptop"]
 
 
-@pytest.mark.parametrize(
-    ("name", "cards", "card_bytes_per_s"),
-    [
-        ("dgx-a100", 8, 25e9),
-        ("dgx-h100", 8, 50e9),
-        ("dgx-b200", 8, 50e9),
-        ("dgx-v100", 4, 12.5e9),
-        ("dgx-1-p100", 4, 12.5e9),
-    ],
-)
-def test_devices_of_a_node_share_the_cards_of_its_data_sheet(name, cards, card_bytes_per_s):
-    node = simulator.cluster(name, stack="best-case")
-    each = node.inter_node.protocols[-1].bytes_per_s
-    assert each * node.devices_per_node == cards * card_bytes_per_s
+def test_devices_of_a_node_share_the_cards_of_its_data_sheet():
+    cards = {"dgx-a100": 8 * 25e9, "dgx-h100": 8 * 50e9, "dgx-b200": 8 * 50e9}
+    for name, bytes_per_s in (cards | dict.fromkeys(("dgx-v100", "dgx-1-p100"), 4 * 12.5e9)).items():
+        node = simulator.cluster(name, stack="best-case")
+        assert node.inter_node.protocols[-1].bytes_per_s * node.devices_per_node == bytes_per_s, name
 
 
 def test_numbers_have_three_digits_and_a_unit():
@@ -132,17 +119,6 @@ def test_numbers_have_three_digits_and_a_unit():
 
 
 POWERS = [2**power for power in range(12, 30)]
-
-# vTrain@f8dda84 trace/: all_reduce among 2 A100 (NVLink 3), out of place.
-A100_PAIR = (
-    (1048576, 45.1), (2097152, 51.13), (4194304, 60.26), (8388608, 87.36), (16777216, 129.4), (33554432, 229.0),
-    (67108864, 404.0), (134217728, 765.7), (268435456, 1454.4), (536870912, 2833.4), (1073741824, 5453.4),
-)  # fmt: skip
-LARGE_BYTES = 64 * 2**20
-
-
-def columns(rows):
-    return [size for size, _ in rows], [us * 1e-6 for _, us in rows]
 
 
 @pytest.mark.parametrize(("num_ranks", "algorithm"), [(2, "ring"), (3, "tree"), (8, "in_network")])
@@ -160,20 +136,3 @@ def test_one_disturbed_measurement_does_not_move_the_line():
     times[9] *= 5
     link = fit.fit_steps(POWERS, times, Steps(1, 1.0))
     assert link.protocols[-1].bytes_per_s == pytest.approx(1e9, rel=0.02)
-
-
-def leave_one_size_out(sizes, times, num_ranks, algorithm):
-    """Predict each size from a link fitted to all the others; return the relative errors."""
-    errors = []
-    for size, time in zip(sizes, times, strict=True):
-        others = [(other, measured) for other, measured in zip(sizes, times, strict=True) if other != size]
-        link = fit.fit_link(*zip(*others, strict=True), num_ranks, algorithm)
-        errors.append(all_reduce_s(size, num_ranks, link, algorithm) / time - 1.0)
-    return np.array(errors)
-
-
-def test_published_collectives_a_size_left_out():
-    sizes, times = columns(A100_PAIR)
-    errors = np.abs(leave_one_size_out(sizes, times, 2, "ring"))
-    assert errors[np.array(sizes) >= LARGE_BYTES].mean() <= 0.04
-    assert errors.mean() <= 0.07

@@ -8,16 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from distlab.plan import Device, Layer, Plan, Precision, Sharding, Work, Workload
 from distlab.plan.compression import Compression
-from simulator import (
-    DoesNotFitError,
-    check_fit,
-    cluster,
-    gpt_workload,
-    memory_of,
-    mix_experts,
-    model_by_name,
-    simulate,
-)
+from simulator import DoesNotFitError, check_fit, cluster, gpt_workload, memory_of, mix_experts, model_by_name, simulate
 from simulator.memory.advice import find_change, split_samples
 from simulator.memory.memory import KINDS
 from simulator.units import format_bytes

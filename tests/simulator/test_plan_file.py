@@ -1,6 +1,8 @@
 """A plan as a file: read, refused in one line, written and read again; configurations at random, senseless ones too."""
 
+import json
 import math
+import shlex
 import time
 from dataclasses import replace
 from random import Random
@@ -13,6 +15,7 @@ from distlab.plan import AXES, SCHEDULES, Plan, Precision, Sharding, records
 from distlab.plan.compression import METHODS, Compression
 from distlab.plan.partition import CUTS
 from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
+from simulator.export import TOOLS, export
 from simulator.hardware import presets
 from simulator.hardware.presets import OwnDevice, OwnLink
 
@@ -127,6 +130,24 @@ def check_trace(seed, step):
     )
 
 
+def check_export(written, tool):
+    """See that a tool gets a file that its language can read, or that one line says why not; torchtitan knows names."""
+    own = replace(written, workload=sim.ModelDescription("llama-3-8b")) if tool == "torchtitan" else written
+    refused = ""
+    try:
+        text = export(own, tool).text
+    except ValueError as error:
+        refused = str(error)
+    if refused:
+        assert "\n" not in refused
+    elif tool in ("deepspeed", "accelerate", "pytorchjob", "jobset"):
+        json.loads(text)
+    elif tool in ("torchtitan", "fsdp2"):
+        compile(text, tool, "exec")
+    else:
+        assert shlex.split(text, comments=True)
+
+
 def check_configuration(seed):
     """Draw a plan, write it, read it back and simulate it; return whether it has a time: a ValueError answers too."""
     began, written, step = time.monotonic(), None, None
@@ -138,6 +159,7 @@ def check_configuration(seed):
             raise AssertionError(f"seed {seed}: not refused in one line") from error
     if written is not None:
         assert sim.plan_of_text(written.text()) == written, f"seed {seed}: it does not read back"
+        check_export(written, list(TOOLS)[seed % len(TOOLS)])
     if step is None:
         return False
     figures = (
@@ -248,7 +270,6 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
     "num_devices = 16": [
         ("num_devices = 32", r"= 16 ranks and \[cluster\] num_devices = 32: .* data = 4"),
         ("num_devices = -16", r"\[cluster\] num_devices is -16; write a whole number of at least 1"),
-        ("num_devices = 1e308", r"num_devices = a number of 309 digits: make them equal, for example"),
         ("num_devices = 20", r"num_devices = 20: make them equal, or use a multiple of 8"),
     ],
     "data = 2": [
@@ -262,7 +283,6 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
     ],
     "tensor = 2": [
         ("tenser = 2", r"\[plan\] has no key 'tenser'; did you mean 'tensor'\?"),
-        ("tensor = 100", r"^\[plan\] 100 \(tensor\) ranks cannot divide 96 heads evenly"),
     ],
     'model = "gpt-3-175b"': [
         ("size = 4", r"did you mean 'head_size' or 'vocab_size' or "),
@@ -270,13 +290,11 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
         ("expert_size = 4", r"there is no mixture of experts; add num_experts"),
         ('model = "gpt-9"', r"no model 'gpt-9'"),
         ("layers = 4", r"\[workload\] has no key 'layers'; did you mean 'num_layers'\?"),
-        ("hidden_size = 100\nnum_heads = 3", r"^\[workload\] .*3 heads do not divide hidden_size 100"),
         ('model = ""', r"\[workload\] model is empty; name one, or leave model out"),
     ],
     'name = "dgx-h100"': [
         ("intra_node = 3", r"write a text in quotes or a table with latency_s, bytes_per_s"),
         ('name = "dgx-x"', r"^\[cluster\] no preset 'dgx-x' among the clusters"),
-        ("inter_node = { bandwidth = 1 }", r"\[cluster.inter_node\] has no key 'bandwidth'; .*bytes_per_s"),
         ("inter_node = { bytes_per_s = 1e9 }", r"\[cluster.inter_node\] lacks latency_s; add it$"),
         (
             "inter_node = { latency_s = 0, bytes_per_s = -1 }",
@@ -286,13 +304,11 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
             "inter_node = { latency_s = -1e-6, bytes_per_s = 1e9 }",
             r"\[cluster.inter_node\] latency_s is -1e-06; write a number from 0 to 10000",
         ),
-        ("device = { memory_bytes = nan }", r"memory_bytes is NaN; write a finite number"),
         ("device = { memory = 80 }", r"\[cluster.device\] has no key 'memory'; .*write memory_bytes"),
         ("devices_per_node = 0", r"devices_per_node is 0; write a whole number of at least 1"),
         (f"devices_per_node = {10**30}", r"devices_per_node has 31 digits; pass at most"),
     ],
     "stage = 1": [
-        ("level = 1", r"\[plan.sharding\] has no key 'level'; known are stage, "),
         ("stage = 4", r"\[plan.sharding\] Sharding: stage is 4"),
     ],
     'order = ["data"': [('order = ["data", "data"', r"the order of axes is 'data, data")],

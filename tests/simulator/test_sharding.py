@@ -227,8 +227,6 @@ def test_each_size_is_a_step_of_its_own():
     sweep = sweep_units(WORKLOAD, cluster, plan)
     assert sweep.unit_layers == (1, 2, 3, 4, 6, 12)
     assert sweep.num_units == (12, 6, 4, 3, 2, 1)
-    with pytest.raises(ValueError, match="sharding stage is 1; pass a plan of stage 3"):
-        sweep_units(WORKLOAD, cluster, plan_of(1))
     for index, layers in enumerate(sweep.unit_layers):
         step = simulate(WORKLOAD, cluster, with_unit_layers(plan, layers))
         assert sweep.duration_s[index] == step.duration_s

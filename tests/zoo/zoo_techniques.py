@@ -14,7 +14,7 @@ from distlab.plan import make_schedule
 from distlab.sharding import FullyShard, ShardedOptimizer, full_state_dict
 from distlab.tensor_parallel import full_state_dict as full_tensor_state, parallelize_module
 
-UPDATES, RATE = 6, 0.01
+UPDATES, RATE = 4, 0.01
 
 
 def adamw(parameters):

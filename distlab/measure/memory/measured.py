@@ -13,8 +13,8 @@ life. How the kind becomes known (`Tracker`):
 - parameters: the module's own, and its buffers; gradients: what backward hands to a parameter;
 - optimizer: the state of any optimizer that steps; master weights: what it updates and the module does not own;
 - activations: what autograd saves for backward; logits: the module's output, and what is saved after it (the loss's);
-- buffers: a ShardedOptimizer's buckets, FullyShard's units, and what `mark` says; temporary: all else, and so what
-  recompute computes again in backward.
+- buffers: a ShardedOptimizer's buckets, FullyShard's units; temporary: all else, and so what recompute computes again
+  in backward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.comm.device import peak_bytes, reset_peak
 from distlab.measure.count.module import tensors_in
-from distlab.plan.require import chosen
 from distlab.sharding import FullyShard, ShardedOptimizer
 from simulator.memory.memory import KINDS as KINDS
 from simulator.units import format_bytes
@@ -48,8 +47,7 @@ from simulator.units import format_bytes
 Ints = NDArray[np.int64]
 
 CERTAINTY = ("temporary", "activations", "logits", "buffers", "gradients", "optimizer", "master weights", "parameters")
-# A storage that is two things counts as the later of these: a bucket whose views are gradients is gradients. "errors"
-# are never guessed, only marked.
+# A storage that is two things counts as the later of these: a bucket whose views are gradients is gradients.
 
 
 class MeasuredMemory:
@@ -71,7 +69,6 @@ class MeasuredMemory:
         self._numbers: dict[int, int] = {}  # of storages alive: address to number
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by number: its bytes as last seen
         self._kind: dict[int, str] = {}  # by number, of all in the history
-        self._marked: set[int] = set()
         self._gone: deque[tuple[int, int]] = deque()  # numbers and times; filled on any thread, emptied on ours
         self._events = (array("q"), array("q"), array("q"))  # time, number, change of bytes
 
@@ -100,23 +97,11 @@ class MeasuredMemory:
         rows[np.arange(len(times)), [KINDS.index(self._kind[number]) for number in numbers.tolist()]] = changes
         return np.maximum.accumulate(times) - times[:1], rows.cumsum(axis=0)
 
-    def mark(self, tensor: Tensor, kind: str) -> None:
-        """Say what a tensor's storage is for, for all its life: a kind of KINDS.
-
-        Raises:
-            ValueError: the kind does not exist.
-        """
-        chosen("memory kind", kind, KINDS)
-        if (number := self._number(tensor)) is not None:
-            self._marked.add(number)
-            self._kind[number] = kind
-
     def restart(self) -> None:
         """Forget peak and history, and go on from what is held now: before the step that is to be looked at."""
         self.look(())
         self._events = (array("q"), array("q"), array("q"))
         self._kind = {number: self._kind[number] for number in self._alive}
-        self._marked &= set(self._alive)
         self.held_bytes, now = 0, time.monotonic_ns()
         for number, (_, num_bytes) in self._alive.items():
             self._note(number, num_bytes, now)
@@ -146,11 +131,9 @@ class MeasuredMemory:
         return came + self.held_bytes - before
 
     def guess(self, tensor: Tensor | None, kind: str) -> None:
-        """Take a tensor's storage for a kind; the more certain one of two stays, and a mark is final."""
+        """Take a tensor's storage for a kind; the more certain one of two stays."""
         number = None if tensor is None else self._number(tensor)
-        if number is None or number in self._marked:
-            return
-        if CERTAINTY.index(kind) >= CERTAINTY.index(self._kind[number]):
+        if number is not None and CERTAINTY.index(kind) >= CERTAINTY.index(self._kind[number]):
             self._kind[number] = kind
 
     def _number(self, tensor: Tensor) -> int | None:
@@ -225,7 +208,6 @@ ADVICE = {  # the cheapest first
     "logits": "use smaller micro-batches",
     "buffers": "use smaller buckets or units",
     "temporary": "use smaller micro-batches",
-    "errors": "use a compression without error feedback",
 }
 
 

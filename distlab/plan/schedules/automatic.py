@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.require import require_count
+from distlab.plan.schedules.basic import one_stage_a_rank
 from distlab.plan.schedules.grammar import ActionTimes, F, I, Schedule, W
 from distlab.plan.schedules.rules import Draft, PassCosts, Rules, follow_rules
 
@@ -264,8 +265,7 @@ def schedule_of(kinds: Kinds) -> Schedule:
     microbatch = np.empty(kinds.shape, np.int32)
     for kind in (F, I, W):
         microbatch[kinds == kind] = np.tile(np.arange(length // 3, dtype=np.int32), num_ranks)
-    stage = np.repeat(np.arange(num_ranks, dtype=np.int32), length)
-    return Schedule.from_columns(stage=stage, kind=kinds, microbatch=microbatch, lengths=[length] * num_ranks)
+    return one_stage_a_rank(kinds, microbatch)
 
 
 class _Candidate(NamedTuple):

@@ -56,15 +56,16 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         microbatch[rank, warm:drain:2] = every[warm:]  # the k-th pair runs F of warm + k, then B of k
         microbatch[rank, warm + 1 : drain : 2] = every[: num_microbatches - warm]
         microbatch[rank, drain:] = every[num_microbatches - warm :]
-    return _one_stage_a_rank(kind, microbatch)
+    return one_stage_a_rank(kind, microbatch)
 
 
 def _same_on_every_rank(num_ranks: int, kind: NDArray[np.generic], microbatch: NDArray[np.generic]) -> Schedule:
     shape = (num_ranks, len(kind))
-    return _one_stage_a_rank(np.broadcast_to(kind, shape), np.broadcast_to(microbatch, shape))
+    return one_stage_a_rank(np.broadcast_to(kind, shape), np.broadcast_to(microbatch, shape))
 
 
-def _one_stage_a_rank(kind: NDArray[np.generic], microbatch: NDArray[np.generic]) -> Schedule:
+def one_stage_a_rank(kind: NDArray[np.generic], microbatch: NDArray[np.generic]) -> Schedule:
+    """Return the schedule of these actions [ranks, actions], where rank r runs stage r."""
     num_ranks, length = kind.shape
     stage = np.broadcast_to(np.arange(num_ranks, dtype=np.int32)[:, None], (num_ranks, length))
     return Schedule.from_columns(stage=stage, kind=kind, microbatch=microbatch, lengths=[length] * num_ranks)

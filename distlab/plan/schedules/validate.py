@@ -28,8 +28,6 @@ class ScheduleReport:
     Attributes:
         peak_in_flight: for each rank, the most micro-batches (once per stage) whose activations it holds at once:
             forward passes run, less those that a B has freed, or a W where the backward pass is split. An I frees none.
-        peak_waiting: for each rank, the most W (counted once per stage) whose I has run: inputs and output gradients of
-            layers that are kept for the weight gradients alone.
         longest_chain: actions on the longest chain of dependencies: slots of the step if every action took one.
     """
 
@@ -38,15 +36,13 @@ class ScheduleReport:
     num_microbatches: int
     num_actions: int
     peak_in_flight: tuple[int, ...]
-    peak_waiting: tuple[int, ...]
     longest_chain: int
 
     def __str__(self) -> str:
-        waiting = f"; W waiting {', '.join(map(str, self.peak_waiting))}" if any(self.peak_waiting) else ""
         return (
             f"valid: {self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} micro-batches, "
             f"{self.num_actions} actions; longest chain {self.longest_chain} actions; "
-            f"peak in flight {', '.join(map(str, self.peak_in_flight))} (freed by B or W){waiting}"
+            f"peak in flight {', '.join(map(str, self.peak_in_flight))} (freed by B or W)"
         )
 
 
@@ -72,8 +68,7 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> ScheduleRepor
         _check_messages_once(schedule, messages)
     _check_order(schedule, messages)
     sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, len(schedule))
-    peaks = (_peaks(schedule, (F,), (B, W)), _peaks(schedule, (I,), (W,)))
-    return ScheduleReport(*sizes, *peaks, int(_slots(schedule, _needs(schedule, messages)).max()) + 1)
+    return ScheduleReport(*sizes, _peaks(schedule), int(_slots(schedule, _needs(schedule, messages)).max()) + 1)
 
 
 def slots_of(schedule: Schedule) -> Rows:
@@ -242,11 +237,9 @@ def _check_no_repeat(schedule: Schedule, kinds: tuple[int, ...], advice: str) ->
         raise ScheduleError(schedule, int(again), expected=expected, got=got, advice=advice)
 
 
-def _peaks(schedule: Schedule, takes: tuple[int, ...], frees: tuple[int, ...]) -> tuple[int, ...]:
-    """Return, for each rank, the most that it holds at once if some kinds of action take one and others free one."""
-    change = np.zeros(len(KINDS), np.int64)
-    change[list(takes)], change[list(frees)] = 1, -1
-    held = np.cumsum(change[schedule.kind])
+def _peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Return, for each rank, the most that it holds at once: an F takes one, a B or a W frees one."""
+    held = np.cumsum((schedule.kind == F).astype(np.int64) - np.isin(schedule.kind, (B, W)))
     bounds = zip(schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True)
     before = np.concatenate([[0], held])  # what all ranks above hold is taken off again
     return tuple(int(held[start:stop].max(initial=before[start]) - before[start]) for start, stop in bounds)

@@ -67,13 +67,6 @@ def test_peaks_in_flight(p, factor):
         assert max(peaks("dualpipe_v", p, m)) == 2 * p + 1
 
 
-def test_what_waits_for_its_weight_gradient():
-    report = validate(make_schedule("zb_h1", 4, 12))
-    assert report.peak_waiting == (1, 2, 3, 4)  # rank r puts r of them off
-    assert validate(make_schedule("zb_h2", 4, 12)).peak_waiting == (1, 3, 5, 7)
-    assert "; W waiting 1, 2, 3, 4" in str(report)
-
-
 def idle(schedule, forward, input_gradient, weight_gradient):
     """Return how long ranks are idle: in the whole step, and in the span of the rank that runs longest."""
     compiled = CompiledSchedule(arrays_of(schedule))

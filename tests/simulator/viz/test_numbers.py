@@ -6,9 +6,9 @@ from viz_traces import MS, SPLITS, by_hand, call, choices, cut, data_parallel, p
 
 import simulator as sim
 from distlab.plan import ActionTimes, Link, Plan, Protocol, Sharding, gpipe, interleaved, one_f_one_b, parse_schedule
-from distlab.trace import SpanWriter, Trace
+from distlab.trace import Trace
 from simulator.memory.memory import KINDS
-from simulator.viz import draw_message_diagram, draw_train_step, facts_of, run_schedule, step_of
+from simulator.viz import facts_of, run_schedule, step_of
 from simulator.viz.collectives.messages import read_diagram
 from simulator.viz.collectives.race import race
 from simulator.viz.collectives.ring import chunk_name, ring_steps
@@ -22,8 +22,6 @@ from simulator.viz.schedules import NAMES, play, textbook_of
 from simulator.viz.tensor_parallel import shards_of
 
 TINY = sim.gpt_workload(hidden_size=256, num_layers=6, num_heads=4, sequence_length=64, vocab_size=1000)
-GPT = sim.gpt_workload(hidden_size=1024, num_layers=8, num_heads=16, sequence_length=1024, vocab_size=8192)
-H100 = sim.cluster("dgx-h100", 32)
 PLAIN = Link("plain", (Protocol(1e-5, 1e9),))
 EQUAL = ActionTimes(1.0, 1.0, 1.0)
 
@@ -86,45 +84,6 @@ def test_of_many_calls_the_first_are_drawn_and_the_last_of_a_hang_whatever_the_s
     assert (first.num_left_out, first.events[1].start_x) == (10, 2)
     stuck = [*calls, call(1, "recv", 0, (999, 999, 0), channel=1)]
     assert (read_diagram(stuck).waits_for, read_diagram(stuck).num_left_out) == ({1: (0,)}, 11)
-
-
-def work():
-    import torch
-    import torch.distributed as dist
-
-    from distlab.collectives import ring_all_reduce
-
-    rank, size, writer = dist.get_rank(), dist.get_world_size(), SpanWriter(dist.get_rank())
-    ring_all_reduce(torch.arange(10_001, dtype=torch.float32))
-    layers = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(size)])
-    with writer.span("forward", kind="F"):
-        x = torch.randn(32, 64)
-        for layer in layers:
-            x = layer(x).relu()
-    with writer.span("backward", kind="B"):
-        x.sum().backward()
-    with writer.span("synchronize", kind="wait"):
-        for layer in layers:
-            dist.all_reduce(layer.weight.grad)
-    with writer.span("optimizer", kind="optimizer"):
-        layers.zero_grad()
-    return rank, writer.trace()
-
-
-def test_a_real_run_is_read_from_its_records(ranks):
-    three = ranks(3)
-    marks, records = [trace for _, trace in three.run(work)], list(three.records())
-    steps = ring_steps(records)
-    assert (steps.fault, steps.chunk.shape, steps.parts[-1].all()) == ("", (4, 3), True)
-    assert sorted(set(steps.num_bytes.ravel().tolist())) == [13_332, 13_336]
-    words = draw_message_diagram(records).words
-    assert words.startswith("12 messages of 160 kB together and 3 collectives between 3 ranks.")
-    assert "all_reduce of ranks 0, 1 and 2: 16.4 kB" in words
-    step = step_of(Trace.concatenate([*marks, three.records().to_trace()]))
-    own = read_step(step).ranks[0]
-    assert [reduction.num_bytes for reduction in own.reductions] == [64 * 64 * 4] * 3
-    assert own.hidden_s == 0 < own.exposed_s
-    assert "3 all-reduces" in draw_train_step(step, step.duration_s).words
 
 
 def test_owners_are_the_runners():
