@@ -19,7 +19,7 @@ from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.pen import NAMES, Picture, title_of, with_picture
 
 Draw = Callable[..., Picture]
-CONTROL_WIDTH, WORDS_WIDTH = "26em", "11em"  # the tracks of all sliders begin at one place
+CONTROL_WIDTH, WORDS_WIDTH = "27em", "12.5em"  # the tracks of all sliders begin at one place
 SCRIPTS = (NAMES, Path(__file__).with_name("panel.js"))  # one module: the second uses what the first defines
 FEW = 4  # controls that stand above a picture; more stand between it and its words, so that a low screen shows both
 
