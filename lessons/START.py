@@ -47,7 +47,7 @@ course_map()
 # hints one by one and counts them. After three failed checks and all hints, `solution("03.flat")` shows the solution,
 # and the map above then says "solution seen".
 #
-# Pictures need a wide window. Where one is cut at its right edge, scroll it, or hide the list of files (Ctrl-B).
+# Pictures shrink with their window. Where letters are too small to read, hide the list of files (Ctrl-B).
 #
 # ## Ranks in a cell
 # A cell that begins with `%%ranks 4` runs on four processes. They stay alive, so a later cell finds their

@@ -19,6 +19,7 @@ NS_PER_S = 10**9
 LONGEST_NS = 2**53
 
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_WORDS = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
 _SPAN = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"))
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -66,6 +67,12 @@ def counted(number: float, noun: str) -> str:
     """Write a number of things: "1 rank", "1,024 ranks", "2 micro-batches"."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def in_words(number: float) -> str:
+    """Write a large number as it is said: "100 billion", "1.5 trillion"; below a million with commas: "8,192"."""
+    found = next(((size, word) for size, word in _WORDS if number >= size), None)
+    return f"{number:,.0f}" if found is None else f"{number / found[0]:,.4g} {found[1]}"
 
 
 def format_s(seconds: float) -> str:

@@ -1,8 +1,9 @@
-"""Make the README's two pictures: a training step that moves, and a check that explains a hang.
+"""Make the README's pictures: a training step that moves, a check that explains a hang, a widget of a lesson.
 
-`python tools/readme_pictures.py` writes `assets/step.gif` and `assets/hang.png`. Both show what really ran: four ranks
-train the small GPT with bucketed, overlapped all-reduces; and a wrong answer to an exercise is checked. The second
-needs Chromium (`make browser`). Run it with nothing else running: the moving picture shows measured times.
+`python tools/readme_pictures.py` writes `step.gif`, `hang.png` and `widget.png` in `assets`. The first two show what
+really ran: four ranks train the small GPT with bucketed, overlapped all-reduces; a wrong answer is checked. The others
+need Chromium (`make browser`). Run it with nothing else running: the moving picture shows measured times. With `widget`
+as its argument it makes that one alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import html
 import inspect
 import io
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ from simulator.viz import draw_train_step, step_of, to_png
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "browser"))
-from browser_lab import CHROMIUM_FLAGS, find_chromium  # noqa: E402
+from browser_lab import CHROMIUM_FLAGS, find_chromium, open_notebook, serve, write_notebook  # noqa: E402
 
 ASSETS = ROOT / "assets"
 CONFIG = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
@@ -37,6 +39,9 @@ BUCKET_BYTES = 700_000
 TITLE = "One training step of four real ranks: how four gradients become one mean"
 STYLE = """main { font: 15px system-ui, sans-serif; padding: 8px; background: white; color: #111 }
 pre { font: 14px monospace; background: #f5f5f5; padding: 10px; margin: 0 0 10px }"""
+WIDGET = """from simulator.viz import schedule_panel
+schedule_panel("zb_h1", "one_f_one_b", ranks=4, microbatches=6)"""
+SHARP = "() => document.querySelector('.distlab-timeline canvas')?.dataset.sharp === 'true'"
 NUM_STEPS, NUM_FRAMES, FRAME_MS, LAST_MS = 12, 48, 110, 2_500
 WIDTH_PX, NUM_COLOURS, MOST_BYTES = 960, 64, 2_000_000
 """Size of the moving picture: readable in a README's column, and quick to load."""
@@ -108,8 +113,21 @@ def picture_of_a_hang() -> bytes:
     return png
 
 
+def picture_of_a_widget() -> bytes:
+    """Return a PNG of a lesson's widget as a notebook shows it: two schedules, and the controls that change them."""
+    with tempfile.TemporaryDirectory() as work, serve(Path(work)) as (base, token):
+        write_notebook(Path(work) / "widget.ipynb", [WIDGET])
+        with open_notebook(f"{base}/lab/tree/widget.ipynb?token={token}&reset", base) as notebook:
+            notebook.run_all()
+            notebook.page.wait_for_function(SHARP)
+            return notebook.page.locator(".jp-OutputArea-output:has(.distlab-timeline)").screenshot()
+
+
 def main() -> int:
-    """Write both pictures; fail where the moving one is too large for a README."""
+    """Write all pictures; fail where the moving one is too large for a README."""
+    (ASSETS / "widget.png").write_bytes(picture_of_a_widget())
+    if sys.argv[1:] == ["widget"]:
+        return 0
     gif = moving_picture(measured_step())
     (ASSETS / "step.gif").write_bytes(gif)
     (ASSETS / "hang.png").write_bytes(picture_of_a_hang())

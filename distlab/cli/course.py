@@ -329,8 +329,8 @@ def grade(arguments: argparse.Namespace) -> int:
     try:
         for one, is_new in grade_all(submissions, lesson, out / "results", seed=seed, **how):
             grades.append(one)
-            words = ("" if is_new else " (kept)") + (f"; stopped: {one.stopped}" if one.stopped else "")
-            print(f"{one.student:24} {one.points:3} of {one.possible}{words}", flush=True)
+            told = ["" if is_new else " (kept)", *one.notes, *([f"stopped: {one.stopped}"] if one.stopped else [])]
+            print(f"{one.student:24} {one.points:3} of {one.possible}{'; '.join(told)}", flush=True)
     except KeyboardInterrupt:
         print("\nInterrupted. What is graded is kept; the same command goes on.", flush=True)
         return 130

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,13 @@ def plan(arguments: argparse.Namespace) -> int:
     found: list[tuple[Search, list[Bill]]] = []
     too_long: list[float] = []
     for question in _questions(arguments):
-        one = search(question)
-        best = one.best(arguments.top, tell=_tell(f"{question.cluster.num_devices} x {question.cluster.name}"))
+        on = f"{question.cluster.num_devices} x {question.cluster.name}"
+        _say(f"{on}: listing every plan")
+        try:
+            one = search(question)
+            best = one.best(arguments.top, tell=partial(_tell, on))
+        finally:
+            _say("")
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
         billed = [bill(choice.step, run) for choice in best]
         too_long += [each.days for each in billed if arguments.days and each.days > arguments.days]
@@ -164,14 +170,16 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
     return asked
 
 
-def _tell(name: str) -> Callable[[int, int, float], None] | None:
-    """Return what shows the search's progress, where standard error is a terminal."""
+def _tell(on: str, left: int, simulated: int) -> None:
+    from simulator.units import counted
 
-    def show(left: int, simulated: int, best_s: float) -> None:
-        text = f"{name}: {simulated} steps simulated, {left} plans left, best {best_s:.4g} s"
-        print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+    _say(f"{on}: {left:,} plans left, {counted(simulated, 'step')} simulated")
 
-    return show if sys.stderr.isatty() else None
+
+def _say(text: str) -> None:
+    """Show where the search is, where standard error is a terminal: one line, which the next text replaces."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
 
 
 def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bill]) -> None:
@@ -347,11 +355,12 @@ def _failures(chosen: Bill) -> dict[str, Any]:
 
 def _cost_text(said: dict[str, Any]) -> str:
     """Lay the run and the curve out for a terminal."""
-    from simulator.units import format_s, format_span
+    from simulator.units import format_s, format_span, in_words
 
     paid = f", {said['dollars']:,.0f} dollars at {said['price']:g} for a device and an hour" if said["price"] else ""
+    where = f"on {said['devices']:,} devices of {said['cluster']}"
     rows = [
-        ("run", f"{said['model']}, {said['tokens']:.3g} tokens, on {said['devices']:,} devices of {said['cluster']}"),
+        ("run", f"{said['model']}, {in_words(said['tokens'])} tokens, {where}"),
         ("steps", f"{said['num_steps']:,} steps of {format_s(said['step_s'])}, MFU {said['mfu']:.1%}"),
         ("time", f"{format_span(86_400 * said['days'])}{paid}"),
     ]

@@ -43,7 +43,7 @@ from distlab.comm.launch.forkserver import kill_group
 from distlab.course.grading import Lesson, lessons, load_lesson
 from distlab.course.grading.lesson import lesson_number
 from distlab.course.grading.sealed import seal
-from distlab.course.page import page
+from distlab.course.page import Link, page
 from distlab.faces import version
 
 LOOK_S = 0.2
@@ -199,17 +199,17 @@ def grade_of(submission: Submission, lesson: Lesson, told: str, stopped: str) ->
     """Make a grade of what the process that checked told, line by line; a limit may have ended it within a line."""
     reports = {line.get("exercise"): line for line in map(json.loads, told.split("\n")[:-1])}
     about, marks = reports.get(None, {}), []
-    stopped = about.get("unread", stopped)
-    missing = {"verdict": "stopped", "fault": None, "message": stopped}
+    stopped, notes = about.get("unread", stopped), about.get("notes", ())
+    missing = {"verdict": "stopped", "fault": None, "message": ""}  # why is said once, not for each exercise
     if submission.path is None and not stopped:
-        missing |= {"verdict": "not attempted", "message": "nothing was handed in"}
+        missing["verdict"], notes = "not attempted", ["nothing was handed in"]
     for one in lesson.exercises:
         verdict, fault, message = (reports.get(one.name, missing)[name] for name in ("verdict", "fault", "message"))
         points = one.difficulty if verdict == "passed" else 0
         marks.append(Mark(one.name, one.difficulty, points, verdict, fault, message))
     blocked = sum(mark.worth for mark in marks if mark.verdict == "blocked")
     points, possible = sum(mark.points for mark in marks), sum(mark.worth for mark in marks) - blocked
-    return Grade(submission.student, points, possible, blocked, tuple(marks), tuple(about.get("notes", ())), stopped)
+    return Grade(submission.student, points, possible, blocked, tuple(marks), tuple(notes), stopped)
 
 
 def write_tables(out: Path, title: str, grades: Sequence[Grade]) -> None:
@@ -218,17 +218,19 @@ def write_tables(out: Path, title: str, grades: Sequence[Grade]) -> None:
     Source: Gradescope, Autograder Specifications, "Output format" of results.json (read 2026-11).
     """
     heads, rows = ["student", "points", "possible", "blocked", "stopped"], list[list[object]]()
+    linked = []
     heads += [head for mark in grades[0].marks for head in (mark.exercise, f"{mark.exercise} fault")]
     for one in grades:
         name = f"'{one.student}" if one.student[:1] in "=+-@" else one.student  # no formula in a spreadsheet
         cells = [cell for mark in one.marks for cell in (mark.verdict, mark.fault or "")]
         rows.append([name, one.points, one.possible, one.blocked, one.stopped, *cells])
+        linked.append([Link(one.student, f"students/{one.student}.html"), *rows[-1][1:]])
     faults = Counter((mark.exercise, mark.fault) for each in grades for mark in each.marks if mark.verdict == "wrong")
     often: list[list[object]] = [["what went wrong in", "fault", "answers"]]
     often += ([*fault, count] for fault, count in faults.most_common())
     as_data = [one._asdict() | {"marks": [mark._asdict() for mark in one.marks]} for one in grades]
     texts = {"grades.json": json.dumps(as_data, indent=2)}
-    texts["grades.html"] = page(title, [], ("", [heads, *rows]), ("", often))
+    texts["grades.html"] = page(title, [], ("", [heads, *linked]), ("", often))
     for one in grades:
         tests = [
             {"name": mark.exercise, "score": mark.points, "max_score": mark.worth, "output": mark.message}
@@ -351,6 +353,7 @@ def check_one(file: str, number: str, lessons: str, seed: str) -> None:
     Each report is a line of JSON on what was this process' standard output, as soon as it is there. No rank inherits
     that, and what else is printed is dropped.
     """
+    from distlab.comm.command import put_on_path
     from distlab.comm.launch.fork_client import OPTIMIZERS, PRELOAD, fork_server
     from distlab.course.grading.answer.submission import isolated_submission
     from distlab.course.grading.check import examine
@@ -358,6 +361,7 @@ def check_one(file: str, number: str, lessons: str, seed: str) -> None:
 
     with os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1) as out, open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
+        put_on_path()  # commands that a student is told are short
         limit_number_of_processes(MAX_MORE_PROCESSES)
         lesson = load_lesson(number, Path(lessons))
         if not lesson.uses_optimizers():

@@ -19,7 +19,7 @@ _PLAN = ("from distlab.plan import Plan",)
 EXERCISES = (
     Exercise(
         name="15.fits",
-        title="does a plan fit?",
+        title="whether a plan fits",
         minutes=11,
         difficulty=2,
         source="solutions:bytes_per_gpu",

@@ -159,9 +159,9 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
 
 
 ROUGH, TIGHT, RUN, EXACT = range(4)
-TELL_EVERY = 25
+TELL_EVERY = 50  # looks at a row
 COUNTED = 20  # plans that do not fit, of which the memory is counted exactly
-Tell = Callable[[int, int, float], None]
+Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +224,7 @@ class Search:
             count: how many.
             among: rows to choose from; None: all.
             most: steps to simulate at most; then the best of them are returned. None: as many as it takes.
-            tell: called now and then with the rows left, the steps simulated, and the best so far in seconds.
+            tell: called now and then with the rows left and the steps simulated.
 
         An interrupt ends the search: what was simulated by then is returned, and `is_complete` is False.
         """
@@ -234,10 +234,13 @@ class Search:
         ]
         heapq.heapify(heap)
         chosen: list[Choice] = []
-        last = None if most is None else self.num_simulated + most
+        last, looked = None if most is None else self.num_simulated + most, 0
         try:
             while heap and len(chosen) < count and self.num_simulated != last:
                 bound, level, row = heapq.heappop(heap)
+                looked += 1
+                if tell and looked % TELL_EVERY == 1:
+                    tell(len(heap), self.num_simulated)
                 if level == EXACT:
                     chosen.append(self._choice(row))
                 elif level == ROUGH:
@@ -247,8 +250,6 @@ class Search:
                     heapq.heappush(heap, (max(bound, self.pipelines.bound_s(row)), RUN, row))
                 elif (choice := self.exact(row)) is not None:
                     heapq.heappush(heap, (choice.seconds, EXACT, row))
-                    if tell and self.num_simulated % TELL_EVERY == 0:
-                        tell(len(heap), self.num_simulated, min(each.seconds for each in self.choices))
         except KeyboardInterrupt:
             self.is_complete = False
         done = sorted((entry for entry in heap if entry[1] == EXACT), key=lambda entry: (entry[0], entry[2]))

@@ -51,6 +51,11 @@ RATES = ("zero-bubble Table 5",)
 SEARCHED = ("ZB-1p", "ZB-2p")
 MIN_ALTERNATIVES = 2
 MODES = ("calibrated", "left out", "data sheet")
+STROKES = (
+    ("#0072B2", "constants fitted to these steps"),
+    ("#D55E00", "fitted without the step's own like"),
+    ("#666666", "nothing fitted"),
+)  # the colour of each mode in the picture, and its words
 
 
 class Score(NamedTuple):
@@ -353,15 +358,21 @@ def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def draw(path: Path, families: Sequence[RowFamily]) -> None:
-    """Draw predicted over measured against measured time, one panel for each way to predict."""
+    """Draw predicted over measured time: a row for each family, and in it a line of strokes for each way to predict."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    for panel, mode in zip(figure.subplots(1, len(MODES), sharey=True), MODES, strict=True):
-        panel.axhspan(0.95, 1.05, color="0.9")
-        for family in families:
-            measured = np.array([case.measured_s for case in family.cases])
-            panel.semilogx(measured, np.array(family.predicted[mode]) / measured, ".", label=family.name, ms=4)
-        panel.set(title=f"{mode}: predicted over measured", xlabel="measured step (s)", ylim=(0, 1.6))
-    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    axes = figure.subplots()
+    axes.axvspan(0.95, 1.05, color="0.9")
+    for place, (mode, (colour, words)) in enumerate(zip(MODES, STROKES, strict=True)):
+        for row, family in enumerate(families):
+            shares = np.array(family.predicted[mode]) / [case.measured_s for case in family.cases]
+            label = {} if row else {"label": f"{mode}: {words}"}
+            axes.plot(
+                shares, np.full(len(shares), row + 0.26 * (place - 1)), "|", color=colour, ms=7, alpha=0.7, **label
+            )
+    axes.set(xlim=(0, 1.3), ylim=(len(families) - 0.4, -0.6), xlabel="predicted over measured; grey: within 5 %")
+    axes.set_yticks(range(len(families)), [f"{family.name} ({len(family.cases)})" for family in families])
+    axes.hlines(np.arange(len(families) - 1) + 0.5, 0, 1.3, color="0.85", lw=0.6)
+    figure.legend(loc="outside upper left", frameon=False)
     figure.savefig(path, dpi=120)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from simulator.advisor.reasons import STRATEGIES, MapCell, words_of
 from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, goodput_by_trial, young_s
 from simulator.runs.money import Bill, Curve
-from simulator.units import capitalised, counted, format_s, format_span, percent
+from simulator.units import capitalised, counted, format_s, format_span, in_words, percent
 from simulator.viz.drawing import plot, theme
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, Picture, finished, legend_lines, sheet
 
@@ -45,7 +45,7 @@ def draw_cost_curve(costs: Curve) -> Picture:
     where = next(iter(clusters)) if len(clusters) == 1 else f"{len(clusters)} clusters"
     price = "" if run.price is None else f", {run.price:g} dollars for a device and an hour"
     fails = ", with failures" if run.failures else ", without failures"
-    note = f"{workload}, {run.num_tokens:.3g} tokens on {where}{price}{fails}."
+    note = f"{workload}, {in_words(run.num_tokens)} tokens on {where}{price}{fails}."
     lines = []
     for each in bills:
         names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]

@@ -53,7 +53,7 @@ def notebook(server):
     with open_notebook(f"{base}/lab/tree/widgets.ipynb?token={token}&reset", base) as opened:
         opened.run_all()
         opened.page.locator(".distlab-picture img").nth(2).wait_for()
-        opened.page.locator(".distlab-scrolls > img").nth(1).wait_for()
+        opened.page.locator(".jp-RenderedHTML > img").nth(1).wait_for()
         yield opened
         assert (opened.trouble(), opened.console, opened.offsite) == ([], [], [])
 

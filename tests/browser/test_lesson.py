@@ -33,7 +33,7 @@ def test_every_cell_of_lesson_01_runs_and_its_pictures_move(server):
     with open_notebook(f"{base}/lab/tree/{LESSON}/{LESSON}.ipynb?token={token}", base) as lesson:
         lesson.run_all(timeout_s=220)
         page = lesson.page
-        page.locator(".distlab-picture").first.wait_for()
+        page.locator(".distlab-picture img").first.wait_for()
         move_all(lesson)
         assert page.locator(".distlab-timeline canvas").count() >= 1
         output = page.locator(".jp-OutputArea-output pre").first

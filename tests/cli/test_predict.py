@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -268,6 +269,16 @@ def test_where_no_plan_fits_the_command_that_is_named_does(refused, facts):
     needs, missing, has = map(float, re.search(numbers, told).groups())
     assert needs == pytest.approx(has + missing, abs=0.1)
     assert facts(*shlex.split(re.search(r"`distlab (.*)` needs", told)[1]))["fits"]
+
+
+def test_a_search_says_where_it_is_on_a_terminal_alone_and_leaves_its_line_empty(capsys, monkeypatch):
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        assert main([*SMALL, "--gpus=8"]) == 0
+        told = capsys.readouterr().err.split("\r")
+        for words in ("listing every plan", " plans left, "):
+            assert (words in "".join(told)) == is_terminal
+    assert told[-2:] == [" " * 78, ""]
 
 
 def test_a_search_that_is_interrupted_before_it_found_a_plan_does_not_say_that_none_fits(capsys, monkeypatch):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from distlab.course.notebook.ranks import CellError, explain, holdings, name_cells, of_ranks, take
+from distlab.course.notebook.ranks import CellError, advise, explain, holdings, name_cells, of_ranks, take
 from simulator.units import counted
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     put_on_path()  # so that `!distlab lab 03` runs in a cell
     warm()  # first: the fork server loads torch while this process does
     shell.register_magics(RanksMagics)
-    shell.set_custom_exc((RankError, KeyboardInterrupt), _show_short)  # type: ignore[no-untyped-call]
+    shell.set_custom_exc((RankError, KeyboardInterrupt, NameError), _show_short)  # type: ignore[no-untyped-call]
     own = {"check": check, "predict": predict, "hint": hint, "solution": solution}
     for name, value in (names_for_functions() | own | {"show": show, "last_records": last_records}).items():
         shell.user_ns.setdefault(name, value)
@@ -230,8 +230,9 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 def _show_short(shell: InteractiveShell, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
     """Show a RankError of `run` or `Ranks` by its text: the ranks' own tracebacks, not those of the launcher."""
-    text = of_ranks(error, trace, shell)
-    if text is None:  # an interrupt of anything else
+    if isinstance(error, NameError):
+        advise(shell, kind, error, trace, tb_offset)
+    elif (text := of_ranks(error, trace, shell)) is None:  # an interrupt of anything else
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
     else:
         shell.showtraceback((CellError, CellError(text), None))

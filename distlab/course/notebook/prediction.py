@@ -111,9 +111,12 @@ class Prediction:
     def _refusal(self, value: Any) -> str:
         """Return what a prediction must be where this value cannot be one, else ""."""
         what = self.unit or "something"
+        most = float(self.unit[3:]) if self.unit.startswith("of ") else sys.float_info.max  # "of 60": 60 at most
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not abs(value) <= sys.float_info.max:
             return f"a finite number of {what}"
+        if value > most:
+            return f"a number from 0 to {most:g}"
         return f"a number of {what} that is not negative" if value < 0 and not self.signed else ""
 
     def _number(self, value: float) -> str:
@@ -142,7 +145,7 @@ class Prediction:
             kept = f"; {self._number(self.value)} stays your answer" if self.given and self.value is not None else ""
             return f"Predict: {self.question} (Type a number first{kept}.)"
         try:
-            number = float(text)
+            number = float(text.strip().removesuffix(self.unit))
         except ValueError:
             return f"Predict: {self.question} ({text.strip()!r} is not a number; write one such as 3.2 or 1000)"
         if refusal := self._refusal(number):

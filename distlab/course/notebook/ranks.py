@@ -12,7 +12,7 @@ import traceback
 import types
 from collections.abc import Mapping, Sized
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distlab.comm.where.frames import owner_of
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ENDED = "The ranks have ended, and their variables with them; the next %%ranks cell starts new ones."
 KEPT = "The ranks are still there, with their variables."
+ADVICE = "Run the cells above this one first, in the menu: Run > Run All Above Selected Cell."
 WIDTH = 100  # characters that a cell's output shows in a line, in a window of 1280 pixels
 STOPPED = "You stopped the ranks. This is where each one stood:"
 _CELL_FILE = re.compile(r"(/[^\s\"()]*ipykernel_\d+/\d+\.py)(?::(\d+))?|<ranks (In\[\d+\])>(?::(\d+))?")
@@ -73,6 +74,17 @@ def explain(text: str, notebook_names: Mapping[str, object], *, kept: bool = Fal
         name = missing[1]
         lines += ["", f"{name} is in the notebook; ranks are processes of their own. Copy it: %%ranks --push {name}"]
     return "\n".join([*lines, "", KEPT if kept else ENDED])
+
+
+def advise(shell: InteractiveShell, kind: type, error: NameError, trace: Any, tb_offset: Any = None) -> None:
+    """Show a NameError, and below it what to do where cells were left out, or a restart has taken what they made."""
+    error.add_note(f"No cell that has run since this kernel began has made the name {error.name!r}. {ADVICE}")
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Advise from a kernel's start, before a notebook's own extension is there: `make lessons` starts kernels so."""
+    shell.set_custom_exc((NameError,), advise)  # type: ignore[no-untyped-call]
 
 
 def shorten(text: str) -> str:

@@ -18,7 +18,10 @@ LISTED = ("Args", "Attributes", "Raises")
 def escaped(line: str) -> str:
     """Return a line whose characters stand for themselves, but for `code`, which becomes ``code``."""
     parts = CODE.split(line.replace("``", "`"))
-    return "".join(f"`{part}`" if part.startswith("`") else MARKS.sub(r"\\\1", part) for part in parts)
+    for place in range(0, len(parts), 2):  # a letter right after code stands apart from it in the source alone
+        apart = "\\ " if place and parts[place][:1].isalnum() else ""
+        parts[place] = apart + MARKS.sub(r"\\\1", parts[place])
+    return "".join(f"`{part}`" if part.startswith("`") else part for part in parts)
 
 
 def converted(lines: list[str]) -> Iterator[str]:
@@ -50,7 +53,8 @@ def converted(lines: list[str]) -> Iterator[str]:
 
 
 def _convert(_app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
-    lines[:] = [*converted(lines), ""]
+    has_own = not lines or not lines[0].startswith("Alias for field number ")  # a NamedTuple's: Attributes say more
+    lines[:] = [*converted(lines), ""] if has_own else []
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

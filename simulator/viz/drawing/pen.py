@@ -32,10 +32,6 @@ LEGEND_PT, LEGEND_LEFT, LEGEND_RIGHT, LEGEND_LOW, LEGEND_LINE_IN = TEXT_PT - 1, 
 
 Bundle = tuple[dict[str, Any], dict[str, Any]]
 SHOWN_DPI = 110  # a little more than a screen's, so that a wide page shows a sharp picture
-LEAST_SHOWN_PT = 6.8  # 9 pixels; so the widest picture fits a notebook of 800 pixels, and on a narrower page it scrolls
-SCROLLS = "distlab-scrolls"  # its bar is always seen, since a picture that is cut between two words looks complete
-BAR = f".{SCROLLS}::-webkit-scrollbar {{ height: 9px }}\n"
-BAR += f".{SCROLLS}::-webkit-scrollbar-thumb {{ background: #9A9FA8; border-radius: 4px }}"
 NAMES = Path(__file__).with_name("name_controls.js")  # begins each widget's script: names for a screen reader
 
 
@@ -72,17 +68,15 @@ class Picture(NamedTuple):
     def _repr_mimebundle_(self, **_options: object) -> Bundle:
         """Return the picture as PNG, and as HTML: its title is the alt text, and its words stand below.
 
-        It is scaled down on a narrow page, but not below what can be read: there it scrolls.
+        It is as wide as its page at most: a picture that is cut at its right edge can say what is not so.
         """
         png, title = self.png(), html.escape(self.title)
-        least_scale = LEAST_SHOWN_PT * 96 / (LEAST_PT * SHOWN_DPI)  # a page has 96 pixels per inch
         wide = int.from_bytes(png[16:20], "big")  # a PNG's header begins with its width in pixels
-        size = f"display:block;width:100%;min-width:{least_scale * wide:.0f}px;max-width:{wide}px;border-radius:6px"
+        size = f"display:block;width:100%;max-width:{wide}px;border-radius:6px"
         address = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
         image = f'<img style="{size}" alt="{title}" src="{address}">'
         below = f'<p style="white-space:pre-wrap">{html.escape(self.words)}</p>'
-        page = f'<style>{BAR}</style><div class="{SCROLLS}" style="overflow-x:auto">{image}</div>{below}'
-        return with_picture({"text/html": page}, png, title=self.title, words=self.words)
+        return with_picture({"text/html": image + below}, png, title=self.title, words=self.words)
 
 
 def with_picture(bundle: Any, png: bytes, *, title: str, words: str) -> Bundle:

@@ -4,11 +4,11 @@
 // begins to decode with the next one.
 
 const STYLE = `
-  .distlab-picture { margin: 0; max-width: 1280px; }
-  .distlab-picture img { display: block; width: 100%; height: auto; box-sizing: border-box; background: white;
-    border: 1px solid var(--jp-border-color2, #ddd); border-radius: 4px; }
+  .distlab-shown, .distlab-picture { display: contents; }
+  .distlab-picture img { width: min(100%, 1280px); max-height: max(280px, 100vh - 330px); box-sizing: border-box;
+    align-self: flex-start; object-fit: contain; object-position: left; background: white; border: 1px solid var(--jp-border-color2, #ddd); border-radius: 4px; }
   .distlab-picture img[hidden] { display: none; }
-  .distlab-picture figcaption { margin: 6px 2px 2px; white-space: pre-line;
+  .distlab-picture figcaption { order: 1; max-width: 1280px; margin: 6px 2px 2px; white-space: pre-line;
     font: var(--jp-content-font-size1, 14px)/1.45 var(--jp-content-font-family, sans-serif);
     color: var(--jp-content-font-color1, #1a1a1a); }
   .distlab-picture figcaption.failed { padding: 6px 10px; border-left: 4px solid var(--jp-error-color1, #d32f2f);
@@ -21,6 +21,7 @@ function render({ model, el }) {
   const image = document.createElement("img");
   const line = document.createElement("figcaption");
   style.textContent = STYLE;
+  el.classList.add("distlab-shown"); // the picture and its words stand in the panel itself, and the words come last
   figure.className = "distlab-picture";
   line.setAttribute("aria-live", "polite");
   image.decoding = "sync";

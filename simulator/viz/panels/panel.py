@@ -19,9 +19,9 @@ from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.pen import NAMES, Picture, title_of, with_picture
 
 Draw = Callable[..., Picture]
-CONTROL_WIDTH = "26em"
+CONTROL_WIDTH, WORDS_WIDTH = "27em", "12.5em"  # the tracks of all sliders begin at one place
 SCRIPTS = (NAMES, Path(__file__).with_name("panel.js"))  # one module: the second uses what the first defines
-FEW = 4  # controls that stand above a picture; more stand under it, so that a low screen shows the picture
+FEW = 4  # controls that stand above a picture; more stand between it and its words, so that a low screen shows both
 
 
 class Shown(anywidget.AnyWidget):
@@ -146,7 +146,7 @@ def dress(name: str, control: Any) -> Any:
     if control.has_trait("description") and not control.description:
         control.description = name.replace("_", " ")
     if control.has_trait("style") and hasattr(control.style, "description_width"):
-        control.style.description_width = "initial"
+        control.style.description_width = WORDS_WIDTH if "Slider" in type(control).__name__ else "initial"
     if control.layout.width is None and not isinstance(control, ipywidgets.Checkbox | ipywidgets.ToggleButton):
         control.layout.width = CONTROL_WIDTH
     return control

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -23,7 +22,7 @@ from simulator.runs.failures import RATES, Failures, checkpoint_bytes
 from simulator.runs.money import Run, bill, counts_of, curve, spread
 from simulator.step.simulate import Step, simulate
 from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
-from simulator.units import capitalised
+from simulator.units import capitalised, format_s, in_words
 from simulator.viz.drawing.pen import Picture
 from simulator.viz.memory import draw_memory, draw_memory_of_plans
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
@@ -85,7 +84,7 @@ def memory_panel(*, devices: Sequence[str]) -> Panel:
         stage=choice("sharding", STAGES.items()),
         recompute=choice("recompute", RECOMPUTES),
         precision=choice("precision", PRECISIONS, list(PRECISIONS)[2]),
-        microbatch=_powers("samples per micro-batch", 32),
+        microbatch=_powers("micro-batch size", 32),
         tensor=_powers("tensor-parallel ranks", 8),
         pipeline=_powers("pipeline stages", 16),
         picture=choice("show", [("this plan", "plan"), ("all stages", "stages")]),
@@ -178,8 +177,8 @@ def planner_panel(models: Mapping[str, Workload], cluster: Cluster, *, plan: Pla
         ValueError: as `degrees_panel`.
     """
 
-    def draw(model: str, price: float, trillions: float, **values: Any) -> Picture:
-        run = Run(10**trillions * 1e12, price, Failures("llama-3"))
+    def draw(model: str, price: float, tokens: float, **values: Any) -> Picture:
+        run = Run(tokens, price, Failures("llama-3"))
         return _or_why_not(models[model], cluster, plan, values, lambda step: draw_planner(bill(step, run)))
 
     degrees = _degree_controls(plan, cluster)
@@ -195,9 +194,9 @@ def cost_panel() -> Panel:
     """
     steps, _ = spread(model_by_name("llama-3-70b"), hardware.cluster(MACHINE), OF_COST, counts_of(OF_COST))
 
-    def draw(price: float, trillions: float, failures: str, restart_minutes: float) -> Picture:
+    def draw(price: float, tokens: float, failures: str, restart_minutes: float) -> Picture:
         fails = Failures(failures, restart_s=60 * restart_minutes)
-        return draw_cost_curve(curve([bill(step, Run(10**trillions * 1e12, price, fails)) for step in steps]))
+        return draw_cost_curve(curve([bill(step, Run(tokens, price, fails)) for step in steps]))
 
     return Panel(
         draw,
@@ -213,11 +212,11 @@ def goodput_panel() -> Panel:
     In code: `panel.controls["num_devices"].value = 1024`, `panel.controls["times_rate"].value = 2.0`.
     The first checkpoint takes as long as that of a Llama 3 of 405 billion parameters at 2 TB/s.
     """
-    log_first_s = math.log10(checkpoint_bytes(model_by_name("llama-3-405b"), Plan()) / 2e12)
+    first_s = checkpoint_bytes(model_by_name("llama-3-405b"), Plan()) / 2e12
 
-    def draw(num_devices: int, failures: str, times_rate: float, restart_minutes: float, log_save_s: float) -> Picture:
+    def draw(num_devices: int, failures: str, times_rate: float, restart_minutes: float, save_s: float) -> Picture:
         name: str | float = failures if times_rate == 1 else RATES[failures].per_device_hour * times_rate
-        return draw_goodput(Failures(name, restart_s=60 * restart_minutes), num_devices, 10**log_save_s)
+        return draw_goodput(Failures(name, restart_s=60 * restart_minutes), num_devices, save_s)
 
     return Panel(
         draw,
@@ -225,7 +224,7 @@ def goodput_panel() -> Panel:
         failures=choice("failures", FAILING),
         times_rate=slider("times as often", 1.0, 0.1, 10, 0.1),
         restart_minutes=slider("minutes to restart", 10, 1, 120, 1),
-        log_save_s=slider("save: 10^x seconds", log_first_s, -1.0, 4.0, 0.05),
+        save_s=_logarithmic("time to save", first_s, -1, 4, format_s),
     )
 
 
@@ -289,6 +288,11 @@ def _degree_controls(base: Plan, cluster: Cluster) -> dict[str, Any]:
 
 
 def _price_and_tokens(tokens: float) -> dict[str, Any]:
-    begin = math.log10(tokens / 1e12)
-    trillions = slider("tokens: 10^x trillion", begin, min(-3.0, begin), max(2.0, begin), 0.05)
-    return {"price": slider("dollars per GPU hour", 2.5, 0.5, 10, 0.1), "trillions": trillions}
+    price = slider("dollars per GPU hour", 2.5, 0.5, 10, 0.1)
+    return {"price": price, "tokens": _logarithmic("tokens", tokens, 9, 14, in_words)}
+
+
+def _logarithmic(words: str, first: float, least: int, most: int, say: Callable[[float], str]) -> Any:
+    """Return a slider of 1, 2 and 5 times each power of ten, from the least to the most, and of where it begins."""
+    values = {digit * 10.0**power for power in range(least, most) for digit in (1, 2, 5)} | {10.0**most, first}
+    return choice(words, [(say(value), value) for value in sorted(values)], first, is_slider=True)

@@ -118,7 +118,10 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     assert (rows["zoe"]["91.mean"], rows["mallory"]["points"]) == ("wrong", "0")
     assert 0 < int(rows["bob"]["points"]) < int(rows["bob"]["possible"]) == 4
     assert "<td>91.mean</td>\n<td>sum not mean</td>\n<td>1</td>" in (out / "grades.html").read_text()
+    assert '<td><a href="students/bob.html">bob</a></td>' in (out / "grades.html").read_text()
     assert "divide by world_size" in (out / "students" / "bob.html").read_text()
+    assert (out / "students" / "two.html").read_text().count("several files to grade") == 1, "said once"
+    assert "gone                       0 of 4; nothing was handed in\n" in said
     results = json.loads((out / "students" / "bob.results.json").read_text())
     assert [test["score"] for test in results["tests"]][:2] == [0, 1]
     assert "distlab-grade-" not in (out / "grades.json").read_text()  # a folder that is gone

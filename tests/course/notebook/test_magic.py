@@ -9,6 +9,10 @@ from typing import NamedTuple
 import pytest
 from jupyter_client.manager import KernelManager
 
+from distlab.course.notebook import ranks
+from distlab.course.notebook.ranks import ADVICE
+
+OURS = Path(ranks.__file__).with_name("server")
 LOADING = "Loading PyTorch, here and for the ranks. The first time takes about five seconds.\n"
 
 
@@ -49,8 +53,12 @@ class Notebook:
 
 @pytest.fixture(scope="module")
 def notebook():
-    book = Notebook()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_PATH", str(OURS))  # as `make lessons` does
+        book = Notebook()
+    assert ADVICE in book.cell("check('01.shift', shift)")[1], "after a restart"
     assert book.cell("%load_ext distlab.course.notebook") == (LOADING, "")
+    assert f"made the name 'bill'. {ADVICE}" in book.cell("bill")[1], "a cell was left out"
     yield book
     if book.manager.is_alive():
         book.client.stop_channels()

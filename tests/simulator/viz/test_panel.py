@@ -44,12 +44,12 @@ PANELS = {  # how it is made, and what it says once its controls move; ~ words t
         MIDDLE, cluster("dgx-h100", 16), Plan(sharding=Sharding(3)), num_devices=(8, 16)), [
         ("unit_layers", 2, ""), ("gpus", 16, ""), ("sets", "inside each node", "in 2 sets of 8"),
         ("keep", True, "parameters kept after forward")]),
-    "cost": (v.cost_panel, [("price", 5.0, "5 dollars"), ("failures", "none", ""), ("trillions", -1.0, "1e+11 ")]),
+    "cost": (v.cost_panel, [("price", 5.0, "5 dollars"), ("failures", "none", ""), ("tokens", 1e11, "100 billion ")]),
     "goodput": (v.goodput_panel, [
-        ("num_devices", 1024, "1,024 devices"), ("restart_minutes", 30, ""), ("log_save_s", 3.0, ""),
+        ("num_devices", 1024, "1,024 devices"), ("restart_minutes", 30, ""), ("save_s", 1e3, ""),
         ("num_devices", 65_536, ""), ("times_rate", 10.0, "does not get on")]),
     "planner": (lambda: v.planner_panel({"small": GPT}, H100, plan=Plan(2, tensor=2), tokens=1e9), [
-        ("price", 5.0, ""), ("pipeline", 2, ""), ("trillions", -1.0, ""), ("data", 32, "This plan cannot run")]),
+        ("price", 5.0, ""), ("pipeline", 2, ""), ("tokens", 1e11, ""), ("data", 32, "This plan cannot run")]),
     "strategy": (lambda: v.strategy_panel(("gpt-2-1.5b",), (1, 8)), [("batch_size", 64, "on 8 GPUs: ")]),
     "compression": (lambda: v.compression_panel(SMALL, LAPTOP, Plan(data=4), **TWO), [
         ("log_bytes_per_s", 6.0, "is best"), ("log_bytes_per_s", 13.0, "At 10 TB/s no compression pays"),
