@@ -112,7 +112,8 @@ def test_a_step_is_as_long_as_on_its_slowest_rank_and_the_one_nearest_the_median
 def test_steps_beside_a_busy_process_do_not_count_where_others_do_and_rounds_around_a_window_predict_it():
     overlay = overlay_of([report([10, 11, 90, 91], taken=(0.0, 0.0, 0.9))], predicted)
     assert (overlay.measured_s, overlay.trouble) == ([0.010, 0.011], "")
-    overlay = overlay_of([report([10, 11, 12, 13], taken=(0.5, 0.5, 0.5))], predicted)
+    overlay = overlay_of([report([10, 11, 12, 13], taken=(0.5, 0.5, 0.5), late_ms=3)], predicted)
+    assert overlay.measured.duration_s == pytest.approx(0.011), "the drawn step begins where the timed one did"
     assert (len(overlay.measured_s), overlay.trouble) == (4, busy_sentence(0.5))
     overlay = overlay_of([report([10, 10, 10, 10], rounds=(9, 10, 14))], predicted)
     assert overlay.predicted_s == pytest.approx([0.011, 0.009, 0.012, 0.011, 0.0095, 0.014])

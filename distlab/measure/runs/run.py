@@ -46,7 +46,7 @@ from distlab.measure.runs.calibrate import (
 from distlab.measure.runs.calls import is_pipeline_alone
 from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_beside, trouble_of, windows_between
 from distlab.plan import AXES, Plan, Workload
-from distlab.trace import Trace
+from distlab.trace import Span, Trace
 from simulator import Step
 
 if TYPE_CHECKING:
@@ -252,6 +252,16 @@ def _overlay(
             begin = min(marked.start_ns.tolist(), default=0)
             own = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
             traces.append(replace(report, trace=own).step_trace(nearest))
+    traces += [_edges(trace, report.step_ns[nearest]) for report, trace in zip(reports, list(traces), strict=False)]
     measured = Trace.concatenate(traces).from_zero()
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
+
+
+def _edges(trace: Trace, step_ns: tuple[int, int]) -> Trace:
+    """Return a rank's waits at both ends of a step, so that it is drawn as long as it was timed."""
+    if not len(trace):
+        return trace
+    first, last = trace[int(trace.start_ns.argmin())], trace[int(trace.end_ns.argmax())]
+    edges = ((first, step_ns[0], first.start_ns), (last, last.end_ns, step_ns[1]))
+    return Trace.from_spans(Span(one.rank, one.lane, "wait", "wait", *edge) for one, *edge in edges)

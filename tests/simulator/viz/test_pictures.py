@@ -107,8 +107,9 @@ CALLS = {
 
 
 def overlay(predicted_ms=(37, 38, 39), trouble=""):
-    steps = [Trace.concatenate([t.by_hand(), t.by_hand(1)]) for _ in range(2)]
-    return v.Overlay(*steps, [0.069, 0.070, 0.071, 0.075], [ms / 1e3 * 1.8 for ms in predicted_ms], trouble)
+    step = Trace.concatenate([t.by_hand(), t.by_hand(1)])
+    early = replace(step, start_ns=step.start_ns * 38 // 39, end_ns=step.end_ns * 38 // 39)
+    return v.Overlay(step, early, [0.069, 0.070, 0.071, 0.075], [ms / 1e3 * 1.8 for ms in predicted_ms], trouble)
 
 
 def scaled():
