@@ -53,7 +53,7 @@ def complaints(cells, name="lesson"):
     for texts, outputs in sections(cells):
         shown = [(*read(one), one[0], at) for at, text in outputs for one in re.finditer(NUMBER, text)]
         for at, text in texts:
-            marked = list(MARKED.finditer(UNSEEN.sub("", text)))
+            marked = list(MARKED.finditer(" ".join(UNSEEN.sub("", text).split())))
             if text.count(MARK) != len(marked):
                 yield f"{name}, cell {at}: a mark stands in code or a formula, or not right after a number"
             for one in marked:

@@ -245,14 +245,15 @@ def _overlay(
     timed = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
     counted_ns = lengths_ns[timed]
     nearest = int(timed[np.abs(counted_ns - np.median(counted_ns)).argmin()])
-    traces = [report.step_trace(nearest) for report in reports]
-    if calls is not None:
-        for rank, (report, marked) in enumerate(zip(reports, list(traces), strict=True)):
+    traces = []
+    for rank, report in enumerate(reports):
+        own = report.step_trace(nearest)
+        if calls is not None:
             # A rank that had no core when the step began still makes the call in which ranks agree on that moment.
-            begin = min(marked.start_ns.tolist(), default=0)
-            own = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
-            traces.append(replace(report, trace=own).step_trace(nearest))
-    traces += [_edges(trace, report.step_ns[nearest]) for report, trace in zip(reports, list(traces), strict=False)]
+            begin = min(own.start_ns.tolist(), default=0)
+            seen = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
+            own = Trace.concatenate([own, replace(report, trace=seen).step_trace(nearest)])
+        traces += [own, _edges(own, report.step_ns[nearest])]
     measured = Trace.concatenate(traces).from_zero()
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
