@@ -273,8 +273,9 @@ show(draw_message_diagram(records, title=words))
 
 # %% [markdown]
 # A line is a rank, time runs to the right, an arrow is a message. The bars are waiting: rank 3 does nothing but wait
-# until three other messages are over. This is what a chain costs. Keep the picture in mind. (The milliseconds above it
-# are mostly not the messages': the first message between two ranks opens their connection. Later ones are far quicker.)
+# until two other messages are over and its own has come. This is what a chain costs. Keep the picture in mind. (The
+# milliseconds above it are mostly not the messages': the first message between two ranks opens their connection. Later
+# ones are far quicker.)
 
 # %% [markdown]
 # ## A hang, on purpose

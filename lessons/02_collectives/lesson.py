@@ -62,7 +62,7 @@ print(f"the GPUs compute {0.3 / (0.3 + in_and_out_s):.0%} of the time")
 
 # %% [markdown]
 # Sixty-four GPUs that work 6 %<!--out--> of the time do the work of four. More GPUs make it worse: rank 0's wire
-# carries more with each one. At the end of this lesson the same sum takes 79 ms, and you will have built it.
+# carries more with each one. In part 2 you build a ring by which the same sum takes 79 ms.
 
 # %% [markdown]
 # ## 1. Pass whole tensors around a ring

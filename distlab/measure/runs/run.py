@@ -253,16 +253,11 @@ def _overlay(
             begin = min(own.start_ns.tolist(), default=0)
             seen = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
             own = Trace.concatenate([own, replace(report, trace=seen).step_trace(nearest)])
-        traces += [own, _edges(own, report.step_ns[nearest])]
+        traces.append(own)
+        if len(own):  # it waits before its first span and after its last: the step is drawn as long as it was timed
+            edges = zip(report.step_ns[nearest], (own.start_ns.min(), own.end_ns.max()), strict=True)
+            spans = (Span(rank, own[0].lane, "wait", "wait", int(min(edge)), int(max(edge))) for edge in edges)
+            traces.append(Trace.from_spans(spans))
     measured = Trace.concatenate(traces).from_zero()
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
-
-
-def _edges(trace: Trace, step_ns: tuple[int, int]) -> Trace:
-    """Return a rank's waits at both ends of a step, so that it is drawn as long as it was timed."""
-    if not len(trace):
-        return trace
-    first, last = trace[int(trace.start_ns.argmin())], trace[int(trace.end_ns.argmax())]
-    edges = ((first, step_ns[0], first.start_ns), (last, last.end_ns, step_ns[1]))
-    return Trace.from_spans(Span(one.rank, one.lane, "wait", "wait", *edge) for one, *edge in edges)
