@@ -106,11 +106,11 @@ panel.controls["megabytes"].value = 0.002
 print(panel.text)
 
 # %% [markdown]
-# At 2 kB the number of gigabytes a second hardly matters. Each wire has a time that even the smallest message pays:
-# its **latency**. From here on every message has two prices, and at the end of this lesson you will have measured both
-# on your own machine. First you need a different rank to send messages to. (Why does NVLink show 24 GB/s here, and 367
-# GB/s above? Its library, NCCL, sends small messages in a different way, which starts sooner but moves fewer bytes per
-# second.)
+# At 2 kB the number of gigabytes a second hardly matters. Each wire has a time that even the smallest message pays: its
+# **latency**. From here on every message has two prices, and at the end of this lesson you will have measured both on
+# your own machine. First you need a different rank to send messages to. (Why does NVLink show 24 GB/s<!--out--> here,
+# and 367 GB/s<!--out--> above? Its library, NCCL, sends small messages in a different way, which starts sooner but
+# moves fewer bytes per second.)
 
 # %% [markdown]
 # ## Ranks
@@ -273,8 +273,9 @@ show(draw_message_diagram(records, title=words))
 
 # %% [markdown]
 # A line is a rank, time runs to the right, an arrow is a message. The bars are waiting: rank 3 does nothing but wait
-# until three other messages are over. This is what a chain costs. Keep the picture in mind. (The milliseconds above it
-# are mostly not the messages': the first message between two ranks opens their connection. Later ones are far quicker.)
+# until two other messages are over and its own has come. This is what a chain costs. Keep the picture in mind. (The
+# milliseconds above it are mostly not the messages': the first message between two ranks opens their connection. Later
+# ones are far quicker.)
 
 # %% [markdown]
 # ## A hang, on purpose
@@ -509,8 +510,9 @@ timeline.view = (0.0, 2 * min(shortest.duration_s, predicted_trace(10**6, 3).dur
 
 # %% [markdown]
 # Where they differ, ask what the line leaves out. It knows nothing of the operating system, which takes a core away now
-# and then. Nor does it know the recorder, which adds some 30 microseconds to every call. (The tables above ran without
-# it.) And a `recv` that is started early shows as a long bar: it waits for the other side, which still has to copy.
+# and then. Nor does it know the recorder, which adds some tens of microseconds to every call. (The tables above ran
+# without it.) And a `recv` that is started early shows as a long bar: it waits for the other side, which still has to
+# copy.
 #
 # Such a difference is a finding, not a failure: the model says what *must* be paid, the measurement what *is* paid. On
 # a machine that does other work at the same time it can be more than half: close other programs, and measure again.
@@ -520,6 +522,7 @@ timeline.view = (0.0, 2 * min(shortest.duration_s, predicted_trace(10**6, 3).dur
 #
 # Now you can read data sheets. Three sentences that you will meet in every guide:
 # "PCIe 4.0 has 32 GB/s", "NVLink 4 has 900 GB/s", "HDR InfiniBand has 200 Gb/s". How long does 1 GB take, one way?
+# And two more: "NVSwitch has 3.6 TB/s", and "8 A100 with NVLink at 900 GB/s". What do they count?
 
 # %% tags=["nbval-check-output"]
 gigabyte = 1e9
@@ -529,6 +532,9 @@ hdr = 200e9 / 8  # bits to bytes
 for name, claimed, one_way in (("PCIe 4.0 x16", 32e9, pcie), ("NVLink 4", 900e9, nvlink), ("HDR", 200e9, hdr)):
     naive_ms, true_ms = gigabyte / claimed * 1e3, gigabyte / one_way * 1e3
     print(f"{name:<13} {one_way / 1e9:6.1f} GB/s one way; 1 GB: {true_ms:5.1f} ms, not {naive_ms:4.1f} ms")
+halves, a100 = 4 * nvlink, 12 * 25e9  # 4 of 8 H100 send to the other 4; an A100 has 12 links, of NVLink 3
+print(f"NVSwitch, one half of 8 H100 to the other: {halves / 1e12:.1f} TB/s one way, {2 * halves / 1e12:.1f} both ways")
+print(f"A100: {a100 / 1e9:.0f} GB/s one way, {2 * a100 / 1e9:.0f} GB/s both ways")
 
 # %%
 from simulator.viz import draw_bars
@@ -546,12 +552,14 @@ show(draw_bars(times_ms, **words))
 # |---|---|---|
 # | PCIe 4.0 is 32 GB/s | 16 lanes, one way; 2 bits of 130 and packets' headers are lost | an upper limit, 2 % high |
 # | NVLink 4 is 900 GB/s | both directions added up | a message travels one way: halve it |
-# | HDR is 200 Gb/s | gigabits, one way | divide by 8: 25 GB/s, *less* than PCIe 4.0 |
+# | HDR is 200 Gb/s | gigabits, one way | divide by 8: 25 GB/s<!--out-->, *less* than PCIe 4.0 |
+# | NVSwitch is 3.6 TB/s | 4 GPUs with the other 4, both ways: 8 x 900 / 2 | a GPU has 450 GB/s<!--out--> one way |
+# | 8 A100, NVLink at 900 GB/s | 900 is an H100's NVLink 4 | two generations mixed: an A100 has 600 GB/s<!--out--> |
 #
-# None of the three names a latency, and none is what a program reaches. In a published test of 8 H200 GPUs an
-# [all-reduce](../GLOSSARY.md#all-reduce) moved 367 of NVLink's 450 GB/s. Here are the wires of the first picture with
-# their two numbers, and yours. (Only NVLink's latency comes from a measurement. No data sheet names one, so the others
-# are assumptions.)
+# None of them names a latency, and none is what a program reaches. In a published test of 8 H200 GPUs an
+# [all-reduce](../GLOSSARY.md#all-reduce) moved 367 GB/s<!--out--> of NVLink's 450 GB/s<!--out-->. Here are the wires of
+# the first picture with their two numbers, and yours. (Only NVLink's latency comes from a measurement. No data sheet
+# names one, so the others are assumptions.)
 
 # %%
 import textwrap
@@ -568,8 +576,8 @@ for name, wire in rows:
 print(f"{'this machine':<15} {format_s(alpha_s):>8} {format_bytes_per_s(beta):>10}   gloo, as measured above")
 
 # %% [markdown]
-# And the 15 ms of the beginning? 375 MB at HDR's 25 GB/s. With `message_s` you could have known before you rented the
-# second GPU:
+# And the 15 ms<!--out--> of the beginning? 375 MB at HDR's 25 GB/s<!--out-->. With `message_s` you could have known
+# before you rented the second GPU:
 
 # %% tags=["nbval-check-output"]
 for name in ("infiniband-hdr", "ethernet-10g"):
@@ -843,6 +851,7 @@ show(draw_message_diagram(records))
 # - R. Hockney, *The communication challenge for MPP*, Parallel Computing 20, 1994: latency and bandwidth as a line,
 #   and the size at which half of the bandwidth is reached.
 # - PCI Express Base Specification 4.0, 2017; NVIDIA H100 data sheet, 2023; NVIDIA ConnectX-6 data sheet, 2020: the
-#   figures of the table, each with its source in `simulator/presets.toml`.
+#   figures of the table, each with its source in `simulator/hardware/presets.toml`. NVIDIA A100 data sheet, 2020: 600
+#   GB/s. NVIDIA, *H100 Tensor Core GPU Architecture*, 2022: 3.6 TB/s between the halves of 8 GPUs.
 # - S. Bekman, *Machine Learning Engineering*, network chapter, 2025: the measured figures of NVLink.
 # - PyTorch issues #77562 and tutorials #1926: `reduce` where `all_reduce` was needed, and the hang that follows.

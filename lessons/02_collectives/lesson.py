@@ -61,8 +61,8 @@ print(f"rank 0 takes in 63 GB and sends out 63 GB: {in_and_out_s:.2f} s for each
 print(f"the GPUs compute {0.3 / (0.3 + in_and_out_s):.0%} of the time")
 
 # %% [markdown]
-# Sixty-four GPUs that work 6 % of the time do the work of four. More GPUs make it worse: rank 0's wire carries more
-# with each one. At the end of this lesson the same sum takes 79 ms, and you will have built it.
+# Sixty-four GPUs that work 6 %<!--out--> of the time do the work of four. More GPUs make it worse: rank 0's wire
+# carries more with each one. In part 2 you build a ring by which the same sum takes 79 ms.
 
 # %% [markdown]
 # ## 1. Pass whole tensors around a ring
@@ -290,13 +290,14 @@ for n in (2, 8, 64, 512, 4096):
     print(f"{n:7}  {1e9 * wire:8.1f} + {waits:6.2f} ms        {1e6 * wire:8.3f} + {waits:6.2f} ms")
 
 # %% [markdown]
-# **True for large tensors, false for small ones.** For 1 GB the wire takes 40 ms on 2 ranks and never more than 80
-# ms. The latencies show only on thousands of ranks (on 4096 they add half as much again). For 1 MB on 64 ranks the
-# wire takes 0.08 ms and the latencies 0.63 ms: eight times as long. The two are equal where S/n, one chunk, has α β =
-# 5 µs x 25 GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is why gradients are joined into
-# [buckets](../GLOSSARY.md#bucket) before they are sent (lesson 03), and why there are other algorithms.
+# **True for large tensors, false for small ones.** For 1 GB the wire takes 40 ms<!--out--> on 2 ranks and never more
+# than 80 ms<!--out-->. The latencies show only on thousands of ranks (on 4096 they add half as much again). For 1 MB on
+# 64 ranks the wire takes 0.08 ms<!--out--> and the latencies 0.63 ms<!--out-->: eight times as long. The two are equal
+# where S/n, one chunk, has α β = 5 µs x 25 GB/s = 125 kB. **A ring is good as long as its chunks are large.** That is
+# why gradients are joined into [buckets](../GLOSSARY.md#bucket) before they are sent (lesson 03), and why there are
+# other algorithms.
 #
-# And the 64 GPUs of the question: 2 x 63/64 x 1 GB / 25 GB/s = 79 ms, instead of five seconds.
+# And the 64 GPUs of the question: 2 x 63/64 x 1 GB / 25 GB/s = 79 ms<!--out-->, instead of five seconds.
 
 # %% [markdown]
 # ## 3. Few steps, with a tree
@@ -360,8 +361,8 @@ for name, fn in (("ring", ring_all_reduce), ("tree", tree_all_reduce)):
     print(f"{name}: on 8 ranks the busiest rank sends {times:.2f} times the tensor, in {messages} messages")
 
 # %% [markdown]
-# The tree's rank 0 sends 3 tensors down, and before that it takes in 3 on the way up: 6 steps, each of a whole tensor.
-# The ring needs 14 steps, each of an eighth. Few latencies or few bytes?
+# The tree's rank 0 sends 3 tensors<!--out--> down, and before that it takes in 3 on the way up: 6 steps, each of a
+# whole tensor. The ring needs 14 steps<!--out-->, each of an eighth. Few latencies or few bytes?
 
 # %% [markdown]
 # ## 4. Few bytes *and* few steps
@@ -420,7 +421,8 @@ show(draw_bars(sent, subtitle="what the busiest of 8 ranks sent, as recorded", *
 # ### On which wire does which one win?
 #
 # The links are presets of the simulator: bandwidths from data sheets and standards or, for NVLink 3, fitted to
-# published measurements; most latencies are assumptions. The source of each stands in `simulator/presets.toml`.
+# published measurements; most latencies are assumptions. The source of each stands in
+# `simulator/hardware/presets.toml`.
 
 # %% tags=["nbval-check-output"]
 from simulator.hardware import presets as hardware
@@ -521,18 +523,11 @@ print(race_guess.compare(measured_s[0, 0] / measured_s[0, 2]))
 
 # %%
 from simulator import fit_link
+from simulator.viz import draw_race
 
 here = fit_link(sizes, measured_s[:, 0], 4, "ring", name="this machine")
 wire = here.protocols[-1]
 print(f"fitted to the ring: {wire.latency_s * 1e6:.0f} us per message, {wire.bytes_per_s / 1e9:.2f} GB/s")
-for size, row in zip(sizes, measured_s, strict=True):
-    expected = all_reduce_times(size, 4, wire.latency_s, wire.bytes_per_s)
-    told = [f"{name} {seconds / row[i] - 1:+.0%}" for i, (name, seconds) in enumerate(expected.items())]
-    print(f"{size:8} bytes: predicted against measured: " + ", ".join(told))
-
-# %%
-from simulator.viz import draw_race
-
 shown = ("ring", "binomial_tree", "halving_doubling")
 points = {name: (sizes, measured_s[:, i]) for i, name in enumerate(shown)}
 title = "Lines: predicted from the ring's times alone. Points: measured here"
@@ -540,9 +535,8 @@ show(draw_race(here, 4, shown, measured=points, title=title))
 
 # %% [markdown]
 # The bar tells who wins by the prediction; the lowest point tells who won here. Where the points leave the lines, the
-# model is wrong about this machine. It gives each rank a wire of its own, as
-# GPUs and machines have. Here all ranks share the memory and the cores. What counts then is what **all** ranks send
-# together:
+# model is wrong about this machine. It gives each rank a wire of its own, as GPUs and machines have. Here all ranks
+# share the memory and the cores. What counts then is what **all** ranks send together:
 #
 # | 4 ranks | messages of all ranks | bytes of all ranks |
 # |---|---|---|
@@ -562,110 +556,24 @@ own = {"ring": Steps(6, 1.5), "tree": Steps(4, 4), "halving_doubling": Steps(4, 
 shared = {"ring": Steps(24, 6), "tree": Steps(6, 6), "halving_doubling": Steps(16, 6)}  # one wire for all
 for what, table in (("a wire for each rank", own), ("one wire for all", shared)):
     fitted = fit_steps(sizes, measured_s[:, 0], table["ring"])
-    for i, (name, steps) in enumerate(table.items()):
-        errors = [steps_s(size, steps, fitted) / row[i] - 1 for size, row in zip(sizes, measured_s, strict=True)]
-        print(f"{what:20}  {name:17}" + "".join(f"{error:+8.0%}" for error in errors))
+    off = {
+        name: [abs(steps_s(size, steps, fitted) / row[i] - 1) for size, row in zip(sizes, measured_s, strict=True)]
+        for i, (name, steps) in enumerate(table.items())
+    }
+    print(f"{what}: the tree is off by {np.median(off['tree']):.0%}", end=", ")
+    print(f"halving-doubling by {np.median(off['halving_doubling']):.0%} (median of the five sizes)")
 
 # %% [markdown]
-# Each line is the error at the five sizes, from 4 kB to 8 MB: plus where the model says too long. The fit was made
-# from the ring, so its own line tests little. Halving-doubling has the same line in both. From the first model to the
-# second its messages and bytes are multiplied by four; so are the ring's, and the fit cancels the four. So look at
-# the tree: a wire for each rank predicts far too long a time for it, one wire for all comes much closer. The model
-# that is right for a cluster is the wrong one for a laptop.
-#
-# What neither counts: the time to add up, and that ranks wait for a core before they can answer. The numbers kept in
-# this page come from four ranks on two busy cores; yours will be calmer. Measure on the machine that you mean: the lab
-# of this lesson runs the same race on GPUs, where each has its wire.
-
-# %% [markdown]
-# ### Where does the time of one ring go?
-#
-# The first model says: six equal steps, each a latency and a chunk. A machine does not keep its speed, so calibrate
-# just before and just after. That is: time rings of other sizes than the 48 kB to be predicted, and fit the latency
-# and the bandwidth to those. `time_beside` calibrates, times some all-reduces, calibrates again, and so on, on the
-# same ranks.
-
-
-# %%
-OTHER_SIZES = (24_000, 36_000, 72_000, 96_000)
-
-
-def time_rings(repeats=9):
-    """Return the seconds of a ring of each other size: on the slowest rank, the middle one of the repeats."""
-    import time
-
-    times = torch.zeros(len(OTHER_SIZES), repeats)
-    for place, size in enumerate(OTHER_SIZES):
-        tensor = torch.zeros(size // 4)
-        for repeat in range(repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            ring_all_reduce(tensor)
-            times[place, repeat] = time.perf_counter() - start
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.median(dim=1).values.tolist()
-
-
-# %%
-from distlab.measure import overlay_of, time_beside
-from distlab.trace import Span, SpanWriter, Trace
-
-
-def timed(num_bytes=48_000):
-    tensor = torch.zeros(num_bytes // 4)
-    return time_beside(
-        lambda: ring_all_reduce(tensor), time_rings, SpanWriter(dist.get_rank()), num_windows=10, steps_per_window=12
-    )
-
-
-def six_steps(rounds):
-    wire = fit_link(OTHER_SIZES, np.median(rounds, axis=0), 4, "ring").protocols[-1]
-    ends_ns = [round(1e9 * step * (wire.latency_s + 12_000 / wire.bytes_per_s)) for step in range(7)]
-    steps = [(f"step {step + 1}", "send", ends_ns[step], ends_ns[step + 1], 12_000) for step in range(6)]
-    return Trace.from_spans(Span(rank, "communication", *step) for rank in range(4) for step in steps)
-
-
-# %%
-ranks = Ranks(4, timeout_s=180, backend="gloo")
-_ = ranks.run(timed)  # the first time warms up
-
-
-# %%
-def measure():
-    reports = ranks.run(timed)
-    calls = ranks.records().to_trace()
-    return overlay_of(reports, six_steps, calls=calls.select(calls.is_word("kind", "send")))
-
-
-overlay = measure()
-print(overlay)
-
-# %% [markdown]
-# Draw the six steps as a trace, and lay over them the sends of the all-reduce of median length: the upper row of each
-# pair is measured. Half of the measured all-reduces end in the grey band; the prediction lets them end between the
-# dotted lines. If the picture says that the machine was not calm, its boxes are pale. Close other programs and run the
-# cell above again: it calibrates again, too.
-
-# %%
-from simulator.viz import Timeline
-
-timeline = Timeline(overlay)
-timeline
-
-# %%
-timeline.view = (0.0, overlay.predicted.duration_s / 2)  # the first three predicted steps
-ranks.close()
-
-# %% [markdown]
-# Three things to see. The ranks do not begin together: a rank starts when its process gets a core, and the model
-# starts all at 0. Once a rank is late, its right neighbour waits, and the lateness travels around the ring: one slow
-# rank slows all. And a send ends when the other side has taken it, so a long box is often a wait for a different rank.
+# Halving-doubling is off by the same in both: its messages and bytes are multiplied by four, and so are those of the
+# ring that was fitted. So look at the tree. A wire for each rank predicts far too long a time for it; one wire for all
+# comes much closer. **The model that is right for a cluster is the wrong one for a laptop.** Neither counts the time to
+# add up, nor that a rank waits for a core before it can answer. Part 9 has a wire of the first kind.
 
 # %% [markdown]
 # ## 8. Two kinds of wire
 #
 # Eight GPUs of a DGX A100 talk over NVLink at 240 GB/s (fitted to published nccl-tests, 2025); machines talk over
-# InfiniBand at 25 GB/s for each GPU (HDR). A ring through all 64 GPUs moves at the pace of its slowest wire. Better:
+# InfiniBand at 25 GB/s for each GPU (HDR). One ring through all 64 GPUs moves at the pace of its slowest wire. Better:
 #
 # 1. reduce-scatter **inside** each machine, over the fast wire: each GPU holds 1/8 of the machine's sum;
 # 2. all-reduce that eighth **across** machines: GPU i of each machine with GPU i of all others;
@@ -692,17 +600,23 @@ from simulator import all_reduce_s, hierarchical_all_reduce_s
 inside, across = hardware.link("nvlink3"), hardware.link("infiniband-hdr")
 for size in (1e9, 1e6):
     flat = all_reduce_s(size, 64, across)  # a ring at the pace of its slowest wire
-    two_levels = hierarchical_all_reduce_s(size, 8, 8, intra_node=inside, inter_node=across)
-    print(
-        f"{size / 1e6:5.0f} MB on 8 machines of 8: flat ring {flat * 1e3:.2f} ms, two levels {two_levels * 1e3:.2f} ms"
-    )
+    cards = all_reduce_s(size / 8, 64, across)  # eight rings at the same time, each with an eighth
+    levels = hierarchical_all_reduce_s(size, 8, 8, intra_node=inside, inter_node=across)
+    print(f"{size / 1e6:5.0f} MB on 8 machines of 8: flat ring {flat * 1e3:.2f} ms,", end=" ")
+    print(f"eight flat rings {cards * 1e3:.2f} ms, two levels {levels * 1e3:.2f} ms")
 
 # %%
 show(draw_race("nvlink3", 64, inter_node="infiniband-hdr"))
 
 # %% [markdown]
-# Across machines each wire now carries an eighth. The question's 79 ms become 16. For 1 MB the gain is in the steps:
-# 14 inside and 14 across, instead of 126. For tensors left of the border in the picture, flat halving-doubling with
+# Across machines each wire now sums an eighth. The question's 79 ms<!--out--> become 16 ms<!--out-->. For 1 MB the gain
+# is in the steps: 14 inside and 14 across, instead of 126.
+#
+# **The flat ring is better than its name where a machine has several cards.** One ring leaves a machine by one of its
+# eight InfiniBand cards. NCCL lays a ring for each card, and each carries an eighth. So at 1 GB its flat all-reduce
+# beats two levels that run one after the other. Two levels win where steps count, and where eight GPUs share one card.
+#
+# For tensors left of the border in the picture, flat halving-doubling with
 # its 12 steps still wins. Two levels of trees would be the next idea. (The small kink in the hierarchical line: there
 # NVLink changes from its protocol for small messages, with a short latency, to the one for large messages.)
 
@@ -770,6 +684,57 @@ show(draw_race(label, 4, shown, measured=points, title=title))
 # `all_reduce_times`, is nearly right here: the points lie near the lines. What is left over is the time to copy and to
 # wake up. On the other two wires what counts is the work of the cores, which all ranks share.
 #
+# ### Where does the time of one ring go?
+#
+# The model says: six equal steps, each a latency and a chunk. For 480 kB on this wire a step takes 1 ms and 120 kB /
+# 10 MB/s = 12 ms. `time_beside` times some all-reduces on four ranks. It could calibrate between them; here nothing is
+# to be measured before, since the label says all.
+
+# %%
+from distlab.measure import overlay_of, time_beside
+from distlab.trace import Span, SpanWriter, Trace
+
+
+def timed(num_windows=5, steps_per_window=4):
+    tensor, spans = torch.zeros(120_000), SpanWriter(dist.get_rank())
+    counts = {"num_windows": num_windows, "steps_per_window": steps_per_window}
+    return time_beside(lambda: ring_all_reduce(tensor), lambda: None, spans, **counts)
+
+
+def six_steps(_):
+    ends_ns = [step * 13_000_000 for step in range(7)]
+    steps = [(f"step {step + 1}", "send", ends_ns[step], ends_ns[step + 1], 120_000) for step in range(6)]
+    return Trace.from_spans(Span(rank, "communication", *step) for rank in range(4) for step in steps)
+
+
+# %%
+def measure():
+    with Ranks(4, **WIRES["throttled"]) as ranks:
+        reports, calls = ranks.run(timed), ranks.records().to_trace()
+    return overlay_of(reports, six_steps, calls=calls.select(calls.is_word("kind", "send")))
+
+
+overlay = measure()
+print(overlay)
+
+# %% [markdown]
+# The upper row of each pair has the sends of the all-reduce of median length, the pale row the six steps. Half of the
+# measured all-reduces end in the grey band; the prediction lets them end between the dotted lines.
+
+# %%
+from simulator.viz import Timeline
+
+timeline = Timeline(overlay)
+timeline
+
+# %%
+timeline.view = (0.0, overlay.predicted.duration_s / 2)  # the first three predicted steps
+
+# %% [markdown]
+# A rank starts when its process gets a core; the model starts all at 0. Once a rank is late, its right neighbour waits,
+# and the lateness travels around the ring: one slow rank slows all. A send ends when the other side has taken it, so a
+# long box is often a wait for a different rank.
+#
 # Now the two levels of part 8, by the clock: four ranks in two nodes, memory inside, 10 MB/s between. Your
 # `hierarchical_all_reduce` takes the two groups of `node_groups()`: "local" has the ranks of one's own node, "node" one
 # rank of each node, those with the same place in theirs.
@@ -802,8 +767,10 @@ show(draw_bars(bars, subtitle="2 MiB, four ranks in two nodes, 10 MB/s between",
 
 # %% [markdown]
 # A rank of the flat ring sends 1.5 S. Where its neighbour sits in the other node, all of it crosses the slow wire. With
-# two levels each rank sends S/2 across: a third of the bytes, and here about a third of the time, since memory takes
-# little. On the 8 machines of 8 GPUs above it was a ninth of the bytes and a fifth of the time: NVLink takes its part.
+# two levels each rank sends S/2 across. So the *busiest wire* carries a third of the bytes, and the all-reduce takes
+# about a third of the time, since memory takes little. In all less is saved: 3 S crosses in the flat ring, from two of
+# the four ranks, and 2 S in two levels, from all four. With ONE wire between the nodes the gain would be 1.5x, not 3x.
+# On the 8 machines of 8 GPUs above the busiest wire carries a ninth, and nearly as much crosses in all.
 
 # %% [markdown]
 # ## Production
@@ -883,12 +850,12 @@ print(f"from {size / 1e3:.0f} kB on: {1e6 * t['ring']:.0f} us each")
 print(f"{2 * 7 / 8 * 2**34 / 367.2e9 * 1e3:.1f} ms")
 
 # %% [markdown]
-# **4.** A switch that adds up (NVLink SHARP) takes each rank's tensor once and sends the sum back. How much does a rank
-# send then, compared with a ring on 8 ranks?
+# **4.** A switch that adds up (NVLink SHARP) takes chunk c from all ranks and gives the sum to rank c. Rank c sends it
+# once more, and the switch copies it to all. How much does a rank send, compared with a ring on 8 ranks?
 
 # %% tags=["nbval-check-output"]
 ring, switch = all_reduce_steps(8, "ring"), all_reduce_steps(8, "in_network")
-print(f"ring {ring.bytes_factor:.3f} S, switch {switch.bytes_factor:.3f} S")
+print(f"ring {ring.bytes_factor:.3f} S; switch S for n chunks and S/n for the sum: {switch.bytes_factor:.3f} S")
 print(f"{ring.bytes_factor / switch.bytes_factor:.2f} times less")
 
 # %% [markdown]

@@ -382,9 +382,9 @@ def predicted(rung, bucket_bytes=500_000, machine=MACHINE):
 
 # %% [markdown]
 # Your turn. One step on four ranks, one all-reduce a parameter: how many milliseconds? You have the number of rounds a
-# step (168) and the time of one (`us a round`, further up): multiply. The bytes add 2 to 3 ms at 1,000 MB/s, since a
-# rank sends $2 \cdot \frac{3}{4} \cdot 1.73$ MB. Then add what you expect for forward, backward and optimizer: this
-# small model takes some tens of milliseconds. Commit to a number before you run on.
+# step (168<!--out-->) and the time of one (`us a round`, further up): multiply. The bytes add 2 to 3 ms at 1,000 MB/s,
+# since a rank sends $2 \cdot \frac{3}{4} \cdot 1.73$ MB. Then add what you expect for forward, backward and optimizer:
+# this small model takes some tens of milliseconds. Commit to a number before you run on.
 
 # %%
 guess_1 = predict("How long is a step with one all-reduce per parameter, on this machine?", unit="ms")
@@ -853,7 +853,7 @@ show(draw_timeline(rank_0, title=words))
 # micro-batches $M$.
 #
 # In the simulator it is one field of the plan. With one micro-batch of 2,048 tokens for each update, 64 GPUs do
-# 42.7 times the work of one. Predict: how many times with eight?
+# 42.7 times<!--out--> the work of one. Predict: how many times with eight?
 
 
 # %%
@@ -1009,7 +1009,7 @@ show(draw_bars(times_ms, **words))
 # hands out: ten samples, four ranks.
 
 # %% tags=["nbval-check-output"]
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def handed_out(epoch=None, **options):
@@ -1045,8 +1045,41 @@ show(draw_bars(times_seen(handed_out()), **words))
 #   first samples are seen twice.
 # - **It depends on the number of ranks.** Resume on two ranks instead of four, and "step 1" means other samples.
 #
-# All four go away if a batch is a *function* of how many samples the job has used so far, the **position**. Then there
-# is nothing to remember but one number, and a checkpoint keeps it.
+# In a program it stands in a `DataLoader`. Guides print the loop below, and often lose one of three lines: the sampler,
+# `set_epoch`, `zero_grad`. No error says so. Eight samples, four ranks, two epochs of two updates each: every gradient
+# is 1 and so is the rate, so that the weight should move by 4.
+
+
+# %%
+def two_epochs(left_out):
+    data, seen = TensorDataset(torch.arange(8)), []
+    sampler = None if left_out == "sampler" else DistributedSampler(data, seed=0)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    optimizer, start = torch.optim.SGD(model.parameters(), lr=1.0), model.module.weight.item()
+    for epoch in range(2):
+        if left_out not in ("sampler", "set_epoch"):
+            sampler.set_epoch(epoch)
+        for (samples,) in DataLoader(data, batch_size=1, sampler=sampler):
+            if left_out != "zero_grad":
+                optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            seen.append(samples.item())
+    return seen, start - model.module.weight.item()
+
+
+# %% tags=["nbval-check-output"]
+for left_out in ("nothing", "sampler", "set_epoch", "zero_grad"):
+    seen, moved = ranks.run(two_epochs, left_out)[0]
+    print(f"left out: {left_out}; the weight moves by {moved:.0f}; rank 0 sees {seen}")
+
+# %% [markdown]
+# Without the sampler each rank reads everything, in one order: four ranks do the work of one, four times. Without
+# `set_epoch` the second epoch is the first. Without `zero_grad` an update has the gradients of all updates before it,
+# and the weight moves by 10<!--out--> in place of 4<!--out-->.
+#
+# The four points of the list go away if a batch is a *function* of how many samples the job has used so far, the
+# **position**. Then there is nothing to remember but one number, and a checkpoint keeps it.
 #
 # ### Exercise: a sampler without memory
 #
@@ -1054,9 +1087,6 @@ show(draw_bars(times_seen(handed_out()), **words))
 # of all others. Nothing has to be sent.
 
 # %% exercise="03.sampler"
-
-# %% [markdown]
-# Stop four ranks in the middle of an epoch, and resume with two:
 
 
 # %% tags=["nbval-check-output"]
@@ -1066,15 +1096,10 @@ def used(positions, world_size):
 
 
 before, after = used([0, 4], 4), used([8], 2)
-print("on four ranks:", before)
-print("on two ranks: ", after)
+print("on four ranks, stopped in the middle of an epoch:", before)
+print("resumed on two ranks:", after)
 seen = [index for batch in before + after for samples in batch for index in samples]
 print("each sample once:", sorted(seen) == list(range(10)))
-
-# %%
-words = {"unit": "x", "title": "Your sampler, stopped on four ranks and resumed on two: each sample once"}
-dealt = [samples for batch in before + after for samples in batch]
-show(draw_bars(times_seen(dealt), **words))
 
 # %% [markdown]
 # The library's `distlab.data_parallel.DistributedSampler` is this with the interface of torch's, and a `state_dict`.
@@ -1138,6 +1163,14 @@ for weights_of in (mean_of_means, token_weights):
     shown = "less than 1e-12" if error < 1e-12 else "more than half" if error > 0.5 else f"{error:.0%}"
     print(f"{weights_of.__name__:14} differs from one process by {shown}")
 
+# %%
+fair, counts = sum(map(sum, LENGTHS)), {}
+for rank, lengths in enumerate(LENGTHS):
+    for length in lengths:  # a token has a share of 1 / (ranks x micro-batches x length); 1 / fair would be right
+        counts[f"rank {rank}, {length} tokens"] = fair / (4 * len(lengths) * length)
+words = {"unit": "x", "title": "Mean of means: a token of the shortest text counts 16 times one of the longest"}
+show(draw_bars(counts, subtitle="what a token counts, where 1 is right", **words))
+
 # %% [markdown]
 # Part of the first error is rank 2: it had no gradient, and was counted as zero. In the second run rank 2 took part as
 # well: it all-reduced its 0, and `average_gradients` counted its missing gradients as zeros. DDP needs more help: a
@@ -1168,10 +1201,10 @@ for name, bytes_per_s in wires.items():
     print(f"can be hidden from {reached / bytes_per_s:,.0f} tokens on")
 
 # %% [markdown]
-# Those are shares with nothing hidden. All of it *can* be hidden while it
-# is shorter than backward, two thirds of compute: as long as the ratio is below 2/3, which is $T > F/B$. (367 GB/s:
-# nccl-tests on 8 H200, 2025, see `simulator/presets.toml`; 50 GB/s: ConnectX-7 data sheet, 2022. With one card a
-# machine the eight GPUs share it.)
+# Those are shares with nothing hidden. All of it *can* be hidden while it is shorter than backward, two thirds of
+# compute: as long as the ratio is below 2/3, which is $T > F/B$. (367 GB/s: nccl-tests on 8 H200, 2025, see
+# `simulator/hardware/presets.toml`; 50 GB/s: ConnectX-7 data sheet, 2022. With one card a machine the eight GPUs share
+# it.)
 #
 # Where do the claims hold? Solve for $T$:
 
@@ -1182,8 +1215,9 @@ for claim, (bytes_per_s, low, high) in claimed.items():
     print(f"{claim}: holds from {fewest:,.0f} to {most:,.0f} tokens a GPU, with nothing hidden")
 
 # %% [markdown]
-# - **Gradient traffic costs 5-15 % over NVLink.** Only in that range of tokens. With 2,048 it is 26 %, with 32,768 it
-#   is 2 %. Without the number of tokens the claim says nothing, and with overlap nearly nothing of it is seen.
+# - **Gradient traffic costs 5-15 % over NVLink.** Only in that range of tokens. With 2,048 it is 26 %<!--out-->, with
+#   32,768 it is 2 %<!--out-->. Without the number of tokens the claim says nothing, and with overlap nearly nothing of
+#   it is seen.
 # - **And 15-30 % over InfiniBand.** With one card a machine, in its range. With eight cards InfiniBand costs what
 #   NVLink costs.
 #
@@ -1209,12 +1243,13 @@ for samples in (1, 4):
         print(f"{2048 * samples:5} tokens, {rung:13}: {line}")
 
 # %% [markdown]
-# - **8 GPUs give 6-7x.** That is what a loop *without* overlap gives at 8,192 tokens a GPU: 6.7x. With overlap it is
-#   7.8x; with 2,048 tokens and a loop, 4.9x.
-# - **Near linear to 8-16 GPUs.** With overlap and 8,192 tokens it goes on: 61.9x on 64. With 2,048 tokens it is 13.1x
-#   on 16 and 42.7x on 64, in buckets of 25 MB; larger buckets help, as the panel above shows.
-# - **Twice the GPUs, 1.7x.** From one GPU to two, 1.6x to 2.0x, by tokens and by rung. The claim comes nearer when the
-#   *total* batch stays, so that twice the GPUs means half the tokens for each:
+# - **8 GPUs give 6-7x.** That is what a loop *without* overlap gives at 8,192 tokens a GPU: 6.7x<!--out-->. With
+#   overlap it is 7.8x<!--out-->; with 2,048 tokens and a loop, 4.9x<!--out-->.
+# - **Near linear to 8-16 GPUs.** With overlap and 8,192 tokens it goes on: 61.9x<!--out--> on 64. With 2,048 tokens it
+#   is 13.1x<!--out--> on 16 and 42.7x<!--out--> on 64, in buckets of 25 MB; larger buckets help, as the panel above
+#   shows.
+# - **Twice the GPUs, 1.7x.** From one GPU to two, 1.6x<!--out--> to 2.0x<!--out-->, by tokens and by rung. The claim
+#   comes nearer when the *total* batch stays, so that twice the GPUs means half the tokens for each:
 
 # %% tags=["nbval-check-output"]
 before_s = None
@@ -1484,4 +1519,4 @@ ranks.close()
 #   its Llama 3 model, read 2026.
 # - Megatron Core documentation, DistributedDataParallelConfig (bucket_size, overlap_grad_reduce), read 2026.
 # - DeepSpeed documentation, configuration JSON, ZeRO section, read 2026.
-# - Figures of devices and wires: `simulator/presets.toml`, each with its source and date.
+# - Figures of devices and wires: `simulator/hardware/presets.toml`, each with its source and date.

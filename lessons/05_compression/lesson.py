@@ -245,10 +245,10 @@ words = {"unit": "x less", "title": "What top-1 % saves falls with the number of
 show(draw_bars(saved, **words))
 
 # %% [markdown]
-# To save 99 % is to send 100x less, and **100x holds nowhere.** It is 50x on 2 ranks, 25x on 4, 1x on 100, and on more
-# ranks top-1 % sends *more* than no compression.
-# A guide whose [top-k](../GLOSSARY.md#top-k) returns a whole tensor with zeros in it, and all-reduces that, saves
-# nothing at all: zeros cost as many bytes as numbers.
+# To save 99 % is to send 100x less, and **100x holds nowhere.** It is 50x<!--out--> on 2 ranks, 25x<!--out--> on 4,
+# 1x<!--out--> on 100, and on more ranks top-1 % sends *more* than no compression. A guide whose
+# [top-k](../GLOSSARY.md#top-k) returns a whole tensor with zeros in it, and all-reduces that, saves nothing at all:
+# zeros cost as many bytes as numbers.
 
 # %% [markdown]
 # ## Random elements: random-k
@@ -324,7 +324,7 @@ for bits in (8, 4, 2):
 show_bytes("The methods so far: what each rank sends")
 
 # %% [markdown]
-# 8 bits are a quarter of 32, but on four ranks they save 2x: once more the all-gather. An all-reduce sends
+# 8 bits are a quarter of 32, but on four ranks they save 2x<!--out-->: once more the all-gather. An all-reduce sends
 # $2\frac{n-1}{n}$ times 32 bits an element, the all-gather $(n-1)$ times $b$ bits. The all-reduce sends $64/(nb)$ times
 # as much: twice as much with 8 bits on 4 ranks, and on 8 ranks just as much, so that nothing is saved.
 #
@@ -398,8 +398,8 @@ def train(make_hook, momentum=0.0):
 # %% [markdown]
 # Each hook runs without memory first. `Quantize(1)` rounds each element to the smallest or the largest of its block of
 # 1,024; random-k gets 10 %, ten times as much as top-k. Which of them will learn? Say which loss you expect of top-1 %
-# after the last update, if 5.5 is where all begin (a byte is one of 256: $\ln 256 = 5.5$), and the uncompressed run is
-# the bar.
+# after the last update, if 5.5<!--out--> is where all begin (a byte is one of 256: $\ln 256 = 5.5$), and the
+# uncompressed run is the bar.
 
 
 # %%
@@ -494,19 +494,20 @@ print(guess_3.compare(float(remembering["top-1 %"][-5:].mean())))
 # %%
 from matplotlib import figure, rc_context
 
+LOOKS = ("-", "#1A1A1A"), ("--", "#0072B2"), (":", "#D55E00"), ("-.", "#00795A"), ((0, (6, 1)), "#A8457F")
+
 
 @rc_context({"font.size": 12})
-def draw_losses(title):
-    picture = figure.Figure(figsize=(12.8, 4.6), layout="constrained")
-    lines = (without, ":", "#D55E00", "without memory"), (remembering, "--", "#0072B2", "with memory")
-    for name, axes in zip(without, picture.subplots(1, 4, sharey=True), strict=True):
-        axes.plot(plain.unfold(0, 10, 1).mean(1), color="#1A1A1A", label="no compression")
-        for losses, style, colour, label in lines:
-            axes.plot(losses[name].unfold(0, 10, 1).mean(1), style, color=colour, linewidth=2.4, label=label)
-        axes.set(title=name, xlabel="update", ylim=(2.7, 4.5))
+def draw_losses(title, panels, **axis):
+    picture = figure.Figure(figsize=(12.8, 4.8), layout="constrained")
+    for name, axes in zip(panels, picture.subplots(1, len(panels), sharey=True, squeeze=False)[0], strict=True):
+        for (label, (losses, per_update)), (style, colour) in zip(panels[name].items(), LOOKS, strict=False):
+            x = per_update * torch.arange(10, len(losses) + 1)
+            axes.plot(x, losses.unfold(0, 10, 1).mean(1), ls=style, color=colour, lw=2.4, label=label)
+        axes.set(title=name, **axis)
         axes.spines[["top", "right"]].set_visible(False)
     picture.axes[0].set_ylabel("loss, mean of 10 updates (nats per byte)")
-    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
+    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5, frameon=False)
     picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
     return picture
 
@@ -514,14 +515,19 @@ def draw_losses(title):
 # %%
 words = "; ".join(f"{name}: {end_of(without[name])} without memory, {end_of(remembering[name])} with" for name in HOOKS)
 title = "With an error memory, 1 % of the elements or one bit of each learn almost like all of it"
-show(draw_losses(title), f"Loss against updates. No compression ends at {plain[-5:].mean():.2f}; {words}.")
+panels = {
+    name: {"no compression": (plain, 1), "with memory": (remembering[name], 1), "without memory": (without[name], 1)}
+    for name in HOOKS
+}
+picture = draw_losses(title, panels, xlabel="update", ylim=(2.7, 4.5))
+show(picture, f"Loss against updates. No compression ends at {plain[-5:].mean():.2f}; {words}.")
 
 # %% [markdown]
 # The loss of one run jumps by a few hundredths from machine to machine and seed to seed, so do not read the second
 # digit. What is plain: without memory signs lag far behind, top-1 % and one bit somewhat, and random places, each ten
-# times too large, run away at a learning rate that suits all the others. With memory all four follow the black line.
-# That a gradient may be wrong by 95 % in each step, and training hardly notices, is the most surprising fact of this
-# lesson. The error of one step does not matter as long as it is repaid.
+# times too large, run away at a learning rate that suits all the others. With memory three follow the black line, and
+# random places stay on a track above it. That a gradient may be wrong by 95 % in each step, and training hardly
+# notices, is the most surprising fact of this lesson. The error of one step does not matter as long as it is repaid.
 
 # %% [markdown]
 # ### All of it on one screen
@@ -599,34 +605,19 @@ print(guess_bytes.compare(needed["no compression"] / needed["top-1 %"]))
 
 
 # %%
-@rc_context({"font.size": 12})
-def draw_bytes(title):
-    picture = figure.Figure(figsize=(12.8, 5.2), layout="constrained")
-    axes, styles = picture.subplots(), ("-", "--", "-.", ":", (0, (6, 1)))
-    colours = "#1A1A1A", "#0072B2", "#D55E00", "#00795A", "#A8457F"
-    for (name, losses), style, colour in zip(learned.items(), styles, colours, strict=True):
-        sent_mb = sent[name] / 1e6 * torch.arange(10, NUM_STEPS + 1)
-        axes.plot(sent_mb, losses.unfold(0, 10, 1).mean(1), ls=style, color=colour, lw=2.4, label=name)
-    axes.set(xscale="log", xlabel="sent per rank since the start (MB)")
-    axes.set_ylabel("loss, mean of 10 updates (nats per byte)")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.spines[["top", "right"]].set_visible(False)
-    picture.legend(loc="outside lower left", ncols=5, frameon=False)
-    picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
-    return picture
-
-
-# %%
 fewer = needed["no compression"] / needed["top-1 %"]
 title = f"Top-1 % with memory comes to the same loss with {fewer:.0f} times fewer bytes"
 words = "; ".join(f"{name} needs {num_bytes / 1e6:.2f} MB" for name, num_bytes in needed.items())
-show(draw_bytes(title), f"Loss against bytes sent, the four methods with memory. Until the loss is below 3.4: {words}.")
+panels = {"": {name: (losses, sent[name] / 1e6) for name, losses in learned.items()}}
+marks = {"xscale": "log", "xticks": (0.02, 0.1, 0.5, 2), "xticklabels": ("0.02", "0.1", "0.5", "2")}
+picture = draw_losses(title, panels, xlabel="sent per rank since the start (MB)", **marks)
+show(picture, f"Loss against bytes sent, the four methods with memory. Until the loss is below 3.4: {words}.")
 
 # %% [markdown]
 # A line that is further left learns the same from fewer bytes. Each line is the one above, moved to the left by what
-# its method saves in one update: 88.1 kB against 1.8 kB is the 50x that you derived for top-1 % on two ranks. If a
-# method needs more updates than no compression, it loses some of that again. Compare random 10 %: it sends 10x less per
-# update, and its line ends higher.
+# its method saves in one update: 88.1 kB<!--out--> against 1.8 kB<!--out--> is the 50x that you derived for top-1 % on
+# two ranks. If a method needs more updates than no compression, it loses some of that again. Compare random 10 %: it
+# sends 10x less per update, and its line ends higher.
 #
 # On more ranks the distances change. All-reduced bytes grow with $2\frac{n-1}{n}$, gathered ones with $n-1$: the lines
 # of top-1 %, of 1 bit and of signs move towards the black one, and that of random places keeps its distance.
@@ -687,7 +678,7 @@ words = {"unit": "%", "title": "A second power iteration is nearly as good as th
 show(draw_bars(found, subtitle="error, as a share of the matrix' length", **words))
 
 # %% [markdown]
-# One iteration is within two to three times the error of the best factors, and on the same matrix a second or third
+# One iteration has at most two and a half times the error of the best factors, and on the same matrix a second or third
 # is nearly as good as they are. In training the matrix changes a little in each step, and the iteration follows.
 
 # %%
@@ -701,7 +692,7 @@ print(f"rank 2: without memory {end_of(without['rank 2'])}, with {end_of(remembe
 # So far you counted bytes. But the learner's clock shows time. A compressed step takes longer to compute: it must
 # encode, it must decode what n ranks send, and while a rank encodes it does nothing else. **Compression pays where the
 # wire saves more than the codec costs.** So it depends on the wire. Back to the four machines, whose gradients have 16
-# bits. On 10 Gb/s their step takes 3,268 ms. How long will it take with codes of 8 bits, gathered?
+# bits. On 10 Gb/s their step takes 3,268 ms<!--out-->. How long will it take with codes of 8 bits, gathered?
 
 # %%
 guess_8_bits = predict("How long is a step on 10 Gb/s with 8-bit codes?", unit="ms")
@@ -728,11 +719,11 @@ for compression in (None, *COMPRESSIONS):
     print(f"{name:9}", ", ".join(f"{seconds * 1e3:5.0f} ms" for seconds in steps), "on 10 Gb/s, 100 Gb/s, 400 Gb/s")
 
 # %% [markdown]
-# Read the columns; one machine alone needs 162 ms. On 10 Gb/s PowerSGD makes four machines worth about three and a
-# half, random-k nearly four. 8 bits gain *nothing*: gathered, an element's code goes to three other ranks, 3 bytes;
-# reduced, its 16 bits cost $2 \cdot \frac34 \cdot 2 = 3$ bytes too. On 400 Gb/s there is hardly anything to gain, since
-# overlap hides nearly all: three of the five make the step longer. **"Compression speeds up training" is false where
-# the wire is fast.**
+# Read the columns; one machine alone needs 162 ms<!--out-->. On 10 Gb/s PowerSGD makes four machines worth about three
+# and a half, random-k nearly four. 8 bits gain *nothing*: gathered, an element's code goes to three other ranks, 3
+# bytes; reduced, its 16 bits cost $2 \cdot \frac34 \cdot 2 = 3$ bytes too. On 400 Gb/s there is hardly anything to
+# gain, since overlap hides nearly all: three of the five make the step longer. **"Compression speeds up training" is
+# false where the wire is fast.**
 #
 # The picture shows it for every [bandwidth](../GLOSSARY.md#bandwidth), in gigabytes: 10 Gb/s are 1.25 GB/s. Where a
 # line crosses the black one is its *break-even*: to the left of it, compression pays. Before you move the slider: where
@@ -944,13 +935,14 @@ print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_wor
 # %% [markdown]
 # Single runs on a machine that does other things too: expect a factor of two, not a digit. Look in the table at where
 # the errors are. An error in how fast this machine computes or sends would stand in the rows of "none" as well. One
-# that only the rows of 4 bits have lies in what compression adds to a step: the codec. Timing it is a trap worth
-# knowing. One bucket is encoded in about 2 ms, before the other ranks have woken up, so it shares no core; in a step
-# all ranks encode at once, and where four share two cores it takes twice as long or more. Timed one bucket at a time,
-# steps of four ranks with 4 bits took three times as long as predicted. A calibration therefore times twelve buckets in
-# a row on all ranks together. It also times the codec inside the steps of two other models, where buckets have left the
-# cache: there it is about one and a half times as slow. What is sure is the direction: on a slow wire it pays, on a
-# wire as fast as memory it costs. `benchmarks/throttled.py` does it with more methods and repeats.
+# that only the rows of 4 bits have lies in the codec.
+#
+# **Timing a codec is a trap.** One bucket is encoded before the other ranks have woken up, so it shares no core. In a
+# step all ranks encode at once, where four share two cores, and buckets have left the cache. So the calibration times
+# twelve buckets in a row on all ranks together, and the codec inside the steps of two other models.
+#
+# What is sure is the direction: on a slow wire compression pays, on a wire as fast as memory it costs.
+# `benchmarks/throttled.py` does it with more methods and repeats.
 
 # %% [markdown]
 # ### Between two nodes

@@ -15,7 +15,7 @@ SMALLER = {
     "01": {"repeats=25": "repeats=2", "for _ in range(20):": "for _ in range(2):", "blocks=40": "blocks=4"},
     "02": {
         "ranks.run(time_all, programs, sizes, 15)": "ranks.run(time_all, programs, sizes, 2)",
-        "def time_rings(repeats=9)": "def time_rings(repeats=2)",
+        "num_windows=5, steps_per_window=4": "num_windows=1, steps_per_window=2",
         "programs[:3], TRIED[name], 15)": "programs[:3], TRIED[name], 2)",
         "ranks.run(time_levels, 2_097_152, 9)": "ranks.run(time_levels, 2_097_152, 2)",
     },
@@ -24,6 +24,7 @@ SMALLER = {
         "epochs=20, dtype=torch.float32": "epochs=4, dtype=torch.float32",
         "def scaled(batch, epochs=20": "def scaled(batch, epochs=4",
         "num_updates=4": "num_updates=2",
+        "for num_updates in (0, 100):": "for num_updates in (0, 3):",
         "blocks=12, steps=10": "blocks=4, steps=2",
     },
     "05": {

@@ -279,7 +279,7 @@ def test_whatever_ranks_share_they_train_what_one_process_trains(ranks):
 
 
 def compute_spans(trace, rank):
-    own = trace.select((trace.rank == rank) & trace.is_word("lane", "compute"))
+    own = trace.select((trace.rank == rank) & trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait"))
     return sorted((span.start_ns, span.kind, span.name) for span in own)
 
 

@@ -128,7 +128,7 @@ class Overlay:
     """Steps that were timed between calibrations, and what each calibration predicted for them.
 
     Attributes:
-        measured: what the ranks did in the step nearest the median.
+        measured: what the ranks did in the step nearest the median, from its begin to its end.
         predicted: the step that the median calibration predicts.
         measured_s: seconds of each step.
         predicted_s: seconds that the calibrations around each window of steps predict.
@@ -143,12 +143,12 @@ class Overlay:
 
     @property
     def middle_s(self) -> tuple[float, float]:
-        """The median step, measured and predicted."""
-        return float(np.median(self.measured_s)), float(np.median(self.predicted_s))
+        """The two steps that are drawn, measured and predicted: titles and sentences speak of these."""
+        return self.measured.duration_s, self.predicted.duration_s
 
     @property
     def error(self) -> float:
-        """Signed relative error of the predicted median: below zero is too early."""
+        """Signed relative error of the predicted step: below zero is too early."""
         measured_s, predicted_s = self.middle_s
         return predicted_s / measured_s - 1
 
@@ -161,7 +161,7 @@ class Overlay:
 
     @property
     def inside(self) -> bool:
-        """Whether the measured median lies in the predicted band."""
+        """Whether the measured step lies in the predicted band."""
         low, high = self.bands_s[1]
         return low <= self.middle_s[0] <= high
 
