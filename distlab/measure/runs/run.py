@@ -252,6 +252,6 @@ def _overlay(
             begin = min(marked.start_ns.tolist(), default=0)
             own = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
             traces.append(replace(report, trace=own).step_trace(nearest))
-    measured = Trace.concatenate(traces).from_zero()
+    measured = Trace.concatenate(traces).shifted(-min(report.step_ns[nearest][0] for report in reports))
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))

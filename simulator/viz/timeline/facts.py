@@ -128,7 +128,7 @@ class Overlay:
     """Steps that were timed between calibrations, and what each calibration predicted for them.
 
     Attributes:
-        measured: what the ranks did in the step nearest the median.
+        measured: what the ranks did in the step nearest the median, from the moment at which it began.
         predicted: the step that the median calibration predicts.
         measured_s: seconds of each step.
         predicted_s: seconds that the calibrations around each window of steps predict.
