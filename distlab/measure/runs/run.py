@@ -244,14 +244,14 @@ def _overlay(
     lengths_ns = np.array([np.diff(report.step_ns, axis=1)[:, 0] for report in reports]).max(axis=0)
     timed = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
     counted_ns = lengths_ns[timed]
-    nearest = int(timed[np.abs(counted_ns - np.median(counted_ns)).argmin()])
-    traces = [report.step_trace(nearest) for report in reports]
+    middle = int(timed[counted_ns.argsort(kind="stable")[(len(timed) - 1) // 2]])
+    traces = [report.step_trace(middle) for report in reports]
     if calls is not None:
         for rank, (report, marked) in enumerate(zip(reports, list(traces), strict=True)):
             # A rank that had no core when the step began still makes the call in which ranks agree on that moment.
             begin = min(marked.start_ns.tolist(), default=0)
             own = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
-            traces.append(replace(report, trace=own).step_trace(nearest))
-    measured = Trace.concatenate(traces).shifted(-min(report.step_ns[nearest][0] for report in reports))
+            traces.append(replace(report, trace=own).step_trace(middle))
+    measured = Trace.concatenate(traces).shifted(-min(report.step_ns[middle][0] for report in reports))
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
