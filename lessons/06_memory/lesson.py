@@ -443,11 +443,6 @@ print(guess_4.compare(sum(half.values()) / 1e6))
 for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
     print(f"{kind:12} float32 {at_peak[kind] / 1e6:5.1f} MB, bfloat16 autocast {half[kind] / 1e6:5.1f} MB")
 
-# %%
-kinds = ("parameters", "gradients", "optimizer", "activations", "logits")
-shown = {kind: {"float32": at_peak[kind] / 1e6, "bfloat16 autocast": half[kind] / 1e6} for kind in kinds}
-show_bars(shown, "MB", "Autocast makes activations smaller, and leaves the states as they are")
-
 # %% [markdown]
 # **Refuted.** States are as before, to the byte: 16 bytes per parameter, whether as 4 + 4 + 8 or as 2 + 2 + 8 + 4.
 # Nearly two fifths of the activations are gone, not half. Norms and the residual stream stay float32, and 16-bit
@@ -691,9 +686,10 @@ compared = {name: memory_of(MODEL, plan) for name, plan in plans.items()}
 show(draw_memory_of_plans(compared, capacity_bytes=H100.memory_bytes))
 
 # %% [markdown]
-# Recompute alone can never do it: 108 GB of states are not activations. Stage 1 alone is not enough either, with plain
-# attention: it leaves 37 GB of states, and the activations need more than the rest. Together with flash attention, or
-# selective recompute, it fits with room for a larger batch. The picture tells you which setting to change.
+# Recompute alone can never do it: 108 GB<!--out--> of states are not activations. Stage 1 alone is not enough either,
+# with plain attention: it leaves 37 GB of states, and the activations need more than the rest. Together with flash
+# attention, or selective recompute, it fits with room for a larger batch. The picture tells you which setting to
+# change.
 #
 # Now choose yourself: model, device, ranks, precision, and what is split or made again. The text under the picture says
 # whether it fits, and what to change if not. From how many ranks on can the 70B model be trained at stage 3, with full
