@@ -163,10 +163,10 @@ print(f"naive: a step takes {naive_s * 1e3:.0f} ms, a rank works {WORK_S * 1e3:.
 # ### One process, several devices
 #
 # Guides often show naive model parallel without ranks: *one* process puts some layers on `cuda:0` and the rest on
-# `cuda:1`. With fewer than two GPUs, as here, these are two names for the CPU. How busy are two devices?
+# `cuda:1`. Here the two devices are two names for the CPU. How busy are they?
 
 # %%
-DEVICES = ("cuda:0", "cuda:1") if torch.cuda.device_count() > 1 else ("cpu:0", "cpu:1")
+DEVICES = ("cpu:0", "cpu:1")  # with two GPUs: ("cuda:0", "cuda:1")
 halves = [torch.nn.Linear(64, 64).to(device) for device in DEVICES]
 x, start = X, time.perf_counter()
 for half, device in zip(halves, DEVICES, strict=True):
