@@ -272,8 +272,8 @@ draw_over_time(plain, over_time)
 # %% [markdown]
 # Read it from left to right. In forward each layer adds what its backward will need. At the end of forward come the
 # logits: small here, with 256 different bytes, but a vocabulary of 128,000 makes them the largest tensor of all. Then
-# backward frees the layers' activations, last layer first. At the right end only states are left. **The peak is where
-# forward ends**, and you can avoid most of it.
+# backward frees the layers' activations, last layer first. At the right end only states are left; the gradients stay
+# too, since `DataParallel` keeps its buckets. **The peak is where forward ends**, and you can avoid most of it.
 
 # %% [markdown]
 # ## Activations
