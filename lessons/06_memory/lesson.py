@@ -33,11 +33,12 @@
 # It runs out of memory before the first update. You halve the batch, and it runs out of memory. You halve it again,
 # down to one sample. It runs out of memory.
 #
-# How many GB does a rank hold before it has seen a single token, if it trains the whole model with Adam in the usual
-# mixed precision? Before you go on: type a number into the box that the next cell shows, and press Commit.
+# How many GB do you need for what does not depend on the batch at all: weights, gradients and the optimizer's numbers?
+# You train the whole model with Adam in the usual mixed precision. Before you go on: type a number into the box that
+# the next cell shows, and press Commit.
 
 # %%
-guess_0 = predict("GB that a rank holds before it has seen a token, 7B, Adam, mixed precision?", unit="GB")
+guess_0 = predict("GB that no batch makes smaller, 7B, Adam, mixed precision?", unit="GB")
 guess_0
 
 # %%
@@ -60,9 +61,10 @@ show(draw_memory(memory, capacity_bytes=80e9))
 
 # %% [markdown]
 # This is what one rank holds in a training step. The dashed line is the memory of the GPU. Look at the left: the bar
-# passes the line. Look at the right: most of it is there before forward begins and after backward ends, whatever the
-# batch is. What are these parts, which of them can you make smaller, and what does that cost? This lesson answers it.
-# Here are the numbers:
+# passes the line. Look at the right, from its start to its end. Before forward the rank holds 94.4 GB<!--out-->. The
+# activations (green) come and go. The gradients (yellow) come during backward: with them the states are complete, and
+# they are the number above, whatever the batch is. What are these parts, which of them can you make smaller, and what
+# does that cost? This lesson answers it. Here is the most of each part:
 
 # %% tags=["nbval-check-output"]
 for kind in KINDS:
@@ -70,17 +72,18 @@ for kind in KINDS:
         print(f"{kind:15} {memory.of(kind) / 1e9:6.1f} GB")
 
 # %% [markdown]
-# The 14 GB of weights are an eighth of what training holds all the time, and the batch has no part in it. That is why
+# The weights, 13.5 GB<!--out-->, are an eighth of the first four lines, and the batch has no part in these. That is why
 # halving the batch did not help: **no batch is small enough.** The last three lines depend on the batch. Here, for
-# one sequence of 4,096 tokens, they add half as much again.
+# one sequence of 4,096 tokens, they are half as much again. (The lines add up to more than the picture's peak: when the
+# last gradients come, most activations have gone.)
 #
-# This lesson goes through the list. First what is there before any data, then
+# This lesson goes through the list. First what no batch makes smaller, then
 # [activations](../GLOSSARY.md#activation), then what 16-bit numbers save and what they do not save. Each time you
 # count before you measure, on real ranks, with a model small enough for a laptop. Lesson 7 then splits the first four
 # lines over the ranks.
 
 # %% [markdown]
-# ## What is there before any data
+# ## What no batch makes smaller
 #
 # Four kinds, and each has its own number of bytes per parameter. In the usual mixed precision with Adam:
 #
@@ -107,13 +110,19 @@ for name in ("llama-2-7b", "llama-2-70b", "gpt-3-175b"):
     count = model_by_name(name).num_parameters
     held = sum(state_bytes(count, Plan(precision=MIXED), 2).values())
     weights = f"weights {4 * count / 1e9:4.0f} GB in float32, {2 * count / 1e9:4.0f} GB in 16 bits"
-    print(f"{name:12} {count / 1e9:6.1f}B: {weights}; training {held / 1e9:5.0f} GB")
+    words = f"training {held / 1e9:5.0f} GB, {-(-held // 80e9):2.0f} GPUs of 80 GB"
+    print(f"{name:11} {count / 1e9:5.1f}B: {weights}; {words}")
 
 # %% [markdown]
-# Guides say that 175B needs "700 GB in float32, 350 GB in 16 bits". That is right, for the **weights**. Training
-# takes 2.8 TB. They say that 70B needs "140 GB of weights, 500 GB or more in all". The weights are right. Training
-# takes 1,104 GB, twice the "500". Around 550 GB is what you get with 8 bytes per parameter: Adam's moments in
-# bfloat16 as well, and no float32 copy. That runs, and learns somewhat worse, as you will see.
+# Guides say that 175B needs "700 GB in float32, 350 GB in 16 bits". That is right, for the **weights**: training takes
+# eight times the second number. They say that 70B needs "140 GB of weights, 500 GB or more in all". The weights are
+# right. Training takes 1,104 GB<!--out-->, more than twice the "500". Around 550 GB is what you get with 8 bytes per
+# parameter: Adam's moments in bfloat16 as well, and no float32 copy. That runs, and learns somewhat worse, as you will
+# see.
+#
+# **"70B takes six or seven H100s, just for the model."** That is the 500 GB again, divided by 80. "The model", its
+# weights, fits on two. Its training states fill 14<!--out-->, to the brim, and activations come on top: "Does it fit?"
+# below says how many are enough.
 #
 # And they say that ZeRO-1 saves 8x and ZeRO-2 16x. The paper's own case has 7.5 billion parameters on 64 ranks:
 
@@ -128,8 +137,7 @@ from simulator.viz import draw_bars
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
-    words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words))
+    show(draw_bars(numbers, unit=unit, title=title, subtitle=subtitle))
 
 
 paper = {f"stage {stage}": Plan(64, precision=MIXED, sharding=Sharding(stage)) for stage in range(4)}
@@ -264,15 +272,15 @@ draw_over_time(plain, over_time)
 # %% [markdown]
 # Read it from left to right. In forward each layer adds what its backward will need. At the end of forward come the
 # logits: small here, with 256 different bytes, but a vocabulary of 128,000 makes them the largest tensor of all. Then
-# backward frees the layers' activations, last layer first. At the right end only states are left. **The peak is where
-# forward ends**, and you can avoid most of it.
+# backward frees the layers' activations, last layer first. At the right end only states are left; the gradients stay
+# too, since `DataParallel` keeps its buckets. **The peak is where forward ends**, and you can avoid most of it.
 
 # %% [markdown]
 # ## Activations
 #
-# What does a layer keep? Backward of a matrix product needs its input. Backward of a norm, of GELU and of dropout
-# needs their inputs. Korthikanti et al. went through a GPT layer tensor by tensor, in 16-bit numbers. With
-# micro-batch $B$, sequence $s$, hidden size $h$ and $a$ heads it keeps
+# What does a layer keep? Backward of a matrix product, of a norm and of GELU needs its input. Backward of dropout needs
+# only its mask, one byte per element. Korthikanti et al. went through a GPT layer tensor by tensor, in 16-bit numbers.
+# With micro-batch $B$, sequence $s$, hidden size $h$ and $a$ heads it keeps
 #
 # $$ s B h \left(34 + 5\,\frac{a s}{h}\right) \text{ bytes.}$$
 #
@@ -320,11 +328,12 @@ SPLIT = {"tensor": 8, "sequence_parallel": True}
 ways = {"one rank": {}, "tensor 8": {"tensor": 8}, "and sequence": SPLIT}
 ways |= {"and selective": SPLIT | {"recompute": "selective"}, "tensor 8, full": {"tensor": 8, "recompute": "full"}}
 shown = {name: 96 * activation_bytes(12288, 96, **GPT3, **how) / 1e9 for name, how in ways.items()}
-show_bars(shown, "GB", "Selective recompute with a split sequence keeps nearly as little as full recompute")
+show_bars(shown, "GB", "A split sequence with selective recompute keeps little, and computes almost nothing twice")
 
 # %% [markdown]
-# Sequence parallelism with selective recompute keeps about twice as much as full recompute, and 27 times less than
-# one rank without either. And almost nothing is computed twice. That is how the authors train models of this size.
+# Sequence parallelism with selective recompute keeps about twice as much as full recompute here, and less than a
+# twentieth of what one rank keeps without either. And almost nothing is computed twice. That is how the authors train
+# models of this size.
 
 # %% [markdown]
 # ## Recompute
@@ -359,9 +368,9 @@ full = ranks.run(lambda: counted(recompute="full"))[0]
 beside(recomputed, full)
 
 # %% [markdown]
-# Four inputs of 0.5 MB: 2.1 MB. But "temporary" has grown: it now holds the one block that runs again, with the
-# gradients that flow through it. So here the count must guess more. The whole update needs about half as much memory
-# as before; with 32 blocks instead of 4 the saving would be far greater.
+# Four inputs of 0.5 MB: 2.1 MB<!--out-->. But "temporary" has grown: it now holds the one block that runs again, with
+# the gradients that flow through it. So here the count must guess more. The whole update needs about half as much
+# memory as before; with 32 blocks instead of 4 the saving would be far greater.
 
 # %%
 draw_over_time(full, recomputed_over_time)
@@ -418,7 +427,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 # %% [markdown]
 # [`bfloat16`](../GLOSSARY.md#bf16-fp16) has float32's range and two to three decimal digits. `float16` has three to
-# four digits and a small range: above 65,504 comes infinity, below 6e-8 comes zero.
+# four digits and a small range: above 65,504 comes infinity, and below half of its smallest number comes zero.
 #
 # "Mixed precision halves memory", say guides. `autocast` is the plainest form: parameters stay float32, matrix
 # products run in 16 bits. How many of our 52 MB will be left?
@@ -434,19 +443,13 @@ print(guess_4.compare(sum(half.values()) / 1e6))
 for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
     print(f"{kind:12} float32 {at_peak[kind] / 1e6:5.1f} MB, bfloat16 autocast {half[kind] / 1e6:5.1f} MB")
 
-# %%
-kinds = ("parameters", "gradients", "optimizer", "activations", "logits")
-shown = {kind: {"float32": at_peak[kind] / 1e6, "bfloat16 autocast": half[kind] / 1e6} for kind in kinds}
-show_bars(shown, "MB", "Autocast makes activations smaller, and leaves the states as they are")
-
 # %% [markdown]
 # **Refuted.** States are as before, to the byte: 16 bytes per parameter, whether as 4 + 4 + 8 or as 2 + 2 + 8 + 4.
 # Nearly two fifths of the activations are gone, not half. Norms and the residual stream stay float32, and 16-bit
 # copies of the weights are kept for backward. What you do save: half of the bytes that are sent, if gradients are
 # 16-bit, and above all time on tensor cores.
 #
-# Fewer bits and recompute save different things, so you can use both. Here are all four updates, from the start of
-# forward to the end of the optimizer's step. Each line is drawn on its own clock: recompute takes longer.
+# Fewer bits and recompute save different things, so you can use both. Here are all four updates:
 
 # %%
 both_over_time = ranks.run(lambda: measured(recomputed=True, dtype="bfloat16"))[0][1]
@@ -457,39 +460,18 @@ for name, peak in peaks_mb.items():
     print(f"{name:21} peak {peak:4.1f} MB, {curves[name][1][-1].sum() / 1e6:4.1f} MB at the end")
 
 # %%
-from matplotlib import figure, rc_context
-
-
-@rc_context({"font.size": 12})
-def draw_curves(title):
-    picture = figure.Figure(figsize=(12.8, 4.8), layout="constrained")
-    axes, colours = picture.subplots(), ("#1A1A1A", "#0072B2", "#D55E00", "#A8457F")
-    for (name, (times, rows)), style, colour in zip(curves.items(), ("-", "--", "-.", ":"), colours, strict=True):
-        looks = {"linestyle": style, "color": colour, "linewidth": 2.4, "label": name}
-        axes.step(100 * times / times[-1], rows.sum(axis=1) / 1e6, where="post", **looks)
-    axes.set(xlabel="share of the update's time (%)", ylabel="held per rank (MB)", xlim=(0, 100), ylim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
-    picture.legend(loc="outside lower left", ncols=4, frameon=False)
-    picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
-    return picture
-
-
-# %%
-title = "Fewer bits make the hill lower, recompute takes most of it away; the ground stays"
-words = ", ".join(f"{name} {peak:.1f} MB" for name, peak in peaks_mb.items())
-show(draw_curves(title), f"{title}. Bytes that a rank holds over one update; peaks: {words}.")
+shown = {name: {"at the peak": peak, "at the end": curves[name][1][-1].sum() / 1e6} for name, peak in peaks_mb.items()}
+show_bars(shown, "MB", "Held over one update: fewer bits make the hill lower, recompute cuts it off; the ground stays")
 
 # %% [markdown]
-# The ground is parameters and optimizer states. The hill on it is made of activations: forward goes up, backward goes
-# down, while gradients grow. Autocast makes the hill lower. Recompute cuts it off and leaves teeth: each tooth is one
-# block that is computed again.
-
-# %% [markdown]
+# The ground is parameters and optimizer states. The hill on it is made of activations: you saw it above, over time.
+# Autocast makes it lower. Recompute cuts it off and leaves teeth, one for each block that is computed again.
+#
 # ### Why the float32 copy?
 #
 # Why not keep everything in bfloat16, 8 bytes per parameter in all? Between 1 and 2, bfloat16 has only 128 numbers.
-# Adam changes a weight by about the learning rate, here 0.0001, for any size of the gradient. How many of those
-# updates would change a bfloat16 weight at all?
+# Adam changes a weight by the learning rate at most, here 0.0001, and by less where gradients change their sign. How
+# many of those updates would change a bfloat16 weight at all?
 
 # %%
 guess_5 = predict("Share of weights that one AdamW step of 0.0001 changes, in bfloat16?", unit="%")
@@ -517,16 +499,22 @@ def share_changed(lr=1e-4):
     optimizer.step()
     change = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
     rounded = before.bfloat16()
-    return float((rounded != (rounded.float() + change).bfloat16()).float().mean())
+    return float((rounded != (rounded.float() + change).bfloat16()).float().mean()), float(change.abs().median())
 
 
 # %%
 guess_5.default(90)  # assumed if you gave no number above
-print(guess_5.compare(100 * ranks.run(share_changed)[0]))
+share, middle = ranks.run(share_changed)[0]
+print(guess_5.compare(100 * share))
+print(f"half of the changes are below {1e6 * middle:.0f} millionths; lost is, near a weight of")
+for weight in (0.002, 0.01, 0.05, 1.0):
+    here = torch.tensor(weight).bfloat16()
+    step = float(here.nextafter(torch.tensor(10.0).bfloat16()).float() - here.float())
+    print(f"  {weight:5}: what is below {1e6 * step / 2:7.1f} millionths, half the distance to the next number")
 
 # %% [markdown]
-# All other changes are rounded away, again in every step. This hits the large weights: near 0.02 the numbers of
-# bfloat16 are 0.00012 apart, and near 1, where a norm's weights are, 0.004 and more.
+# All other changes are rounded away, again in every step. The larger a weight, the further apart are bfloat16's
+# numbers, and the more is lost: near 0.01 more than half of the changes, and near 1, where a norm's weights are, all.
 #
 # The cure is a float32 copy, the *masters*. The optimizer updates the copy, where small steps add up, and the model
 # computes with the copy rounded to 16 bits.
@@ -534,18 +522,6 @@ print(guess_5.compare(100 * ranks.run(share_changed)[0]))
 # ### Exercise: master weights
 #
 # Write `update_with_master(weights, masters, gradients, lr)`: one step of SGD.
-
-
-# %%
-def half_a_step(weight):
-    """Return half the distance from a bfloat16 number to the next one: smaller changes are rounded away."""
-    here = torch.tensor(weight).bfloat16()
-    return float(here.nextafter(torch.tensor(10.0).bfloat16()).float() - here.float()) / 2
-
-
-lost_below = {f"a weight near {weight}": 1e4 * half_a_step(weight) for weight in (0.001, 0.005, 0.02, 0.05)}
-title = "An update is 1 of these units. Where the bar is longer than 1, it is rounded away"
-show_bars(lost_below, "x 0.0001", title, "half the distance to the next bfloat16 number")
 
 # %% exercise="06.master"
 
@@ -585,16 +561,16 @@ for kind in TRAININGS:
     print(f"{kind:22} loss {ends[kind]:.3f} in the last ten updates")
 
 # %% [markdown]
-# With masters the loss is that of float32 to a few thousandths. Without them the loss stays higher, and more so at
-# lower learning rates. Late in a training, when rates are small, it no longer falls. (There is a different cure,
-# stochastic rounding, that needs no copy.)
+# With masters the loss is that of float32 to a few thousandths. Without them it stays higher. The lower the learning
+# rate, the more updates are lost: late in a training, when rates are small, the loss no longer falls. (There is a
+# different cure, stochastic rounding, that needs no copy.)
 
 # %% [markdown]
 # ### float16, and its scale
 #
-# float16 loses small gradients: below 6e-8 they are zero. How small are gradients? The loss is a *mean* over all tokens
-# of a batch, so each token's share falls with the batch. Here are the gradients that flow into one block of our model,
-# with 512 tokens, and as they would be in a batch of 4 million:
+# float16 loses small gradients: below 3e-8 they become zero. How small are gradients? The loss is a *mean* over all
+# tokens of a batch, so each token's share falls with the batch. Here are the gradients that flow into one block of our
+# model, with 512 tokens, and as they would be in a batch of 4 million:
 
 
 # %%
@@ -710,9 +686,9 @@ compared = {name: memory_of(MODEL, plan) for name, plan in plans.items()}
 show(draw_memory_of_plans(compared, capacity_bytes=H100.memory_bytes))
 
 # %% [markdown]
-# Recompute alone can never do it: 108 GB of states are there before the first token. Stage 1 alone is not enough
-# either, with plain attention: it leaves 37 GB of states, and the activations need more than the rest. Together with
-# flash attention, or selective recompute, it fits with room for a larger batch. The table tells you which setting to
+# Recompute alone can never do it: 108 GB<!--out--> of states are not activations. Stage 1 alone is not enough either,
+# with plain attention: it leaves 37 GB of states, and the activations need more than the rest. Together with flash
+# attention, or selective recompute, it fits with room for a larger batch. The picture tells you which setting to
 # change.
 #
 # Now choose yourself: model, device, ranks, precision, and what is split or made again. The text under the picture says
@@ -734,9 +710,9 @@ for ranks_asked in (16, 32):
     print(f"{ranks_asked} ranks: {fits.text}")
 
 # %% [markdown]
-# The states alone are 1,104 GB: fourteen devices of 80 GB, filled to the brim. What a rank needs for the layer that
-# it works on comes on top, on every rank, and does not shrink with their number. Leave room also for what the count
-# leaves out: the allocator's gaps, the communication library, a different program on the GPU.
+# The states alone fill fourteen devices of 80 GB. What a rank needs for the layer that it works on comes on top, on
+# every rank, and does not shrink with their number: that is why 16 are still too few. Leave room also for what the
+# count leaves out: the allocator's gaps, the communication library, a different program on the GPU.
 
 # %% [markdown]
 # ## Production: torch's own
@@ -848,8 +824,8 @@ compare("recompute beside none", lambda: ours(True, False), lambda: ours(False, 
 # ## Popular claims, tested
 #
 # - **"175B needs 700 GB in float32, 350 GB in 16 bits."** The weights do. Training needs 2.8 TB.
-# - **"70B needs 140 GB of weights and 500 GB or more."** 138 GB and 1,104 GB, with Adam in mixed precision. 552 GB is
-#   right with everything in bfloat16.
+# - **"70B needs 140 GB of weights and 500 GB or more, so six or seven H100s."** 138 GB and 1,104 GB, with Adam in mixed
+#   precision: 14 H100s for the states alone. 552 GB is right with everything in bfloat16.
 # - **"ZeRO-1 saves 8x, ZeRO-2 16x."** Refuted: at most 4x and 8x of the states, 3.8x and 7.2x in the paper's case.
 # - **"Mixed precision halves memory."** Refuted, by count and by measurement: states stay at 16 bytes per parameter,
 #   activations shrink by nearly two fifths here.
@@ -941,11 +917,11 @@ ranks.close()
 # %% [markdown]
 # ## What to read next
 #
-# - Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, 2020: section 3 counts
-#   the 16 bytes as you did here.
-# - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022: section 4, where the 34
+# - Rajbhandari et al. 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*: section 3 and Table
+#   1 count the 16 bytes as you did here, and say who holds them.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*: section 4, where the 34
 #   bytes come from, tensor by tensor.
-# - Micikevicius et al., *Mixed Precision Training*, 2018: eleven pages on [master
+# - Micikevicius et al. 2018, *Mixed Precision Training*: eleven pages on [master
 #   weights](../GLOSSARY.md#master-weights) and [loss scaling](../GLOSSARY.md#loss-scaling).
 #
 # **Next: lesson 7.** You now know which four parts of the memory are the same on every rank. Lesson 7 divides them
@@ -953,11 +929,7 @@ ranks.close()
 #
 # ## Sources
 #
-# - Rajbhandari et al. 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, section 3 and
-#   Table 1: 16 bytes per parameter, and who holds them.
-# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*, section 4: the 34.
-# - Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*: recompute.
-# - Micikevicius et al. 2018, *Mixed Precision Training*: masters, loss scaling.
+# - The three above. Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*: recompute.
 # - Dao et al. 2022, *FlashAttention*: the scores need not be stored.
 # - Hu et al. 2021, *LoRA*; Dettmers et al. 2023, *QLoRA*, section 3 for the 4.13 bits.
 # - Touvron et al. 2023, *Llama 2*; Brown et al. 2020, *Language Models are Few-Shot Learners*: sizes of the models.

@@ -50,8 +50,7 @@ from simulator.viz import draw_bars
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
-    words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words))
+    show(draw_bars(numbers, unit=unit, title=title, subtitle=subtitle))
 
 
 sizes_gb = {"states, on every rank": one / 1e9, "memory of a GPU": 80, "states, divided by 64": one / 64 / 1e9}
@@ -61,9 +60,9 @@ show_bars(
 
 # %% [markdown]
 # Compare the first bar with the second: data parallel does not start here, on 64 GPUs as little as on one. Each would
-# hold the same 120 GB. Then look at the third bar. Can a GPU work with so little, and what does it have to ask the
-# others for? This lesson answers it. Memory is not what is missing. The cluster has 40 times as much as the states
-# need. It is the same bytes, 64 times.
+# hold the same 120 GB<!--out-->. Then look at the third bar. Can a GPU work with so little, and what does it have to
+# ask the others for? This lesson answers it. Memory is not what is missing. The cluster has 40 times as much as the
+# states need. It is the same bytes, 64 times.
 #
 # So let each GPU keep a 64th. The largest part, Adam's 12 bytes, is used only in the update, once a step. Say that the
 # ranks share out these 12 bytes and nothing else. How much smaller do the states of a GPU get? A popular guide says:
@@ -457,7 +456,7 @@ bench("FSDP, kept after forward", fully_sharded(reshard_after_forward=False))
 
 # %%
 guess_1.default(4)  # assumed if you gave no number above
-print(guess_1.compare(3))
+print(guess_1.compare(sent_psi["FSDP"]))
 
 # %% [markdown]
 # **3 $\Psi$, half as much again as data parallel**, and the same losses. With `reshard_after_forward=False` whole units
@@ -520,8 +519,8 @@ show_bars(shown, "MB", "Stage by stage, one more of the three is divided by 4", 
 #
 # ### What did not fit now does
 #
-# Give every rank an artificial limit of 40 MB, and a model of 3.2 million parameters: 13 MB of parameters, as much of
-# gradients, 26 MB of moments. The tracker refuses what goes beyond, as a GPU would.
+# Give every rank an artificial limit of 40 MB, and a model of 3.2 million parameters: 13 MB<!--out--> of parameters, as
+# much of gradients, and twice that of moments. The tracker refuses what goes beyond, as a GPU would.
 
 # %%
 from distlab.measure import MemoryLimitError
@@ -579,11 +578,11 @@ for stage in range(4):
 
 # %% [markdown]
 # **It is faster.** Two reasons, and neither is in "3 is more than 2". First, the update: every rank of plain data
-# parallel reads and writes Adam's state of all 7.5 billion parameters, 62 ms; a shard takes one. Second, when bytes can
-# travel: an all-gather of stage 3 hides behind the forward and backward of the unit before. Stages 1 and 2 gather new
-# parameters after the update, when nothing is left to hide behind. Their step is even longer than plain data
-# parallel's: over machines a gather is one ring of all 64 ranks, so each bucket pays for 63 hops, where an all-reduce
-# goes by two levels with few. Larger buckets pay less often.
+# parallel reads and writes Adam's state of all 7.5 billion parameters, a fifth of its step; a shard takes a 64th of
+# that. Second, when bytes can travel: an all-gather of stage 3 hides behind the forward and backward of the unit
+# before. Stages 1 and 2 gather new parameters after the update, when nothing is left to hide behind. Their step is even
+# longer than plain data parallel's: over machines a gather is one ring of all 64 ranks, so each bucket pays for 63
+# hops, where an all-reduce goes by two levels with few. Larger buckets pay less often.
 #
 # So **"FSDP costs 50 % more communication"** is true in bytes. What you notice is what cannot be hidden. A unit's
 # forward takes $2PT/F$ seconds for its $P$ parameters and $T$ tokens at $F$ operations a second. Its gather takes
@@ -622,7 +621,7 @@ print(units.text)
 # Move the sliders. One layer per unit holds least. But a ring around 64 GPUs has 63 hops, and a gather of 100 MB spends
 # a good part of its time on their delays: two layers a unit make half as many gathers. From three on it gets worse
 # again: the first gather and the last reduce-scatter have nothing to hide behind, and they get longer. On 8 GPUs
-# nothing beats one layer, and with the 7.5B model a second one gains next to nothing. So one is the usual wrapping: a
+# nothing beats one layer, and with the 7.5B model a second one gains nothing. So one is the usual wrapping: a
 # block of a transformer. The FSDP paper found that gathers of fewer than 33 million elements are slow on its cluster,
 # for the same reason: *small* models want several blocks a unit.
 #
@@ -640,10 +639,10 @@ step = step_with(stage=3, reshard_after_forward=False)
 print(f"kept after forward: {step.duration_s * 1e3:.0f} ms, {step.memory.max_bytes / 1e9:.1f} GB")
 
 # %% [markdown]
-# One unit ahead is worth nearly half the step, and costs 0.4 GB. The second is worth nothing. (The FSDP paper
-# measured 18 % for prefetch in backward alone, on a different model and other GPUs.) Keeping units after forward saves
-# a third of the traffic for the memory of all parameters. It gains little here, where gathers hide. On slower wires it
-# gains more: take it there, if it fits.
+# One unit ahead is worth nearly half the step, and costs one gathered unit of memory. The second is worth nothing. (The
+# FSDP paper measured 18 % for prefetch in backward alone, on a different model and other GPUs.) Keeping units after
+# forward saves a third of the traffic for the memory of all parameters. It gains little here, where gathers hide. On
+# slower wires it gains more: take it there, if it fits.
 
 # %% [markdown]
 # ### Measured over predicted
@@ -711,14 +710,6 @@ for name, machines in (("InfiniBand, 400 Gb/s", MACHINES), ("Ethernet, 100 Gb/s"
         words = "one set of shards " if replicas == 1 else "a set each machine"
         print(f"{name:20} {words}: {step.duration_s * 1e3:.0f} ms, {step.memory.max_bytes / 1e9:.0f} GB a GPU")
 
-# %%
-shown = {}
-for wire, machines in (("InfiniBand", MACHINES), ("Ethernet", SLOW)):
-    sets = {"one set of shards": 1, "a set each machine": 8}
-    times = {name: step_with(machines, stage=3, replicas=count).duration_s for name, count in sets.items()}
-    shown[wire] = {name: 1e3 * seconds for name, seconds in times.items()}
-show_bars(shown, "ms", "On the slow wire a set of shards per machine makes the step shorter")
-
 # %% [markdown]
 # On fast wires between machines it costs: gathers were hidden already, all-reduces come on top, and each rank updates
 # an 8th of the states, not a 64th. On slow ones it saves a seventh of the step. On real ranks: four, in two groups of
@@ -760,17 +751,88 @@ for offload in ("none", "optimizer", "all"):
     print(f", {memory.host_bytes / 1e9:.0f} GB on the host for each")
 
 # %% [markdown]
-# On 8 GPUs a rank's shard is large, so the copies are long: the step takes several times as long. It is the last
-# resort, for a model that fits no other way. It gets cheaper with every GPU, since shards get smaller, and with every
-# micro-batch that is accumulated before an update. On a CPU "device" and host are the same memory, so this machine
-# shows that nothing else changes:
+# The step takes about four times as long. Is it the wire? Look at what the host does during a step, and what the copies
+# take:
+
+# %%
+shown = {}
+for offload in ("none", "optimizer", "all"):
+    step = step_with(few, stage=3, offload=offload)
+    host = step.trace.select((step.trace.rank == 0) & step.trace.is_word("lane", "host"))
+    shown[offload] = {"the whole step": 1e3 * step.duration_s}
+    for words, kind in (("the CPU's update", "optimizer"), ("copies over PCIe", "copy")):
+        part = host.select(host.is_word("kind", kind))
+        shown[offload][words] = float((part.end_ns - part.start_ns).sum()) / 1e6
+show_bars(shown, "ms", "The CPU's update takes most of what offload adds, not PCIe", "by what is offloaded, 8 GPUs")
+
+# %% [markdown]
+# Adam reads and writes 28 bytes per parameter. For an eighth of the model that is 26 GB, from a host memory that brings
+# 50 GB/s for each GPU here; the GPU's own is more than 60 times as fast. Offloading the parameters too copies more, and
+# still the step is a little shorter: new parameters need not come back at once after the update. They come unit by
+# unit, while the GPU computes.
+#
+# Offload is the last resort, for a model that fits no other way. It gets cheaper with every GPU, since shards get
+# smaller, and with every micro-batch that is accumulated before an update. On a CPU "device" and host are the same
+# memory, so this machine shows that nothing else changes:
 
 # %%
 bench("FSDP, offloaded", fully_sharded(offload=True))
 
+# %% [markdown]
+# ### Cards from a shop
+#
+# **"Consumer GPUs can train, with limits"; "100B and more on commodity hardware".** Which limits? An RTX 4090 has 24
+# GB, PCIe 4.0 and no NVLink. The states of a 7B model are 108 GB (lesson 6), and four cards have 96. So ask the advisor
+# of lesson 15, without offload, for four cards in one machine and for eight:
+
+# %% tags=["nbval-check-output"]
+from simulator import ModelDescription, Question, near_fit, search, words_of
+
+for num_cards in (4, 8):
+    asked = Question(ModelDescription(model="llama-2-7b", attention="flash"), cluster("rtx-4090-server", num_cards), 64)
+    found = search(asked, lambda shape: shape.tensor == shape.context == 1)
+    best = found.best(1)
+    words = words_of(best[0].plan, best[0].microbatch) if best else f"nothing fits; {near_fit(found)}"
+    print(f"{num_cards} cards: {words}")
+
+# %% [markdown]
+# And with offload and all activations recomputed? The same for 175B, in machines of eight with 25 Gb/s Ethernet between
+# them. The last line cuts layers too (lessons 8 to 10), as lesson 15's search advises:
+
+# %% tags=["nbval-check-output"]
+from distlab.plan import Precision
+from simulator import model_by_name
+
+
+def on_cards(name, data, sharding, num_microbatches=16, sequence=2048, **degrees):
+    how = {"precision": Precision("bfloat16", gradients="bfloat16"), "recompute": "full"}
+    plan = Plan(data, sharding=sharding, num_microbatches=num_microbatches, **degrees, **how)
+    step = simulate(model_by_name(name), cluster("rtx-4090-server", plan.world_size), plan)
+    held, per_hour = step.memory.max_bytes / 1e9, 3600 * data * num_microbatches * sequence / step.duration_s
+    words = f"100 million tokens in {1e8 / per_hour:.1f} hours, 300 billion in {3e11 / per_hour / 24:.0f} days"
+    print(f"{name} on {plan.world_size:4} cards: {held:.1f} GB a card; {words if held < 24 else 'does not fit 24 GB'}")
+    return step.memory
+
+
+on_card = {"7B, 4 cards": on_cards("llama-2-7b", 4, Sharding(3, offload="optimizer"), sequence=4096)}
+for num_cards in (128, 1024):
+    on_card[f"175B, {num_cards} cards"] = on_cards("gpt-3-175b", num_cards, Sharding(3, offload="all"))
+CUT = {"tensor": 4, "pipeline": 32, "stages_per_rank": 3, "schedule": "interleaved", "sequence_parallel": True}
+on_card["175B, 256 cards, layers cut"] = on_cards("gpt-3-175b", 2, Sharding(1), num_microbatches=256, **CUT)
+
 # %%
-shown = {offload: 1e3 * step_with(few, stage=3, offload=offload).duration_s for offload in ("none", "optimizer", "all")}
-show_bars(shown, "ms", "What travels over PCIe makes the step long", "a step by what is offloaded, 8 GPUs")
+from simulator.viz import draw_memory_of_plans
+
+show(draw_memory_of_plans(on_card, capacity_bytes=24e9))
+
+# %% [markdown]
+# **7B on four 4090s: yes, with offload, to fine-tune.** A training from scratch is not for these cards. And the preset
+# is kind: it gives each card all of its PCIe. In fact these cards cannot copy to each other directly, so everything
+# goes through the host's memory.
+#
+# **"100B on commodity hardware": not by sharding.** 175B does not fit 24 GB a card, with any number of cards. A rank
+# gathers whole layers into buffers and computes with them, and these do not shrink with $n$. Cut the layers too, and
+# 256 cards in 32 machines hold it. That is no longer what one calls commodity.
 
 # %% [markdown]
 # ## The norm of what no rank holds whole
@@ -901,6 +963,19 @@ print(json.dumps(deepspeed_config(PLAN), indent=1))
 for note in deepspeed_notes(PLAN):
     print("-", note)
 
+# %% [markdown]
+# A file starts nothing. DeepSpeed's launcher starts the script, a process per GPU, with the variables that torchrun
+# sets too (lesson 14). What stands behind the script's name is for the script, which hands the file to
+# `deepspeed.initialize`:
+#
+# ```
+# deepspeed --num_gpus=8 train.py --deepspeed --deepspeed_config ds_config.json
+# ```
+#
+# For several machines take `--hostfile=hosts`, with a line such as `node1 slots=8` for each. Scripts with Hugging
+# Face's `Trainer` take `--deepspeed ds_config.json`. If you give `train_batch_size`, it must be micro-batch x
+# accumulation x GPUs, here 1 x 4 x 64 = 256.
+
 # %%
 from simulator.export import fsdp2_code
 
@@ -917,6 +992,21 @@ print(fsdp2_code(Plan(64, sharding=Sharding(stage=3, replicas=8))))
 # | Megatron | `--use-distributed-optimizer`: 1 | `--num-distributed-optimizer-instances` | `--optimizer-cpu-offload` |
 # | Megatron-FSDP | `--data-parallel-sharding-strategy optim`, `optim_grads`, `optim_grads_params` | the same | |
 # | torch | `ZeroRedundancyOptimizer`: 1 | as FSDP2 | as FSDP2 |
+#
+# Older code uses torch's first FSDP, the class `FullyShardedDataParallel`. Its names in today's:
+#
+# | FSDP1 | `fully_shard` (FSDP2) | distlab |
+# |---|---|---|
+# | `FullyShardedDataParallel(model, ...)` | `fully_shard(block)`, then `fully_shard(model)` | `FullyShard(model)` |
+# | `ShardingStrategy.FULL_SHARD` | `reshard_after_forward=True` | the default: stage 3 |
+# | `SHARD_GRAD_OP` | `reshard_after_forward=False` | `reshard_after_forward=False` |
+# | `HYBRID_SHARD` | a mesh of two axes | `group=`, `replicas=` |
+# | `NO_SHARD` | leave it out: DDP | `DataParallel(model)` |
+# | `auto_wrap_policy=...` | the modules you call it on | `units=...`; items of a `ModuleList` |
+# | `cpu_offload=...`, `mixed_precision=...` | `offload_policy=...`, `mp_policy=...` | `offload=`, `precision=` |
+#
+# Beware of `size_based_auto_wrap_policy`: without `min_num_params` a unit has at least 100 million numbers. A smaller
+# model is then *one* unit, gathered at once: no memory saved while it works, and nothing to hide behind.
 #
 # Keeping units after forward is `reshard_after_forward=False` in FSDP2, and `fsdp_reshard_after_forward = "never"` in
 # torchtitan. Prefetch is `stage3_prefetch_bucket_size` in DeepSpeed, and FSDP2 does it unasked.
@@ -998,8 +1088,8 @@ show_bars(shown, "GB", "With 8 micro-batches stage 3 sends many times as much", 
 # %% [markdown]
 # On these wires stage 3 sends many times as much in about the same time: gathers hide. On slow ones they would not.
 #
-# - **"Offload makes any model trainable on one GPU."** It fits. One GPU, 7.5 billion
-#   parameters: count bytes over PCIe. Question 4 below.
+# - **"Offload makes any model trainable on one GPU."** It fits. One GPU, 7.5 billion parameters: count bytes over PCIe.
+#   Question 4 below.
 # - **"Sharding replaces tensor parallelism."** Up to a point: ZeRO-3 gathers whole layers, so a layer and its
 #   activations must still fit, and each rank must have tokens of its own. Megatron's paper compared the two for 175B on
 #   384 A100s: 144 TFLOP/s a GPU for ZeRO-3, 153 for tensor and pipeline parallelism (Narayanan et al. 2021, table 2).
@@ -1054,22 +1144,18 @@ pair.close()
 # %% [markdown]
 # ## What to read next
 #
-# - Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, 2020: the stages;
-#   section 7 derives what each one sends.
-# - Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, 2023: units, prefetch and what went
-#   wrong on real clusters.
-# - Ren et al., *ZeRO-Offload: Democratizing Billion-Scale Model Training*, 2021: what to keep on the host, and why.
+# - Rajbhandari et al. 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*: the stages, table
+#   1; section 7 derives what each one sends.
+# - Zhao et al. 2023, *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*: units, prefetch, hybrid
+#   sharding, and what went wrong on real clusters; section 3.2.1 has the size below which gathers get slow.
+# - Ren et al. 2021, *ZeRO-Offload: Democratizing Billion-Scale Model Training*: what to keep on the host, and why.
 #
 # **Next: lesson 8.** Sharding still gathers each layer whole before it computes. Lesson 8 cuts the layer itself, so
 # that no rank ever has it whole.
 #
 # ## Sources
 #
-# - Rajbhandari, Rasley, Ruwase, He 2020, *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*:
-#   stages, table 1, and section 7 for the traffic.
-# - Zhao et al. 2023, *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*: units, prefetch, hybrid
-#   sharding, and the size below which gathers get slow (section 3.2.1).
-# - Ren et al. 2021, *ZeRO-Offload*; Wang et al. 2023, *ZeRO++* (hpZ is hybrid sharding of parameters).
+# - The three above. Wang et al. 2023, *ZeRO++* (hpZ is hybrid sharding of parameters).
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, table 2.
 # - Source of DeepSpeed (`runtime/zero/config.py`), torchtitan (`config/parallelism.py`, `config/training.py`) and
 #   Megatron-LM (its arguments, and the guide to Megatron-FSDP); documentation of `fully_shard` and

@@ -59,8 +59,7 @@ from simulator.viz import draw_bars
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
-    words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words))
+    show(draw_bars(numbers, unit=unit, title=title, subtitle=subtitle))
 
 
 from distlab.plan import ActionTimes, make_schedule
@@ -160,6 +159,30 @@ print(f"naive: a step takes {naive_s * 1e3:.0f} ms, a rank works {WORK_S * 1e3:.
 # %% [markdown]
 # **"Naive model parallel uses 25 % of four GPUs"** holds, on any wire: one works, three wait. (In lesson 9
 # micro-batches make the others work too.)
+#
+# ### One process, several devices
+#
+# Guides often show naive model parallel without ranks: *one* process puts some layers on `cuda:0` and the rest on
+# `cuda:1`. Here the two devices are two names for the CPU. How busy are they?
+
+# %%
+DEVICES = ("cpu:0", "cpu:1")  # with two GPUs: ("cuda:0", "cuda:1")
+halves = [torch.nn.Linear(64, 64).to(device) for device in DEVICES]
+x, start = X, time.perf_counter()
+for half, device in zip(halves, DEVICES, strict=True):
+    x = half(x.to(device))  # a copy is all the communication; autograd copies the gradient back
+    x = Slow.apply(x, 2 * LAYER_S, 4 * LAYER_S)  # two of the four layers
+x.sum().backward()
+seconds = time.perf_counter() - start
+print(f"{seconds * 1e3:.0f} ms, each device works {6 * LAYER_S * 1e3:.0f} ms: busy {6 * LAYER_S / seconds:.0%}")
+
+# %% [markdown]
+# One half: each layer needs what the one before it made, so only one device works at a time. Real GPUs do not help. A
+# call returns there as soon as its work is queued, but the queue of the second GPU waits for the first one's result.
+#
+# What do ranks change? Not this. A rank has a Python of its own and can stand in a different machine; `x.to("cuda:1")`
+# becomes a send and a receive. Autograd ends at a message, so backward needs one too, as in `naive_step`. In return
+# every rank can have work of its own while others have theirs. This lesson and lesson 9 give it to them.
 
 # %% [markdown]
 # ## Two ways to cut a matrix
@@ -180,21 +203,21 @@ first, second = (one @ part for one, part in zip(x.chunk(2, 1), a.chunk(2, 0), s
 print("gelu of the sum is the sum of gelus:", torch.allclose(F.gelu(first + second), F.gelu(first) + F.gelu(second)))
 
 # %%
-sizes = {
-    "the whole layer": {"columns": a.numel(), "rows": a.numel()},
-    "a rank's weights": {"columns": a.numel() / 2, "rows": a.numel() / 2},
-    "what it reads of X": {"columns": x.numel(), "rows": x.numel() / 2},
-    "what it makes of Y": {"columns": x.shape[0] * a.shape[1] / 2, "rows": x.shape[0] * a.shape[1]},
-}
-show_bars(sizes, "numbers", "Columns need all of X; rows make a part of a sum that is as large as Y")
+from distlab.tensor_parallel import Split
+from simulator.viz import draw_shards
+
+weights = [{"layers.first.weight": one.T, "layers.second.weight": one} for one in a.chunk(2, 1)]
+cuts = {"layers.first.weight": Split(0, (8,)), "layers.second.weight": Split(1, (8,))}
+show(draw_shards(weights, cuts, num_heads=1))
 
 # %% [markdown]
-# The last line decides the order. A transformer's feed-forward part is a layer that widens, GeLU, and a layer that
-# goes back to the old width. If the *first* layer is cut by rows, its results must be added up before GeLU, since
-# GeLU of a sum is not the sum of GeLUs. If it is cut by columns, each rank has whole features, and GeLU works on each
+# Two layers, the first cut by columns and the second by rows. Each rank holds half of both. Why in this order? The last
+# line that was printed decides it. A transformer's feed-forward part is a layer that widens, GeLU, and a layer that
+# goes back to the old width. If the *first* layer is cut by rows, its results must be added up before GeLU, since GeLU
+# of a sum is not the sum of GeLUs. If it is cut by columns, each rank has whole features, and GeLU works on each
 # feature alone. The second layer, cut by rows, takes just these features. So: **columns first, then rows**, and a
-# single sum at the end (Shoeybi et al. 2019). The library's two layers are called
-# [ColumnParallelLinear](../GLOSSARY.md#columnparallellinear) and
+# single sum at the end (Shoeybi et al. 2019). In the picture it is the box g; the next section has f. The library's two
+# layers are called [ColumnParallelLinear](../GLOSSARY.md#columnparallellinear) and
 # [RowParallelLinear](../GLOSSARY.md#rowparallellinear).
 #
 # ### Exercise: cut a layer
@@ -308,15 +331,9 @@ for name, wire in WIRES.items():
     print(f"{name:28} {seconds * 1e3:4.0f} ms, busy {busy[name]:.0%} (formula {1 / (1 + ratio):.0%}); ", end="")
     print(f"{naive_s / seconds:.1f} times as fast as naive")
 
-# %%
-shown = {"naive": {"measured": 100 * busy["naive"], "formula": 25}}
-for name, wire in WIRES.items():
-    shown[name] = {"measured": 100 * busy[name], "formula": 100 / (1 + ratio_of(4, wire))}
-show_bars(shown, "%", "Busy: four ranks as measured, and by the formula")
-
 # %% [markdown]
 # Measured ranks are less busy than the formula says: a sleep lasts longer than asked, and this machine's own sums
-# take time as well, and more when other programs run. But the picture is clear. On NVLink cutting every layer is much
+# take time as well, and more when other programs run. But the order is clear. On NVLink cutting every layer is much
 # faster than naive model parallel. On Ethernet it is *slower than naive model parallel*, which means slower than a
 # single GPU would be if the model fitted one.
 #
@@ -411,10 +428,6 @@ print(
 )
 print(f"what cross-entropy needs from the others: {3 * 4 * 8 * 2048 / 1e6:.2f} MB")
 
-# %%
-shown = {"all scores": 4 * scores / 1e6, "a rank's scores": scores / 1e6, "three numbers": 3 * 4 * 8 * 2048 / 1e6}
-show_bars(shown, "MB", "Cross-entropy needs three numbers per position, and no scores of others")
-
 # %% [markdown]
 # Cut that layer by columns and each rank scores its own tokens. Gather them? No: cross-entropy of a position is
 # $\log \sum_v e^{x_v - m} + m - x_{target}$ with the largest score $m$. Three numbers per position: the largest, the
@@ -495,7 +508,7 @@ print(f"a rank holds {numbers[0]:,} of {new_gpt().num_parameters:,} parameters")
 # %%
 part = 4 * (t - 1) / t / 1e3
 shown = {"layers": 8 * L * B * s * h * part, "embedding and output": 4 * B * s * h * part, "loss": 6 * B * s * part}
-show_bars(shown, "kB", "Nearly all that a rank sends is sent by the layers")
+show_bars(shown, "kB", "Nine tenths of what a rank sends is sent by the layers")
 
 # %% [markdown]
 # Equal to the byte. A rank holds a bit more than a quarter, because norms, positions and the biases behind a sum are
@@ -573,8 +586,7 @@ CORPUS = ByteCorpus(python_documentation(), context=32)
 
 
 def show_bars(numbers, unit, title, subtitle=""):
-    words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words))
+    show(draw_bars(numbers, unit=unit, title=title, subtitle=subtitle))
 
 
 def new_gpt():
@@ -690,18 +702,35 @@ guess_3 = predict("Two ranks here, tensor parallel: how many times as fast as on
 guess_3
 
 # %%
+from distlab.trace import Trace
+
+
+def with_gaps(trace):
+    """Put the calls on the row "tensor"; a rank computes nothing while it waits for one."""
+    cut, calls = [], [span for span in trace if span.lane == "communication"]
+    for span in (span for span in trace if span.lane == "compute"):
+        start_ns = span.start_ns
+        for call in calls:
+            if call.rank == span.rank and span.start_ns <= call.start_ns < span.end_ns:
+                cut.append(span._replace(start_ns=start_ns, end_ns=max(start_ns, call.start_ns)))
+                start_ns = call.end_ns
+        cut.append(span._replace(start_ns=start_ns, end_ns=max(start_ns, span.end_ns)))
+    return Trace.from_spans(cut + [call._replace(lane="tensor") for call in calls])
+
+
+# %%
+from dataclasses import replace
+
 from distlab.measure import RunResult, TrainingRun, overlay_of_run, time_training
 
 WIDE = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128, tied=False)
 TRAINING = TrainingRun(model=WIDE, plan=Plan(tensor=2), num_updates=1, num_windows=4, budget_s=5.0)
-
 ranks.close()
 ranks = Ranks(2, timeout_s=180, backend="gloo")
-
-# %%
 result = RunResult(TRAINING, ranks.run(time_training, TRAINING))
 calls = ranks.records().to_trace()
 overlay = overlay_of_run(result, calls=calls.select(calls.is_word("lane", "communication")))
+overlay = replace(overlay, measured=with_gaps(overlay.measured), predicted=result.predicted.layer_trace)
 print(overlay)
 
 # %% [markdown]
@@ -744,28 +773,9 @@ show_bars(shown, "ms", "A step of the small GPT on this machine")
 # pale. Close other programs and run the cell again that printed the first line above: it calibrates again, too.
 
 # %%
-from distlab.trace import Trace
-
-
-def with_gaps(trace):
-    """Put the calls on the row "tensor"; a rank computes nothing while it waits for one."""
-    cut, calls = [], [span for span in trace if span.lane == "communication"]
-    for span in (span for span in trace if span.lane == "compute"):
-        start_ns = span.start_ns
-        for call in calls:
-            if call.rank == span.rank and span.start_ns <= call.start_ns < span.end_ns:
-                cut.append(span._replace(start_ns=start_ns, end_ns=max(start_ns, call.start_ns)))
-                start_ns = call.end_ns
-        cut.append(span._replace(start_ns=start_ns, end_ns=max(start_ns, span.end_ns)))
-    return Trace.from_spans(cut + [call._replace(lane="tensor") for call in calls])
-
-
-# %%
-from dataclasses import replace
-
 from simulator.viz import Timeline
 
-timeline = Timeline(replace(overlay, measured=with_gaps(overlay.measured), predicted=result.predicted.layer_trace))
+timeline = Timeline(overlay)
 timeline
 
 # %%
@@ -779,7 +789,7 @@ timeline.view = (0.0, result.predicted.duration_s / 2)  # the first half, larger
 # holds the error against a bar, over more windows in which nothing changed.
 #
 # And the speed? Two ranks halve the products. They do not halve norms and the residual stream, nor the fixed cost of
-# each call of a layer. With $h = 128$ that is much; with $h = 5120$ the products are everything.
+# each call of a layer. With $h = 128$ that is much; with $h = 5120$ the products are nearly everything.
 
 # %% [markdown]
 # ## The simulator at full size
@@ -815,7 +825,7 @@ for name, wire in WIRES.items():
 #   not.
 # - **Of the peak** is a different share: the products that a GPU does, out of those that it could do. One GPU alone is
 #   at 66 % here, because norms and softmax move memory and multiply nothing. If you compare "85 %" with a different
-#   report's "57 %", you should ask which of the two it is.
+#   report's "57 %<!--out-->", you should ask which of the two it is.
 # - On Ethernet two GPUs are already slower than one, and every further one makes it worse.
 # - Two GPUs do not hold the model, whatever the wire.
 #
@@ -928,16 +938,16 @@ print(f"(half of the pairs: {low:.2f} to {high:.2f})")
 #
 # Megatron-LM fills an odd vocabulary up (`--make-vocab-size-divisible-by`), as this package does; DTensor has uneven
 # parts. torchtitan splits the sequence unless told otherwise. DeepSpeed cuts a Hugging Face model by the names of its
-# layers, together with ZeRO stages 0 to 2. What DeepSpeed calls sequence parallelism (Ulysses) is a different thing:
-# lesson 11.
+# layers, together with ZeRO stages 0 to 2; its engine takes stage 3 with it from version 0.19.4 on. What DeepSpeed
+# calls sequence parallelism (Ulysses) is a different thing: lesson 11.
 
 # %% [markdown]
 # ## Popular claims, tested
 #
 # - **"Naive model parallel uses 25 % of four GPUs."** Holds: $1/t$, measured above on sleeping ranks.
 # - **"Tensor parallel uses 85 %."** About right for the 13B model on four H100s with NVLink: 79 % by products alone,
-#   87 % by the simulator. On eight it is 71 %, on 400 Gb/s between four machines less than half, and of the GPUs' peak
-#   it is 57 % in any case.
+#   87 % by the simulator. On eight it is 71 %, on 400 Gb/s between four machines less than half. Of the four GPUs'
+#   peak it is 57 %.
 # - **"Tensor parallel is useless over Ethernet."** At 10 or 100 Gb/s it holds: slower than naive. It is the ratio
 #   $(t-1) F / (h W)$ that decides, not the name of the wire.
 # - **"Use tensor parallelism up to 8."** The number 8 comes from machines with 8 GPUs: beyond them the wire changes.
@@ -998,25 +1008,20 @@ ranks.close()
 # %% [markdown]
 # ## What to read next
 #
-# - Shoeybi et al., *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*, 2019:
-#   section 3 is this lesson in two pages.
-# - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022: why the sequence is split
-#   too, and what a layer keeps.
-# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021: where
-#   tensor parallelism ends and pipelines begin.
+# - Shoeybi et al. 2019, *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*
+#   (arXiv:1909.08053): section 3 is this lesson in two pages.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198): why the
+#   sequence is split too, and what a layer keeps (equations 1 to 4).
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
+#   (arXiv:2104.04473): where tensor parallelism ends and pipelines begin; operations of a layer (equation 3).
 #
 # **Next: lesson 9.** Tensor parallelism needs a fast wire. Lesson 9 cuts the model between its layers, which a slow
 # wire can carry, and fights the waiting that you saw in the first picture.
 #
 # ## Sources
 #
-# - Shoeybi et al. 2019, *Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism*
-#   (arXiv:1909.08053), section 3: columns first, f and g, heads, vocabulary.
-# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198): the
-#   sequence split, and what a layer keeps (equations 1 to 4).
-# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
-#   (arXiv:2104.04473): operations of a layer (equation 3), and what is sent (section 3.3).
-# - Bandwidths and speeds: `simulator/presets.toml`, each with its source. Prices: the example's own.
+# - The three above.
+# - Bandwidths and speeds: `simulator/hardware/presets.toml`, each with its source. Prices: the example's own.
 # - Documentation of `torch.distributed.tensor.parallel`, of Megatron Core and of DeepSpeed's AutoTP; source of
 #   torchtitan (`config/parallelism.py`). Read 2026-11.
 # - In this repository: `distlab/tensor_parallel/`, whose `__init__` says in which order.

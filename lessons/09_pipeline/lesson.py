@@ -49,7 +49,7 @@ guess_0
 # %%
 from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
-from simulator.viz import draw_timeline
+from simulator.viz import draw_schedule
 
 SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
 MACHINE = cluster("dgx-h100", 4, stack="best-case")
@@ -66,12 +66,12 @@ def step_of_model(schedule, num_microbatches, *, batch=64, stages_per_rank=1, cl
 guess_0.default(80)  # assumed if you gave no number above
 naive_step = step_of_model("naive", 1, batch=8)
 print(guess_0.compare(100 * (1 - naive_step.bubble_fraction), how="simulated"))
-show(draw_timeline(naive_step.trace))
+show(draw_schedule(naive_step.trace))
 
 # %% [markdown]
-# Each rank is a GPU, and time runs to the right. Look at the four rows named *compute*: coloured boxes are work, and
-# the empty part is waiting. (The thin lines in the other rows are messages.) While one GPU works, three wait. In what
-# order must the GPUs work so that the empty part gets small? This lesson answers it.
+# Each row is a GPU, and time runs to the right. Coloured boxes are work, and the empty part is waiting. (Messages are
+# left out: they are too short to be seen.) While one GPU works, three wait. In what order must the GPUs work so that
+# the empty part gets small? This lesson answers it.
 
 # %% tags=["nbval-check-output"]
 MODEL = gpt_workload(**SIZES)
@@ -182,7 +182,6 @@ print(f": busy {3 * 8 * UNIT_S / seconds:.0%}")
 # %%
 from distlab.plan import ActionTimes, make_schedule
 from simulator import simulate_schedule
-from simulator.viz import draw_schedule
 
 naive_paper = simulate_schedule(make_schedule("naive", 4, 1), ActionTimes(1, 1, 1))
 show(draw_schedule(naive_paper.trace))
@@ -266,8 +265,7 @@ from simulator.viz import draw_bars
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
-    words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words))
+    show(draw_bars(numbers, unit=unit, title=title, subtitle=subtitle))
 
 
 shown = {f"{m} micro-batches": 100 * bubble_fraction(4, m, 1) for m in (1, 2, 4, 8, 16, 32, 64)}
@@ -275,11 +273,11 @@ show_bars(shown, "%", "More micro-batches, less bubble: idle time over total tim
 
 # %% [markdown]
 # **"The bubble is $(p-1)/m$."** That is what papers write, and it is idle time over *ideal* time: how much longer a
-# step takes than without any bubble. With 4 ranks and 4 micro-batches it says 75 %, while the ranks idle 43 % of their
-# time. Both are right; only never compare one with the other. This lesson means idle over total, everywhere.
+# step takes than without any bubble. With 4 ranks and 4 micro-batches it says 75 %, while the ranks idle 43 %<!--out-->
+# of their time. Both are right; only never compare one with the other. This lesson means idle over total, everywhere.
 #
 # **"Four times as many micro-batches as stages, and the bubble is negligible."** A rule of the
-# [GPipe](../GLOSSARY.md#gpipe) paper. Read it off the table: with 16 micro-batches on 4 ranks it is 16 %. The
+# [GPipe](../GLOSSARY.md#gpipe) paper. Read it off the table: with 16 micro-batches on 4 ranks it is 16 %<!--out-->. The
 # question's GPUs cost 8,640 dollars a month, and 16 % of that are 1,400 dollars.
 
 # %% [markdown]
@@ -351,6 +349,33 @@ show(draw_schedule(trace, paper.trace))
 # %% [markdown]
 # On paper GPipe takes the ranks from 25 % to 73 %, with the same work and the same numbers. Measured times are longer
 # than on paper: a sleep lasts longer than asked, messages take time, and more so where other programs run.
+#
+# ### One process, a loop over devices
+#
+# Guides also write the pipeline as a loop in *one* process. `stages` is a list, each stage on a device of its own, and
+# `.to(device)` stands for the messages. (Here all four are on the CPU.) Same stages, same eight micro-batches:
+
+
+# %%
+def loop_over_devices(stages, batch, num_microbatches=8):
+    parts = batch.chunk(num_microbatches)
+    for stage in stages:  # on GPUs: part.to(device of the stage)
+        parts = [stage(part) for part in parts]
+    for part in parts:
+        (part.square().mean() / num_microbatches).backward()
+
+
+stages = [Stage() for _ in range(4)]
+start = time.perf_counter()
+loop_over_devices(stages, BATCH)
+seconds = time.perf_counter() - start
+print(f"{seconds * 1e3:.0f} ms, busy {3 * 8 * UNIT_S / seconds:.0%}: as naive, though the batch was cut")
+
+# %% [markdown]
+# A call on the CPU returns when it is done, so nothing overlaps. On GPUs a call returns when it is *queued*: GPU 1 can
+# work on the first part while Python queues the next ones. But one Python starts the work of all devices. If it falls
+# behind, or waits for a number (`loss.item()`), all of them wait. And it ends at one machine. Ranks change just that:
+# each has its own Python, its own order of actions, and messages in place of `.to`.
 
 # %% [markdown]
 # ## When more micro-batches stop helping
@@ -591,8 +616,8 @@ print(overlay)
 # %% [markdown]
 # The timeline of the 1F1B step of median length. The upper row of each pair is what was measured, the pale one under it
 # what the simulator said. Half of the measured steps end in the grey band; the prediction lets them end between the
-# dotted lines. The solid line is where the last box ends; the clock of a step starts a little before the first box and
-# stops a little after the last one. If the picture says that the machine was not calm, its boxes are pale. Close other
+# dotted lines. The two lines are the medians. The clock of a step starts a little before the first box and stops a
+# little after the last one. If the picture says that the machine was not calm, its boxes are pale. Close other
 # programs and run the cell above again: it calibrates again, too.
 
 # %%
@@ -642,7 +667,7 @@ show(draw_schedule(trace, paper.trace))
 
 # %% [markdown]
 # Here "in flight" counts every stage of a rank by itself. Two of these are as large as one was before, so 11 on rank 0
-# are 5.5 micro-batches. The next cell counts that way, and the messages too.
+# are 5.5<!--out--> micro-batches. The next cell counts that way, and the messages too.
 
 # %% tags=["nbval-check-output"]
 from distlab.plan import KINDS, add_communication
@@ -870,8 +895,8 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
     print(f"{SCHEDULES[name].title:24}{words}, {held:3.0f} GB{', does not fit' if held > 80 else ''}")
 
 # %% [markdown]
-# From 25 % to 95 % busy. Most of the way was to cut the batch; 1F1B made that fit; the rest is the last few per cent,
-# for more messages or more memory.
+# From 25 %<!--out--> to 95 %<!--out--> busy. Most of the way was to cut the batch; 1F1B made that fit; the rest is the
+# last few per cent, for more messages or more memory.
 
 # %% [markdown]
 # ### Your own schedule
@@ -939,16 +964,11 @@ def on_four_ranks(schedule):
 # %%
 alone = max(ranks.run(in_one_process))
 bound = min(4, len(os.sched_getaffinity(0)))
-speedups = {}
 for name in ("naive", "one_f_one_b", "zb_h1"):
     plan = make_schedule(name, 4, 8)
     paper = simulate_schedule(plan, THREE)
-    speedups[name] = {"measured": alone / max(ranks.run(on_four_ranks, plan)), "on four devices": paper.speedup}
-    print(f"{name:12} {speedups[name]['measured']:.2f}x one process", end="")
+    print(f"{name:12} {alone / max(ranks.run(on_four_ranks, plan)):.2f}x one process", end="")
     print(f"; on four devices the schedule allows {paper.speedup:.2f}x, this machine's cores {bound}x")
-
-# %%
-show_bars(speedups, "x", f"Times one process: at most {bound}x on the cores of this machine")
 
 # %% [markdown]
 # So times on this machine say nothing of schedules once the cores are full; order, memory and messages say it all the
@@ -1116,22 +1136,19 @@ ranks.close()
 # %% [markdown]
 # ## What to read next
 #
-# - Huang et al., *GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism*, 2019: the first
-#   schedule.
-# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021: section
-#   2.2 has 1F1B and interleaved stages with their bubbles.
-# - Qi et al., *Zero Bubble Pipeline Parallelism*, 2023: read it with your own schedule next to it.
+# - Huang et al. 2019, *GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism*
+#   (arXiv:1811.06965): the first schedule, and the rule of four times as many (section 2.3).
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
+#   (arXiv:2104.04473): section 2.2 has 1F1B and interleaved stages, with their bubbles as idle over ideal.
+# - Qi et al. 2023, *Zero Bubble Pipeline Parallelism* (arXiv:2401.10241): read it with your own schedule next to it.
+#   Its "B" is I here.
 #
 # **Next: lesson 10.** You have now cut the batch, the layers' numbers and the model's depth. Lesson 10 does all three
 # at the same time, and asks which of them goes on which wire.
 #
 # ## Sources
 #
-# - Huang et al. 2019, *GPipe* (arXiv:1811.06965): micro-batches, and the rule of four times as many (section 2.3).
-# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
-#   (arXiv:2104.04473), section 2.2: 1F1B with flushes, interleaved stages, and their bubbles as idle over ideal.
-# - Qi et al. 2023, *Zero Bubble Pipeline Parallelism* (arXiv:2401.10241): the split backward pass, ZB-H1, ZB-H2, ZB-V,
-#   automatic schedules. Its "B" is I here. Qi et al. 2024 (arXiv:2405.15362): V-Half and V-Min.
+# - The three above. Qi et al. 2024 (arXiv:2405.15362): V-Half and V-Min.
 # - DeepSeek-AI 2024, *DeepSeek-V3 Technical Report* (arXiv:2412.19437), section 3.2.1: DualPipe, with two copies of
 #   the model. DualPipeV is one half of it, folded to a V.
 # - Lamy-Poirier 2022, *Breadth-First Pipeline Parallelism* (arXiv:2211.05953): looped schedules.

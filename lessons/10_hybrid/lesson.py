@@ -93,8 +93,7 @@ from simulator.viz import draw_bars
 
 def show_bars(numbers, unit, title, subtitle=""):
     """Draw numbers as bars, and say the same in words."""
-    words = {"unit": unit, "title": title}
-    show(draw_bars(numbers, subtitle=subtitle, **words))
+    show(draw_bars(numbers, unit=unit, title=title, subtitle=subtitle))
 
 
 shown = {"tensor inside a machine": good.duration_s, "tensor across machines": bad.duration_s}
@@ -107,10 +106,9 @@ show_bars(shown, "s", "The same GPUs and the same degrees: a step by the order o
 # %% [markdown]
 # ## The mesh
 #
-# A **[mesh](../GLOSSARY.md#mesh)** gives each rank a place on every axis. Ranks count as a
-# digital clock does: its last place, the seconds, changes with every count, and the place before it moves on by one
-# when the last is full. So the last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1,
-# replica 0, tensor part 1.
+# A **[mesh](../GLOSSARY.md#mesh)** gives each rank a place on every axis. Ranks count as a digital clock does: its last
+# place, the seconds, changes with every count, and the place before it moves on by one when the last is full. So the
+# last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
 #
 # ### Exercise: where a rank stands
 #
@@ -536,13 +534,16 @@ timeline
 timeline.view = (0.0, overlay.predicted.duration_s)  # the predicted step's length
 
 # %% [markdown]
-# The upper row of each pair is measured, the pale one under it predicted: the order of boxes is the same, and tensor
-# pairs (ranks 0 and 1, 2 and 3) move in step. Speeds were measured while all four ranks computed. Where they share
-# fewer cores, a rank that waits lends its core to the others, and their boxes get shorter; the prediction does so too.
-# So on few cores all that ranks do adds up, and a bubble costs little. The simulator draws tensor's sums as blue boxes
-# of their own; in the measured step they lie inside the forward and backward boxes. Half of the measured steps end in
-# the grey band; the prediction lets them end between the dotted lines. The solid line is where the last box ends; the
-# clock of a step starts a little before the first box and stops a little after the last one. If the picture says that
+# The upper row of each pair is measured, the pale one under it predicted. The order of boxes is the same, and tensor
+# pairs (ranks 0 and 1, 2 and 3) move in step. The simulator draws tensor's sums as blue boxes of their own; in the
+# measured step they lie inside the forward and backward boxes. A measured receive begins when its rank begins to wait,
+# so the bubble lies in it.
+#
+# Half of the measured steps end in the grey band; the prediction lets them end between the dotted lines. The two lines
+# are the medians. The clock of a step starts a little before the first box and stops a little after the last one.
+#
+# Where four ranks share fewer cores, a rank that waits lends its core to the others, and their boxes get shorter; the
+# prediction does so too. So on few cores all that ranks do adds up, and a bubble costs little. If the picture says that
 # the machine was not calm, its boxes are pale. Close other programs and run the cell above again: it calibrates again,
 # too. `benchmarks/` takes more windows, and holds the error against a bar.
 
@@ -562,10 +563,6 @@ timeline.view = (0.0, overlay.predicted.duration_s)  # the predicted step's leng
 print(f"{'axis':10}{'GB a rank':>10}{'waited for':>12}   in a step, tensor inside")
 for axis in ("tensor", "pipeline", "data"):
     print(f"{axis:10}{good.sent_bytes_by_axis[axis] / 1e9:10.1f}{good.exposed_by_axis[axis]:10.2f} s")
-
-# %%
-shown = {axis: good.sent_bytes_by_axis[axis] / 1e9 for axis in ("tensor", "pipeline", "data")}
-show_bars(shown, "GB", "What a rank sends in a step of the question, by axis")
 
 # %% [markdown]
 # ### Exercise: place the axes
@@ -679,10 +676,9 @@ show_bars(shown, "ms", "The axis that may not wait belongs inside the node", "a 
 # The clock agrees on who wins. Both orders compute the same, and both send over the slow wire. Tensor's sums are more
 # bytes here, and each of them is waited for; data's gradients travel once a step, while backward goes on.
 #
-# How near are the predictions? In one run on a calm machine the first was 11 % too short and the second 6 % too long.
-# Look at the calibration: a message between nodes has 1.2 ms of latency there, where the wire's label says 200 us. The
-# rest is most likely the time that ranks which share cores need to wake up, and the prediction charges every message
-# with it. On a busy machine that is several ms, and predictions are much too long.
+# How near are the predictions? Look at the calibration: a message between nodes has more latency than the 200 us on the
+# wire's label. The rest is most likely the time that ranks which share cores need to wake up, and the prediction
+# charges every message with it. On a busy machine that is several ms, and predictions are much too long.
 
 # %% [markdown]
 # ## Which degrees?
@@ -811,9 +807,9 @@ show_bars(shown, "ms", "Whether 64 GPUs beat 8 depends on the wire and on the ba
 #
 # - **1.7x**: on this cluster a doubling gives anything from 1.4x to nearly 2x. With as many samples a GPU as
 #   before, it is near 2x. With one batch for all it falls as the share of each GPU shrinks.
-# - **1B on 8 GPUs**: refuted on InfiniBand. 64 GPUs are 2.4 times as fast with just 8 samples an update, though 8 times
-#   the GPUs: each hour of a GPU brings a third. With 512 samples it is 7.1x. Over 10 Gb/s it *holds* for small batches:
-#   64 GPUs are slower than 8 with 8 samples, and hardly faster with 64.
+# - **1B on 8 GPUs**: refuted on InfiniBand. Even with 8 samples an update 64 GPUs are more than twice as fast. But they
+#   are 8 times the GPUs, so each hour of a GPU brings less than a third. With 512 samples it brings nine tenths. Over
+#   10 Gb/s the claim *holds* for small batches: 64 GPUs are slower than 8 with 8 samples, and hardly faster with 64.
 
 # %% [markdown]
 # ## Two axes that many use: sharding and tensor
@@ -852,7 +848,7 @@ for name, plan in (
 # | axis | ranks hold | ranks work on | gradients | speaks |
 # |---|---|---|---|---|
 # | data | copies | other samples | averaged | once a step |
-# | expert | copies, but for the experts | other samples | averaged; experts' not | all-to-all, twice a layer |
+# | expert | copies, but for the experts | other samples | averaged; experts': divided | all-to-all, twice a layer |
 # | context | copies | other positions | averaged | during attention, in each layer |
 # | tensor | parts of layers | the same | not summed | in each layer, waited for |
 # | pipeline | layers | the same | not summed | at stage borders |
@@ -1152,7 +1148,7 @@ print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; 
 # Answer each on paper before you run the cell below, which has the answers.
 #
 # 1. 512 ranks: pipeline 8, tensor 8, expert 4, context 1. How many data ranks are there? Over how many ranks is the
-#    gradient of a norm averaged (no sequence parallelism), and over how many that of an expert?
+#    gradient of a norm summed (no sequence parallelism), and that of an expert? By what is each divided?
 # 2. On the mesh pipeline 8 x data 2 x expert 4 x tensor 8, which rank is stage 3, data 1, expert 2, tensor 5? Which
 #    ranks are in its tensor group?
 # 3. The norm of all gradients is 5; a tenth of its square is in parameters that are whole on 8 tensor ranks. What does
@@ -1164,7 +1160,7 @@ print(f"losses {mine[0][0]:.4f} to {mine[-1][0]:.4f}, they differ by {gap:.0e}; 
 
 # %% tags=["nbval-check-output"]
 big = Mesh({"pipeline": 8, "data": 2, "expert": 4, "tensor": 8})
-print(f"1. data {512 // (8 * 8 * 4)}; a norm's by {2 * 4} ranks, an expert's by 2")
+print(f"1. data {512 // (8 * 8 * 4)}; a norm's over {2 * 4} ranks, an expert's over 2; both are divided by {2 * 4}")
 rank = big.rank(pipeline=3, data=1, expert=2, tensor=5)
 print(f"2. rank {rank}; {big.group_of(rank, 'tensor')}")
 print(f"3. {(25 + 7 * 2.5) ** 0.5:.2f}")
@@ -1179,27 +1175,21 @@ ranks.close()
 # %% [markdown]
 # ## What to read next
 #
-# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, 2021: section 3
-#   chooses degrees as you did here.
-# - Smith et al., *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B*, 2022: three axes on one real
-#   cluster.
-# - Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, 2023: what sharding needs from the
-#   other axes.
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
+#   (arXiv:2104.04473): section 3 chooses degrees as you did here; tensor inside a machine, pipeline across.
+# - Smith et al. 2022, *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B* (arXiv:2201.11990): three axes
+#   on one real cluster, placed by their traffic.
+# - Zhao et al. 2023, *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel* (arXiv:2304.11277): what
+#   sharding needs from the other axes.
 #
 # **Next: lesson 11.** Two axes were only named here. Lesson 11 builds them: context, for sequences that no GPU can
 # hold, and experts, for more parameters without more work per token.
 #
 # ## Sources
 #
-# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
-#   (arXiv:2104.04473): tensor inside a machine, pipeline across; how degrees and micro-batches interact (section 3).
-# - Smith et al. 2022, *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B* (arXiv:2201.11990): three axes
-#   on one cluster, placed by their traffic.
+# - The three above. Rajbhandari et al. 2020, *ZeRO* (arXiv:1910.02054).
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198):
 #   sequence parallelism, and what it does to norms' gradients.
-# - Rajbhandari et al. 2020, *ZeRO* (arXiv:1910.02054), and Zhao et al. 2023, *PyTorch FSDP* (arXiv:2304.11277): what
-#   sharding needs from the other axes.
 # - Documentation of torch (`DeviceMesh`, `parallelize_module`, `fully_shard`), torchtitan, Megatron-LM, DeepSpeed. Read
 #   2026-11.
-# - In this repository: `distlab/plan/mesh.py`, then `distlab/hybrid/`; its `__init__` says in
-#   which order.
+# - In this repository: `distlab/plan/mesh.py`, then `distlab/hybrid/`; its `__init__` says in which order.

@@ -46,7 +46,7 @@ from distlab.measure.runs.calibrate import (
 from distlab.measure.runs.calls import is_pipeline_alone
 from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_beside, trouble_of, windows_between
 from distlab.plan import AXES, Plan, Workload
-from distlab.trace import Span, Trace
+from distlab.trace import Trace
 from simulator import Step
 
 if TYPE_CHECKING:
@@ -244,20 +244,14 @@ def _overlay(
     lengths_ns = np.array([np.diff(report.step_ns, axis=1)[:, 0] for report in reports]).max(axis=0)
     timed = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
     counted_ns = lengths_ns[timed]
-    nearest = int(timed[np.abs(counted_ns - np.median(counted_ns)).argmin()])
-    traces = []
-    for rank, report in enumerate(reports):
-        own = report.step_trace(nearest)
-        if calls is not None:
+    middle = int(timed[counted_ns.argsort(kind="stable")[(len(timed) - 1) // 2]])
+    traces = [report.step_trace(middle) for report in reports]
+    if calls is not None:
+        for rank, (report, marked) in enumerate(zip(reports, list(traces), strict=True)):
             # A rank that had no core when the step began still makes the call in which ranks agree on that moment.
-            begin = min(own.start_ns.tolist(), default=0)
-            seen = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
-            own = Trace.concatenate([own, replace(report, trace=seen).step_trace(nearest)])
-        traces.append(own)
-        if len(own):  # it waits before its first span and after its last: the step is drawn as long as it was timed
-            edges = zip(report.step_ns[nearest], (own.start_ns.min(), own.end_ns.max()), strict=True)
-            spans = (Span(rank, own[0].lane, "wait", "wait", int(min(edge)), int(max(edge))) for edge in edges)
-            traces.append(Trace.from_spans(spans))
-    measured = Trace.concatenate(traces).from_zero()
+            begin = min(marked.start_ns.tolist(), default=0)
+            own = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
+            traces.append(replace(report, trace=own).step_trace(middle))
+    measured = Trace.concatenate(traces).shifted(-min(report.step_ns[middle][0] for report in reports))
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -128,7 +129,7 @@ class Overlay:
     """Steps that were timed between calibrations, and what each calibration predicted for them.
 
     Attributes:
-        measured: what the ranks did in the step nearest the median, from its begin to its end.
+        measured: what the ranks did in the median step, from the moment at which it began.
         predicted: the step that the median calibration predicts.
         measured_s: seconds of each step.
         predicted_s: seconds that the calibrations around each window of steps predict.
@@ -143,8 +144,8 @@ class Overlay:
 
     @property
     def middle_s(self) -> tuple[float, float]:
-        """The two steps that are drawn, measured and predicted: titles and sentences speak of these."""
-        return self.measured.duration_s, self.predicted.duration_s
+        """The median step, measured (of an even number the lower of the two) and predicted."""
+        return median_low(self.measured_s), float(np.median(self.predicted_s))
 
     @property
     def error(self) -> float:

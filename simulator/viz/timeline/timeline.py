@@ -28,14 +28,15 @@ LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
 class Caption(NamedTuple):
     """What stands around the rows: the takeaway, a line of notes, the text over the lines at the ends, and their bands.
 
-    `bands` are (start, end) in seconds in which the measured and the predicted end may lie. `dim` makes measured boxes
-    pale: the machine was not calm.
+    `bands` are (start, end) in seconds in which the measured and the predicted end may lie, and `ends_s` where the
+    lines stand; without them at the traces' ends. `dim` makes measured boxes pale: the machine was not calm.
     """
 
     title: str
     note: str
     ends: str
     bands: tuple[View, ...] = ()
+    ends_s: tuple[float, ...] = ()
     dim: bool = False
 
 
@@ -129,11 +130,11 @@ def _label_rows(axes: Axes, rows: Sequence[LaneRow], total_height: float) -> Non
 
 
 def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
-    """Draw a line where each trace ends (dashed for the second) in its band, and write the text over the later one."""
+    """Draw a line where each step ends (dashed for the second) in its band, and write the text over the later one."""
     low, high = axes.get_xlim()
     up = axes.get_xaxis_transform()
     above = 1 + 3 / axes_pixels(axes)[1]
-    ends = [side.trace.duration_s for side in sides]
+    ends = words.ends_s or tuple(side.trace.duration_s for side in sides)
     for which, end in enumerate(ends):
         if low <= end <= high:
             dashes = (0, (4, 3)) if which else "-"
@@ -162,8 +163,8 @@ def draw_timeline(measured: Trace | Overlay, predicted: Trace | None = None, *, 
     `title` replaces the takeaway, and begins the words. Of more than 64 ranks (16 with a prediction) some are drawn,
     spread evenly.
 
-    Of an Overlay both traces are drawn, and the bands in which their ends lie. Its measured boxes are pale where the
-    machine was not calm.
+    Of an Overlay both traces are drawn, on the step's clock, with a line at each median and the bands around it. Its
+    measured boxes are pale where the machine was not calm.
 
     Raises:
         ValueError: a trace is empty.
@@ -181,16 +182,18 @@ def note_of(scene: Scene) -> str:
 
 
 def traces_of(measured: Trace | Overlay, predicted: Trace | None) -> tuple[Trace, Trace | None]:
-    """Return the trace to draw and the one to lay under it, with their clocks at zero."""
-    first, second = (measured.measured, measured.predicted) if isinstance(measured, Overlay) else (measured, predicted)
-    return first.from_zero(), None if second is None else second.from_zero()
+    """Return the trace to draw and the one to lay under it, with their clocks at zero; an overlay's is the step's."""
+    if isinstance(measured, Overlay):
+        return measured.measured, measured.predicted.from_zero()
+    return measured.from_zero(), None if predicted is None else predicted.from_zero()
 
 
 def words_of(measured: Trace | Overlay, predicted: Trace | None, *, title: str | None = None) -> tuple[Caption, str]:
     """Return title and texts around the rows, and a paragraph that says the picture to readers who cannot see it."""
     if isinstance(measured, Overlay):
         caption = Caption(title or measured.title, measured.advice, measured.verdict, measured.bands_s)
-        return caption._replace(dim=bool(measured.trouble)), f"{words_of(measured.measured, None)[1]} {measured}"
+        caption = caption._replace(ends_s=measured.middle_s, dim=bool(measured.trouble))
+        return caption, f"{words_of(measured.measured, None)[1]} {measured}"
     facts, expected = facts_of(measured), None if predicted is None else facts_of(predicted)
     text = f"Timeline of {counted(facts.num_ranks, 'rank')} over {format_s(facts.duration_s)}, {len(measured):,} spans."
     if facts.compute_share:

@@ -159,7 +159,7 @@ class Timeline(anywidget.AnyWidget):
 
     def put(self, scene: Scene, words: timeline.Caption, summary: str) -> None:
         """Show a scene that is made already, as far as both of its traces can be read."""
-        ends_s = [side.trace.duration_s for side in scene.sides]
+        ends_s = list(words.ends_s) or [side.trace.duration_s for side in scene.sides]
         end_s = min(scene.limit_s, MOST_TIMES_LONGER * min(ends_s) or scene.limit_s)
         rest = f"shown up to {format_s(end_s)} of {format_s(scene.limit_s)}: press 0 for everything"
         notes = [words.note, timeline.note_of(scene), rest if end_s < scene.limit_s else ""]
