@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from distlab.measure import MIN_BLOCKS, Window, judge
+from distlab import measure  # its names load on first use: of these one loads torch
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def compare(
     """Make the row of a ratio from the times of interleaved blocks."""
     ratio, interval = paired_ratio(ours, peer)
     holds = ratio_holds(ratio, interval, bar)
-    note = note if len(ours) >= MIN_BLOCKS else f"{note} (only {len(ours)} blocks: a smoke run)".strip()
+    note = note if len(ours) >= measure.MIN_BLOCKS else f"{note} (only {len(ours)} blocks: a smoke run)".strip()
     middles = float(np.median(ours)), float(np.median(peer))
     return Row(claim, *middles, ratio, interval, unit, f"<= {bar:g}x", holds, note)
 
@@ -134,9 +134,9 @@ def absolute(claim: str, values: Sequence[float], *, bar: float, unit: str, note
     return single(claim, values, unit, bar=f"<= {bar:g} {unit}", holds=holds, note=note)
 
 
-def judged(claim: str, windows: Sequence[Window], bar: float) -> Row:
+def judged(claim: str, windows: Sequence[measure.Window], bar: float) -> Row:
     """Make the row of predictions of measured windows: the median of their errors."""
-    verdict = judge(windows, bar=bar)
+    verdict = measure.judge(windows, bar=bar)
     errors = [abs(window.error) for window in windows if window.calm] or [verdict.median_error]
     note = f"bias {verdict.signed_error:+.1%}; {verdict}"
     words = f"<= {bar} or twice the repeat spread"

@@ -18,6 +18,7 @@ import cloudpickle
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from waiting import processes_with
 
 from distlab.comm.command import put_on_path
 from distlab.comm.launch import fork_client
@@ -62,17 +63,6 @@ settings.load_profile("repeatable")
 put_on_path()  # messages write commands as they are where the lessons are read
 
 
-def marked_processes(value: str) -> list[psutil.Process]:
-    """Processes, other than this one, that were started with the mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # one that ends while it is asked is not left
-            marked = process.pid != os.getpid() and process.environ().get(MARK) == value
-            if marked and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left() -> Iterator[None]:
     """Whatever the tests start goes after the last one."""
@@ -80,7 +70,7 @@ def no_process_left() -> Iterator[None]:
     yield
     shut_down()
     deadline = time.monotonic() + 60
-    while (left := marked_processes(value)) and time.monotonic() < deadline:
+    while (left := processes_with(f"{MARK}={value}")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"processes left after the tests: {[(p.pid, p.cmdline()) for p in left]}"
 

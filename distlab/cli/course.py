@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distlab.cli.command import NUM_RANKS, check_output, flag, flags, load_script
+from distlab.cli.command import NUM_RANKS, check_output, flag, flags, load_script, positive_number
 from distlab.comm.command import runnable
 from distlab.course.flags import Parser, number
 from distlab.course.grading import Report, load_lesson
@@ -154,7 +154,7 @@ def lab(arguments: argparse.Namespace) -> int:
     number, script = find_lab(arguments.number)
     num_ranks, settings, given = read_flags(number, script, arguments.flags)
     from distlab.comm.launch.fork_client import preload
-    from distlab.comm.launch.script import run_script
+    from distlab.comm.launch.ranks import run_script
 
     if not settings.json:
         words = ["torchrun", "--nproc-per-node", str(num_ranks), os.path.relpath(script), *given]
@@ -299,7 +299,7 @@ def release(arguments: argparse.Namespace) -> int:
 @flag("submissions", nargs="+", type=Path, metavar="FILE|FOLDER", help="what was handed in")
 @flag("--out", type=Path, default=Path("grades"), metavar="DIR", help="folder of results")
 @flag("--jobs", type=number(least=1, most=64), default=1, metavar="N", help="submissions at a time")
-@flag("--minutes", type=float, default=10.0, metavar="M", help="limit of one submission")
+@flag("--minutes", type=positive_number, default=10.0, metavar="M", help="limit of one submission")
 @flag("--seed", type=int, metavar="N", help="of the drawn arguments; default: kept in DIR")
 @flag("--contained", action="store_true", help="each in a container; needs bubblewrap (bwrap)")
 def grade(arguments: argparse.Namespace) -> int:
@@ -312,8 +312,6 @@ def grade(arguments: argparse.Namespace) -> int:
     """
     from distlab.course.classroom import find_submissions, grade_all, refuse_unless_contained, write_tables
 
-    if not 0 < arguments.minutes < 24 * 60:
-        raise ValueError(f"--minutes is {arguments.minutes:g}; pass minutes above 0, at most a day")
     if arguments.contained:
         refuse_unless_contained()
     lesson = load_lesson(arguments.lesson)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from distlab.cli.command import NUM_RANKS, check_output, flag
-from distlab.comm.where.find import find_jobs
 from distlab.comm.where.flight import analyzed, read_dumps
 from distlab.comm.where.say import report
+from distlab.comm.where.stacks import find_jobs
 from distlab.measure import gpu_names, memory_bytes, num_cores, this_machine, version_of
 
 if TYPE_CHECKING:

@@ -21,13 +21,10 @@ def check_world_size(world_size: object) -> int:
     Raises:
         ValueError: it is not a whole number from 1 to 1,024.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, SupportsIndex):
-        raise ValueError(f"world_size is {world_size!r}; pass a whole number of ranks, such as 4")
-    number = operator.index(world_size)
-    if number < 1:
-        raise ValueError(f"world_size is {number}; pass at least 1 rank")
-    if number > MAX_RANKS:
-        raise ValueError(f"world_size is {number}; a process can start at most {MAX_RANKS} (real processes)")
+    is_bool = isinstance(world_size, bool)
+    number = operator.index(world_size) if isinstance(world_size, SupportsIndex) and not is_bool else 0
+    if not 1 <= number <= MAX_RANKS:
+        raise ValueError(f"world_size is {world_size!r}; pass a whole number of ranks, from 1 to {MAX_RANKS:,}")
     return number
 
 

@@ -103,11 +103,16 @@ def _number(env: Mapping[str, str], name: str, least: int, default: int | None =
     return number
 
 
+def without_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of a job: its process may be a rank, and a new job sets its own."""
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", STORE_FILE)
+    prefixes = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
+    return {k: v for k, v in environment.items() if k not in foreign and not k.startswith(prefixes)}
+
+
 def own_environment() -> dict[str, str]:
-    """Return the environment for a new job: this process may be a rank itself, so without its own job's variables."""
-    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE_FILE)
-    prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(prefixes)}
+    """Return the environment for a new job of a different launcher, such as torchrun."""
+    kept = without_job(os.environ)
     root = str(Path(__file__).resolve().parents[2])  # its ranks find this very distlab, whatever is installed
     path = os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])
     kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's own would listen on every interface; rank 0 makes ours

@@ -2,19 +2,17 @@
 
 import ast
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def statements() -> Callable[[Path], list[ast.AST]]:
+def statements():
     """Make `statements(path)` return every statement of a file, also those in functions, classes and blocks."""
     return functools.cache(lambda path: list(statements_in(ast.parse(path.read_text()))))
 
 
-def statements_in(tree: ast.AST) -> Iterator[ast.AST]:
+def statements_in(tree):
     """Yield each statement below a node; ast.walk would visit ten times as many nodes of expressions."""
     for block in ("body", "orelse", "finalbody", "handlers", "cases"):
         for node in getattr(tree, block, ()):

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's tree is that on disk; README's rows are the last benchmark's, and it stays a front page."""
+"""CONTRIBUTING's tree is that on disk; README's rows are the last benchmark's; decisions and prose stay short."""
 
 import json
 import re
@@ -9,6 +9,8 @@ import bench_table as table
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_README_LINES = 200
+MAX_PROSE_BYTES = 350_000  # of all Markdown files together
+MAX_DECISION_LINES = 10
 
 
 def documented_tree() -> set[str]:
@@ -62,28 +64,6 @@ def test_the_page_has_each_row_that_misses_its_bar_and_the_full_table_has_all():
     assert all(f"\n| {name} | " in page for name in results)
 
 
-def test_rows_that_miss_their_bar_come_first_then_those_nearest_to_it():
-    def row(claim, bar, measured, holds, ratio=None, peer=None):
-        kept = {"claim": claim, "bar": bar, "ours": measured, "ratio": ratio, "peer": peer, "holds": holds}
-        return table.Measured("bench", "2026-01-01 on a machine", kept)
-
-    rows = [
-        row("far below", "<= 1x", 9.0, True, ratio=0.5, peer=18.0),
-        row("misses a little", "<= 25 us", 26.0, False),
-        row("on a factor's lower edge", "within 1.25x", 0.8, True),
-        row("none of none", "<= 0 runs", 0.0, True),
-        row("misses by far", "<= 0.15 s", 0.3, False),
-        row("some of none", "<= 0 runs", 2.0, False),
-        row("half a digit away", "equal to 4 decimals", 0.243026, True, peer=0.2430),
-        row("near the published", "<= published + 0.0001", 0.0900, True, peer=0.1),
-    ]
-    order = [one.row["claim"] for one in table.worst_first(rows)]
-    assert order == [
-        *("some of none", "misses by far", "misses a little"),
-        *("on a factor's lower edge", "near the published", "half a digit away", "far below", "none of none"),
-    ]
-
-
 def test_readme_stays_a_front_page():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= MAX_README_LINES, f"README.md has {len(lines)} lines, more than {MAX_README_LINES}"
@@ -100,3 +80,31 @@ def test_the_places_that_readme_names_are_there():
         for name in re.findall(r"`([^`]+)`", functions):
             found = re.search(rf"^ *(async )?(def|class|function) {name}\b", sources, re.M)
             assert found, f"README says that {name} is in {files.strip()}; it is not"
+
+
+def decisions() -> list[str]:
+    text = (ROOT / "DECISIONS.md").read_text(encoding="utf-8")
+    found = re.split(r"\n(?=\d+\. )", text)[1:]
+    return [re.split(r"\n\n## ", one)[0].rstrip() for one in found]
+
+
+def test_each_decision_is_short_and_says_when_and_how_to_undo_it():
+    for number, one in enumerate(decisions(), 1):
+        assert one.startswith(f"{number}. **"), f"decision {number}: numbers follow each other, its words are bold"
+        assert len(one.splitlines()) <= MAX_DECISION_LINES, f"decision {number} is no short paragraph: {one}"
+        assert re.search(r"\(20\d\d-\d\d-\d\d\b", one), f"decision {number} has no date"
+        assert re.search(r"\*Undo:\*\s+\S", one), f"decision {number} does not say how to undo it"
+
+
+def test_the_files_that_decisions_name_are_there():
+    named = re.findall(r"`((?:distlab|simulator|tools|tests|benchmarks)/[^`]+)`", "\n".join(decisions()))
+    assert len(named) >= 10
+    assert [name for name in named if not (ROOT / name).exists()] == [], "DECISIONS.md names what is not there"
+
+
+def test_prose_stays_short():
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    sizes = {name: (ROOT / name).stat().st_size for name in listed if name and (ROOT / name).exists()}
+    longest = sorted(sizes.items(), key=lambda pair: -pair[1])[:3]
+    assert sum(sizes.values()) <= MAX_PROSE_BYTES, f"all .md files have {sum(sizes.values())} bytes; longest: {longest}"

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from gpu import command, run
 from gpu.facts import Facts, Gpu, judge
 from gpu.job import PARTS, Part, choose
 from gpu.results import resume
+from waiting import wait_for
 
 from distlab.cli import main
 
@@ -76,12 +76,11 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_says_where_it_s
     monkeypatch.setattr(run, "marked", lambda mark, real=run.marked: seen.append(real(mark)) or seen[-1])
     job, real_wait = command.job_of(NO_GPU, "cpu", tmp_path), run._wait
 
-    def wait_for_stack():  # which it prints 3 s before its time is over
-        deadline = time.monotonic() + 60
-        while "in findings" not in (tmp_path / "parts" / "hang.log").read_text() and time.monotonic() < deadline:
-            time.sleep(0.1)
+    def wait_for_stack(process, _):  # which it prints 3 s before its time is over
+        wait_for(lambda: "in findings" in (tmp_path / "parts" / "hang.log").read_text())
+        return real_wait(process, 0.1)
 
-    monkeypatch.setattr(run, "_wait", lambda process, _: wait_for_stack() or real_wait(process, 0.1))
+    monkeypatch.setattr(run, "_wait", wait_for_stack)
     outcome = run.run_part(Part("hang", 6.0, "fake_part", "hang"), replace(job, seconds=6.0))
     assert outcome.status == "out of time"
     assert len(outcome.findings) == 1

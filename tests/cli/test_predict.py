@@ -102,15 +102,15 @@ def test_presets_and_a_plan_that_fits(said):
     assert re.search(r"step +.* samples per second", found)
 
 
+PIPELINES = "--tensor 8 --pipeline 8 --data 1 --microbatches 64 --schedule interleaved --stages-per-rank 2"
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        "--hidden 4096 --layers 32 --microbatch 16",
-        "--model gpt-3-175b --tensor 8 --pipeline 8 --data 1 --microbatches 64 --schedule interleaved"
-        " --stages-per-rank 2",  # the advice tries 1F1B, with one stage per rank
+        f"--model gpt-3-175b {PIPELINES}",  # the advice tries 1F1B, with one stage per rank
         "--model llama-2-7b --data 1 --sequence 2048 --recompute full",  # one rank: sharding carries offload
         "--model llama-2-70b --data 8",  # no single change
-        "--hidden 8192 --heads 64 --layers 90 --cluster rtx-4090-server --data 1 --sharding 3 --offload all",  # more
     ],
 )
 def test_the_flags_that_simulate_advises_make_the_plan_fit(said, facts, flags):

@@ -1,15 +1,13 @@
 """Living ranks in nodes, and some that meet in shared memory, whatever the other tests' ranks do."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 
 from distlab.comm import Ranks
 
 
-def living(**options) -> Iterator[Callable[[int], Ranks]]:
+def living(**options):
     """Yield what returns that many living ranks; all are ended at the end."""
-    pools: dict[int, Ranks] = {}
+    pools = {}
     yield lambda size: pools.setdefault(size, Ranks(size, timeout_s=60, **options))  # they start at their first run
     for pool in pools.values():
         pool.close()

@@ -1,5 +1,6 @@
 """Messages between two ranks and small exchanges: order, ranks, refusals, costs as docstrings say, and clocks."""
 
+import re
 import time
 
 import pytest
@@ -65,7 +66,8 @@ def test_a_late_clock_is_measured_to_a_round_trip(ranks):
     assert abs(offset - late_ns) <= max(map(sum, zip(there, back, strict=True)))
 
 
-def around_the_ring():
+@pytest.mark.on_ranks(3)
+def test_messages_of_every_dtype_arrive_in_the_order_of_their_starts():
     rank, n = dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % n, (rank + 1) % n
     for dtype in (torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool, torch.complex64):
@@ -79,36 +81,24 @@ def around_the_ring():
     pending.wait_received()
     rest.wait()
     pending.wait()
-    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0]), "in the order of their starts"
+    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0])
     start().wait()
 
 
-def inside_a_group():
-    group = dist.new_group([1, 2])
-    rank = dist.get_rank()
-    if rank == 0:
-        return None
-    received = torch.zeros(1)
-    peer = 1 - dist.get_rank(group)
-    with recorded() as recording:
+@pytest.mark.on_ranks(3)
+def test_ranks_are_those_of_the_group_and_who_has_a_different_shape_is_named():
+    group, rank, received = dist.new_group([1, 2]), dist.get_rank(), torch.zeros(1)
+    if rank:
+        peer = 1 - dist.get_rank(group)
         send_receive(torch.tensor([float(rank)]), peer, received, peer, group)
-    assert recording.records.sent_bytes(rank) == 4
-    return received.item()
-
-
-def different_shapes():
+        assert received.item() == 3 - rank
     require_same(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"gradient.*ranks 0, 1 .*; rank 2 .*\[2, 4\]"):
         require_same(torch.zeros(2, 3 + (dist.get_rank() == 2)), what="gradient")
 
 
-def test_every_dtype_in_order_ranks_of_the_group_and_who_differs_is_named(ranks):
-    ranks(3).run(around_the_ring)
-    assert ranks(3).run(inside_a_group) == [None, 2.0, 1.0]
-    ranks(3).run(different_shapes)
-
-
-def refusals():
+@pytest.mark.on_ranks(2)
+def test_bad_messages_are_refused_before_they_leave():
     rank, n = dist.get_rank(), dist.get_world_size()
     peer = 1 - rank
     leaf = torch.nn.Parameter(torch.zeros(3))
@@ -124,17 +114,6 @@ def refusals():
         "receives on meta": lambda: send_receive(same, peer, torch.zeros(3, device="meta"), peer),
         "expected a tensor, got float": lambda: exchange(Send(1.0, peer)),
     }
-    wrong = []
     for words, call in calls.items():
-        try:
+        with pytest.raises(ValueError, match=f"^rank {rank}: .*{re.escape(words)}"):
             call()
-        except ValueError as error:
-            if words not in str(error) or not str(error).startswith(f"rank {rank}: "):
-                wrong.append(str(error))
-        else:
-            wrong.append(f"accepted: {words}")
-    return wrong
-
-
-def test_bad_messages_are_refused_before_they_leave(ranks):
-    assert ranks(2).run(refusals) == [[], []]

@@ -4,17 +4,8 @@ import pytest
 from _faults import GROUP_S, PROGRAMS, has_line, tell
 
 # Told by rules that the others show too (test_watchdog has each); some stand still for two seconds first.
-ALIKE = (
-    "shape",
-    "dtype",
-    "root",
-    "swapped",
-    "rotated",
-    "skipped_between",
-    "send_alone",
-    "receive_alone",
-    "both_receive",
-)
+ALIKE = ("shape", "dtype", "root", "swapped", "rotated", "skipped_between", "send_alone", "receive_alone")
+ALIKE += ("both_receive",)
 
 
 @pytest.mark.soak_where(backend=("shared",))  # which names calls that differ itself: shared_memory/test_endings.py

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from waiting import are_gone, wait_for
 
 from distlab.comm import RankError, Ranks, RankTimeout, run
 from distlab.comm.launch.fork_client import fork_server
@@ -160,11 +161,7 @@ def test_processes_and_grandchildren_are_gone_after_a_failure_while_other_ranks_
         run(fail, 2)
     rank, child, escaped = (int(word) for word in caught.value.failures[0].summary.split()[-3:])
     assert not psutil.pid_exists(rank)
-    deadline = time.monotonic() + 60
-    left = [child, escaped] if sys.platform == "linux" else [child]
-    while any(map(psutil.pid_exists, left)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(psutil.pid_exists, left))
+    wait_for(lambda: are_gone([child, escaped] if sys.platform == "linux" else [child]))
     assert ranks(2).run(os.getpid) == others
 
 

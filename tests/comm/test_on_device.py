@@ -60,6 +60,7 @@ def test_verdicts(tmp_path):
         (copy / "on_device" / name).symlink_to(TESTS / "on_device" / name)
     (copy / "test_wrong.py").write_text(WRONG)
     code = "import sys, pathlib; from on_device import run; run.TESTS = pathlib.Path(sys.argv[1]); sys.argv[1:] = []; "
+    code += "from distlab.comm.launch import fork_client; fork_client.PRELOAD = fork_client.PRELOAD[1:]; "
     done = subprocess.run(
         [sys.executable, "-c", code + "print(run.main())", str(copy)],
         capture_output=True, text=True, timeout=280, cwd=TESTS, check=False,

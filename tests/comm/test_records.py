@@ -3,14 +3,13 @@
 import pytest
 
 from distlab.comm import read_records
-from distlab.comm.record.file import DONE, ROW, ROWS_AT, RecordWriter
-from distlab.comm.record.matching import known_call
+from distlab.comm.record.file import DONE, ROW, ROWS_AT, Known, RecordWriter
 from distlab.comm.record.read import RecordReader
 
 
 def known(writer, op="all_reduce", num_bytes=8, ring_bytes=6, channel=1):
     texts = (writer.text("train.py:3"), 0, writer.text("float32[2]"), writer.text("0 [0, 1]"))
-    return known_call(channel, 5, op=op, num_bytes=(num_bytes, ring_bytes), texts=texts, peer=-1, parties=2)
+    return Known.of(op, channel, 5, (num_bytes, ring_bytes), texts, peer=-1, parties=2)
 
 
 def test_rows_come_back_in_words(tmp_path):

@@ -3,6 +3,7 @@
 A torchrun that the user starts has two sockets of its own, on every interface; there the ranks are looked at alone.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from lab_on_ranks import QUICK
+from waiting import processes_with
 
 from distlab.comm.rendezvous import is_loopback
 
@@ -63,14 +65,10 @@ IN_SHARED_MEMORY = ("run", "run on two nodes", "torchrun with standby", "a lab")
 def listening(mark, *, ranks_alone):
     """Return (address, port) of whatever the marked processes listen on, or those alone that are ranks."""
     found = set()
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            if environment.get(MARK) == mark and (not ranks_alone or "RANK" in environment):
-                every = process.net_connections("inet")
-                found |= {(one.laddr.ip, one.laddr.port) for one in every if one.status == psutil.CONN_LISTEN}
-        except psutil.Error:
-            continue
+    for process in processes_with(f"{MARK}={mark}", *["RANK="] * ranks_alone):
+        with contextlib.suppress(psutil.Error):
+            every = process.net_connections("inet")
+            found |= {(one.laddr.ip, one.laddr.port) for one in every if one.status == psutil.CONN_LISTEN}
     return found
 
 

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
+from waiting import are_gone, wait_for
 
 from distlab.comm import standby
 
@@ -64,20 +63,6 @@ def output(folder):
     return (folder / "output.txt").read_text()
 
 
-def wait_for(path, limit_s=100):
-    deadline = time.monotonic() + limit_s
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} does not come"
-        time.sleep(0.02)
-
-
-def assert_gone(pids):
-    deadline = time.monotonic() + 60
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, pids))
-
-
 def test_a_script_finds_what_it_would_find_without(rank, tmp_path):
     """Arguments, environment, folders, streams; __main__ is the script, and random numbers are each rank's own."""
     source = """
@@ -104,19 +89,16 @@ def test_a_script_finds_what_it_would_find_without(rank, tmp_path):
     assert first == second == expected | {"seed": first["seed"]}
 
 
-@pytest.mark.parametrize(
-    ("ending", "status", "words"),
-    [
+def test_it_ends_as_the_script_ends(rank, tmp_path):
+    for ending, status, words in (
         ("sys.exit('the data is gone')", 1, "the data is gone"),
         ("raise KeyError('lost')", 1, "KeyError: 'lost'"),
         ("os.kill(os.getpid(), 9)", -9, ""),
         ("import atexit; atexit.register(print, 'at exit')", 0, "at exit"),
-    ],
-)
-def test_it_ends_as_the_script_ends(rank, tmp_path, ending, status, words):
-    with rank(tmp_path, f"import os, sys\n{ending}") as process:
-        assert process.wait(100) == status
-    assert words in output(tmp_path)
+    ):
+        with rank(tmp_path, f"import os, sys\n{ending}") as process:
+            assert process.wait(100) == status
+        assert words in output(tmp_path)
 
 
 def test_signals_reach_the_rank_and_what_it_has_started_goes_with_it(rank, tmp_path):
@@ -130,12 +112,12 @@ def test_signals_reach_the_rank_and_what_it_has_started_goes_with_it(rank, tmp_p
         while True: time.sleep(0.01)
     """
     with rank(tmp_path, source) as process:
-        wait_for(tmp_path / "pids")
+        wait_for((tmp_path / "pids").exists)
         pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
         process.send_signal(signal.SIGTERM)
         assert process.wait(100) == 0
     assert (tmp_path / "heard").exists()
-    assert_gone(pids)
+    wait_for(lambda: are_gone(pids))
 
 
 HOLD = """
@@ -152,18 +134,14 @@ def test_whichever_process_is_killed_torchrun_starts_the_rank_again_and_nothing_
     with started(tmp_path, HOLD, [*RUN, *flags]) as process:
         seen = []
         for start, victim in enumerate(("rank", "server", "torchrun")):
-            wait_for(tmp_path / f"pids{start}")
+            wait_for((tmp_path / f"pids{start}").exists)
             rank, server = (int(word) for word in (tmp_path / f"pids{start}").read_text().split())
             seen.append((rank, server))
             os.kill({"rank": rank, "server": server, "torchrun": process.pid}[victim], signal.SIGKILL)
         process.wait()
         assert len({rank for rank, _ in seen}) == 3
         assert [server == seen[0][1] for _, server in seen] == [True, True, False]
-        assert_gone([pid for pair in seen for pid in pair])
-        deadline = time.monotonic() + 60
-        while standby_folders(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not standby_folders(process.pid)
+        wait_for(lambda: are_gone([pid for pair in seen for pid in pair]) and not standby_folders(process.pid))
 
 
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, capsys, monkeypatch):

@@ -112,7 +112,8 @@ def test_a_recorder_sees_the_paced_times_and_all_is_put_back(ranks):
         assert same
 
 
-def a_send_on_a_link():
+@pytest.mark.on_ranks(2)
+def test_sends_and_links_that_cannot_be_are_refused_and_the_link_is_taken_away():
     before = dist.Work.is_completed
     with pytest.raises(ValueError, match="slows down collectives only"), throttled(RATE):
         dist.send(torch.zeros(1), 1 - dist.get_rank())
@@ -121,7 +122,3 @@ def a_send_on_a_link():
         with pytest.raises(ValueError, match=text), throttled(*numbers):
             pass
     dist.all_reduce(torch.zeros(1))
-
-
-def test_sends_and_links_that_cannot_be_are_refused_and_the_link_is_taken_away(ranks):
-    ranks(2).run(a_send_on_a_link)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from distlab.comm import read_records
-from distlab.comm.record.file import ASIDE, DONE, WAITING, RecordWriter
-from distlab.comm.record.matching import channel_of, fingerprint_of, known_call, ledger_of
+from distlab.comm.record.file import ASIDE, DONE, WAITING, Known, RecordWriter
+from distlab.comm.record.matching import channel_of, fingerprint_of, ledger_of
 from distlab.comm.watch import watchdog as module
 from distlab.comm.watch.watchdog import Watchdog, describe, find_deadlock
 
@@ -25,15 +25,9 @@ class Job:
         members = list(range(self.world_size)) if group is None else list(group)
         text, pair = f"g{members} {members}", op in ("send", "recv")
         texts = (writer.text(f"train{rank}.py:{line}"), 0, writer.text(f"{dtype.removeprefix('torch.')}{list(shape)}"))
-        known = known_call(
-            channel_of(text, op, rank, peer, tag),
-            fingerprint_of(op, peer, [(shape, dtype)]),
-            op=op,
-            num_bytes=(4 * int(np.prod(shape)), 0),
-            texts=(*texts, writer.text(text)),
-            peer=peer,
-            parties=(2 if peer >= 0 else 0) if pair else len(members),
-        )
+        meets = channel_of(text, op, rank, peer, tag), fingerprint_of(op, peer, [(shape, dtype)])
+        num_bytes, parties = (4 * int(np.prod(shape)), 0), (2 if peer >= 0 else 0) if pair else len(members)
+        known = Known.of(op, *meets, num_bytes, (*texts, writer.text(text)), peer, parties)
         return writer.begin(known, aside)
 
     def wait(self, rank, op, *args, **named):

@@ -14,13 +14,14 @@ from subprocess import PIPE
 
 import psutil
 import pytest
+from waiting import wait_for
 
 import distlab
 from distlab.cli import main
 from distlab.comm import Ranks, Records
 from distlab.comm.where import stacks
-from distlab.comm.where.find import JobRank, RunningJob, find_jobs
 from distlab.comm.where.say import WhereItStands, place_of, report, sentence
+from distlab.comm.where.stacks import JobRank, RunningJob, find_jobs
 from distlab.measure.machine import fit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where reads /proc")
@@ -51,14 +52,6 @@ with process_group("gloo"):
     train("ours")
 print("the end")
 """
-
-
-def wait_for(what, limit_s=100):
-    deadline = time.monotonic() + limit_s
-    while not (found := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture
@@ -106,9 +99,7 @@ def test_ranks_of_run_are_read_with_who_waits_for_whom(busy, monkeypatch):
         text = said(busy[0].pids[0])
         assert "3 of 3 ranks are here; calls from distlab's recorder" in text
         verdict = next(line for line in text.splitlines() if line.startswith("=> "))
-        assert verdict.startswith("=> ranks 0, 2 wait for rank 1 in all_reduce #1 (float32[4], group [0, 1, 2]) at "), (
-            text
-        )
+        assert verdict.startswith("=> ranks 0, 2 wait for rank 1 in all_reduce #1 (float32[4], group [0, 1, 2]) at ")
         assert "test_where.py:" in verdict
         assert verdict.endswith(" in sleeping")
         assert "--- rank 1 stands here (innermost call last) ---" in text

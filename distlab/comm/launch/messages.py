@@ -2,7 +2,8 @@
 
 All that is large lies in files of the set's private folder: the settings and the call, which every rank reads, and each
 rank's result. Over a socket pair, which only these two processes hold, goes the word that a call is there, and how it
-went. So a rank that has stopped never blocks its launcher.
+went: a `Failure` or None, as JSON, so that nothing of the rank's own runs in the launcher. A rank that has stopped
+never blocks its launcher.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import dis
 import importlib
 import inspect
 import io
-import json
 import linecache
 import os
 import pickle
@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.comm.launch.failures import Failure
 from distlab.comm.nodes import Nodes
 
 SETTINGS, CALL = "settings", "call"  # files of a set's folder
@@ -57,16 +56,6 @@ class Settings:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     import_path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
     directory: str = field(default_factory=os.getcwd)
-
-
-def pack_reply(failure: Failure | None) -> bytes:
-    """Write how a call went, as JSON: nothing of the rank's own runs in the launcher."""
-    return json.dumps(failure).encode()
-
-
-def read_reply(data: bytes) -> Failure | None:
-    """Read how a call went on a rank; None: well, and its result lies in its file."""
-    return None if (failure := json.loads(data)) is None else Failure(*failure)
 
 
 def rank_file(folder: Path, rank: int, what: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import os
 import pickle
 import re
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from distlab.comm.launch.failures import LONGEST_LINE, Failure, describe_exit, format_stack, recorded_failure
 from distlab.comm.launch.fork_client import fork_server
 from distlab.comm.launch.forkserver import NOT_STARTED, STATUS
-from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, rank_file, read_reply, write_new
+from distlab.comm.launch.messages import CALL, SETTINGS, START, Settings, rank_file, write_new
 from distlab.comm.where.stacks import SIGNAL, SILENT, ask
 
 Echo = Callable[[int, str], object]  # takes a rank, and a line that it has printed
@@ -197,12 +198,12 @@ class Pool:
         try:
             if not self._is_listening(connection) or not connection.poll(0):
                 return []
-            failure = read_reply(connection.recv_bytes(MAX_REPLY_BYTES))
+            reply = json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
         except (EOFError, OSError):
             self._forget(connection)
             return []
         self._read_output(process)  # what it printed before it replied
-        return [(rank, failure, False)]
+        return [(rank, Failure(*reply) if reply else None, False)]
 
     def _is_listening(self, fileobj: int | Connection) -> bool:
         return fileobj in self._selector.get_map()

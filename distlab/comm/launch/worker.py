@@ -6,6 +6,7 @@ import ast
 import contextlib
 import ctypes
 import faulthandler
+import json
 import linecache
 import os
 import pickle
@@ -26,11 +27,11 @@ from distlab.comm.groups import choose_backend, init_group
 from distlab.comm.launch import failures
 from distlab.comm.launch.failures import PEER_NOISE, Failure, well_formed
 from distlab.comm.launch.forkserver import JOB_VARIABLE, take_files
-from distlab.comm.launch.messages import CALL, SETTINGS, Settings, pack_reply, rank_file, write_new
+from distlab.comm.launch.messages import CALL, SETTINGS, Settings, rank_file, write_new
 from distlab.comm.plain import pack
 from distlab.comm.record.intercept import FrontEnd
 from distlab.comm.record.recorder import Recorder
-from distlab.comm.rendezvous import STORE_FILE, loopback_interface
+from distlab.comm.rendezvous import STORE_FILE, loopback_interface, without_job
 from distlab.comm.where.stacks import SIGNAL
 
 
@@ -62,7 +63,7 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
     except BaseException as error:
         room = f" in {folder} (make room there, or set TMPDIR to a different folder)"
         what = f"could not join the group{room if isinstance(error, OSError) else ''}: "
-        connection.send_bytes(pack_reply(failure_of(error, number, what)))
+        connection.send_bytes(json.dumps(failure_of(error, number, what)).encode())
     while True:
         try:
             connection.recv_bytes()
@@ -72,7 +73,7 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
         flush_output()
         if os.getpid() != own:  # a copy that the call made (os.fork) must not answer in the rank's place
             return int(failure is not None)
-        connection.send_bytes(pack_reply(failure))
+        connection.send_bytes(json.dumps(failure).encode())
 
 
 def prepare_process(settings: Settings, folder: Path, rank: int) -> None:
@@ -114,13 +115,6 @@ def rank_environment(settings: Settings, folder: Path, rank: int) -> dict[str, s
 
     Where the ranks are not joined, these are what torchrun would set for the script that they run.
     """
-    kept = {
-        name: value
-        for name, value in settings.environment.items()
-        if not name.startswith(("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_"))
-        and name not in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", STORE_FILE)
-    }
-    kept.setdefault("OMP_NUM_THREADS", "1")
     alone = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # nobody listens there: they meet in the file
@@ -129,7 +123,8 @@ def rank_environment(settings: Settings, folder: Path, rank: int) -> dict[str, s
     }
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback_interface())
     return {
-        **kept,
+        "OMP_NUM_THREADS": "1",
+        **without_job(settings.environment),
         **({} if settings.joined else alone),
         JOB_VARIABLE: folder.name,
         "RANK": str(rank),

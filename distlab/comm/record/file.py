@@ -116,6 +116,22 @@ class Known(NamedTuple):
     key: int
     packed: bytes
 
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        channel: int,
+        fingerprint: int,
+        num_bytes: tuple[int, int],
+        texts: tuple[int, int, int, int],
+        peer: int,
+        parties: int,
+    ) -> Known:
+        """Pack what `ROW` says of the fields: the payload, and what a ring would send; site, via, what and group."""
+        code = OPS.index(op)
+        packed = KNOWN.pack(*num_bytes, channel, fingerprint, *texts, peer, parties, code, 0)
+        return cls(channel ^ code if code == RECV else channel, packed)
+
 
 def add_to_totals(totals: NDArray[Any], rows: NDArray[Any]) -> None:
     """Add the calls and bytes of rows to totals, one entry per operation."""

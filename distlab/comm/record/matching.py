@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.comm.agree import not_the_same
-from distlab.comm.record.file import GROUP, KNOWN, OPS, RECV, ROW, Known, RecordHeader
+from distlab.comm.record.file import GROUP, OPS, RECV, ROW, RecordHeader
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
 _BARRIER = OPS.index("barrier")
@@ -176,32 +176,6 @@ def fingerprint_of(op: str, root: int, shapes: Sequence[tuple[Sequence[int], str
     else:
         meets = (op, root, reduction, [(list(shape), dtype) for shape, dtype in shapes])
     return zlib.crc32(repr(meets).encode())
-
-
-def known_call(
-    channel: int,
-    fingerprint: int,
-    *,
-    op: str,
-    num_bytes: tuple[int, int],
-    texts: tuple[int, int, int, int],
-    peer: int,
-    parties: int,
-) -> Known:
-    """Pack what calls have in common.
-
-    Args:
-        channel: where the call meets others.
-        fingerprint: what must agree.
-        op: plain name of the operation.
-        num_bytes: payload, and what a ring would have sent.
-        texts: numbers of the texts of site, via, what and group.
-        peer: global rank of the root or the other end, or -1.
-        parties: how many calls meet.
-    """
-    code = OPS.index(op)
-    packed = KNOWN.pack(*num_bytes, channel, fingerprint, *texts, peer, parties, code, 0)
-    return Known(channel ^ code if code == RECV else channel, packed)
 
 
 class CallLedger:

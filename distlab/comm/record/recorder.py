@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distlab.comm.record.file import Known, RecordWriter
 from distlab.comm.record.intercept import FrontEnd
-from distlab.comm.record.matching import channel_of, fingerprint_of, known_call
+from distlab.comm.record.matching import channel_of, fingerprint_of
 from distlab.comm.record.operations import Operation, Terms, describe_shapes, num_bytes_of, ring_bytes, tensors_in
 from distlab.comm.record.read import Records, read_records
 from distlab.comm.where.frames import Site
@@ -102,7 +102,7 @@ class Recorder:
         self._writer.group(event, what)
 
     def _describe(self, operation: Operation, group: Any, tensors: list[Tensor], terms: Terms, site: Site) -> Known:
-        op, name, size, peer = operation.op, group.group_name, group.size(), terms.peer
+        op, name, size, peer, reduction = operation.op, group.group_name, group.size(), terms.peer, terms.reduction
         try:
             ranks = dist.get_process_group_ranks(group)
         except (KeyError, ValueError):  # a group that torch keeps no list for: number its members
@@ -113,26 +113,20 @@ class Recorder:
         num_bytes = sum(map(num_bytes_of, tensors))
         sent = ring_bytes(op, num_bytes, size, is_root=me == other, before_root=group.rank() == (peer - 1) % size)
         what = describe_shapes(tensors) + (f", tag {terms.tag}" if is_pair and terms.tag else "")
-        what += f", {terms.reduction}" if terms.reduction not in ("", "sum") else ""
+        what += f", {reduction}" if reduction not in ("", "sum") else ""
         what += ", gives {}, takes {}".format(*map(list, terms.splits)) if terms.splits else ""
         text = self._writer.text
         via = text(f"{site[2]}:{site[3]}") if site[2] else 0
-        return known_call(
-            channel_of(members, op, me, other, terms.tag),
-            fingerprint_of(op, other, shapes, terms.reduction),
-            op=op,
-            num_bytes=(num_bytes, sent),
-            texts=(text(f"{site[0]}:{site[1]}"), via, text(what), text(members)),
-            peer=other,
-            parties=(2 if other >= 0 else 0) if is_pair else size,
-        )
+        meets = channel_of(members, op, me, other, terms.tag), fingerprint_of(op, other, shapes, reduction)
+        texts = (text(f"{site[0]}:{site[1]}"), via, text(what), text(members))
+        parties = (2 if other >= 0 else 0) if is_pair else size
+        return Known.of(op, *meets, (num_bytes, sent), texts, other, parties)
 
 
 @dataclass
 class Recording:
-    """What `recorded` saw: `records` is there after the block."""
+    """What a block saw that recorded its calls: `records` is there after the block."""
 
-    recorder: Recorder
     records: Records | None = None
 
 
@@ -144,9 +138,7 @@ def recorded(rank: int | None = None) -> Iterator[Recording]:
         rank: the rank to write down; torch.distributed's own by default.
     """
     with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
-        recorder = Recorder(folder, dist.get_rank() if rank is None else rank)
-        recording = Recording(recorder)
-        recorder.start()
+        recorder, recording = Recorder(folder, dist.get_rank() if rank is None else rank).start(), Recording()
         try:
             yield recording
         finally:

@@ -30,16 +30,10 @@ PAIRS = ("send", "recv")
 
 
 class ThrottledLink:
-    """This rank's link: a listener to every call, which makes whoever waits for one wait long enough.
-
-    Attributes:
-        bytes_per_s: bandwidth, one way.
-        latency_s: of one message.
-    """
+    """This rank's link: a listener to every call, which makes whoever waits for one wait long enough."""
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
         self._pace = Pace(Wire(bytes_per_s, latency_s))  # a wire refuses what no link has
-        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
         self._numbers = itertools.count(1)
         self._ends: dict[int, float] = {}  # of calls whose end was not seen
 
@@ -55,8 +49,8 @@ class ThrottledLink:
                 "collectives only; use a collective, or slow the network down with the Linux tool tc"
             )
         num_bytes = sum(map(num_bytes_of, tensors_in(data)))
-        seconds = link_s(operation.op, num_bytes, group.size(), bytes_per_s=self.bytes_per_s, latency_s=self.latency_s)
-        number = next(self._numbers)
+        wire, number = self._pace.wire, next(self._numbers)
+        seconds = link_s(operation.op, num_bytes, group.size(), bytes_per_s=wire.bytes_per_s, latency_s=wire.latency_s)
         self._ends[number] = self._pace.occupy(seconds, time.monotonic())
         # The front end talks to a writer of records; of those, the link needs to hear of waits and ends only.
         return cast(RecordWriter, self), number

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.shared_memory.arena import PAGE, map_file
-from distlab.comm.shared_memory.dense import bytes_of, unseen
+from distlab.comm.shared_memory.dense import unseen
 from distlab.comm.shared_memory.meeting import Meeting
 
 SMALL_BYTES = 16 << 10  # of all ranks together: each reads all, which saves a meeting
@@ -127,7 +127,7 @@ class Collectives:
         Each rank combines its own share of a piece, straight out of the others' slots.
         """
         meeting, me, itemsize = self.meeting, self.rank, flat.element_size()
-        num_bytes, base = bytes_of(flat), flat.data_ptr()
+        num_bytes, base = flat.nbytes, flat.data_ptr()
         if num_bytes * self.size <= SMALL_BYTES:
             self._small(flat, reduction, root)
             return
@@ -188,7 +188,7 @@ class Collectives:
 
     def _small(self, flat: torch.Tensor, reduction: ReduceOperation, root: int) -> None:
         """Show all to all; everyone who needs the result combines it, in the order of ranks."""
-        meeting, num_bytes = self.meeting, bytes_of(flat)
+        meeting, num_bytes = self.meeting, flat.nbytes
         copy(meeting.open(), flat.data_ptr(), num_bytes)
         meeting.post()
         if root not in (-1, self.rank):
@@ -204,7 +204,7 @@ class Collectives:
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: ReduceOperation) -> None:
         """Combine the ranks' input of this rank's number into `output`; all are flat and of one length."""
         meeting, itemsize = self.meeting, output.element_size()
-        each, base = bytes_of(output), inputs[0].data_ptr()
+        each, base = output.nbytes, inputs[0].data_ptr()
         if self.buffers.count and each * self.size > SMALL_BYTES:
             is_block = all(part.data_ptr() == base + rank * each for rank, part in enumerate(inputs))
             if flats := self.buffers.of_all(base if is_block else 0, each * self.size, output.dtype):
@@ -222,7 +222,7 @@ class Collectives:
 
     def all_gather(self, places: Sequence[int], source: torch.Tensor) -> None:
         """Copy every rank's tensor to this rank's address of its number; a rank that passes no addresses takes none."""
-        meeting, mine, num_bytes = self.meeting, source.data_ptr(), bytes_of(source)
+        meeting, mine, num_bytes = self.meeting, source.data_ptr(), source.nbytes
         is_large = num_bytes * self.size > SMALL_BYTES
         if is_large and self.buffers.count and (flats := self.buffers.of_all(mine, num_bytes, torch.uint8)):
             for step in range(1, len(places) + 1):  # not all ranks at once from the same one
@@ -241,7 +241,7 @@ class Collectives:
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Copy the root's tensor to all; the root goes on once it has shown it."""
         meeting, address = self.meeting, flat.data_ptr()
-        for start, length in pieces(bytes_of(flat), self._slot_bytes):
+        for start, length in pieces(flat.nbytes, self._slot_bytes):
             slot = meeting.open()
             if root == self.rank:
                 copy(slot, address + start, length)
@@ -253,7 +253,7 @@ class Collectives:
         """Copy to each rank the root's source of its number."""
         meeting, share = self.meeting, self._share_bytes
         mine, places = output.data_ptr(), [source.data_ptr() for source in sources]
-        for start, length in pieces(bytes_of(output), share):
+        for start, length in pieces(output.nbytes, share):
             slot = meeting.open()
             if root == self.rank:
                 for rank in self.others:

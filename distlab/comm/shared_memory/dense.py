@@ -79,11 +79,6 @@ def settle(tensor: torch.Tensor, flat: torch.Tensor) -> None:
             tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
-    """Return the length of a dense tensor's memory."""
-    return tensor.nbytes
-
-
 def only(tensors: Any, who: str) -> torch.Tensor:
     """Return the one tensor of a call, which may stand in a list.
 
@@ -186,5 +181,5 @@ def split_bytes(tensor: torch.Tensor, sizes: Sequence[int], size: int, who: str,
         sizes = [rows // size] * size
     if len(sizes) != size or sum(sizes) != rows:
         raise ValueError(f"{who}: {what} split sizes {list(sizes)} must be {size} numbers whose sum is {rows}")
-    row = bytes_of(tensor) // rows if rows else 0
+    row = tensor.nbytes // rows if rows else 0
     return [count * row for count in sizes]

@@ -219,7 +219,7 @@ class SharedGroup(dist.ProcessGroup):
                 if isinstance(output, list):
                     places = [next(left).data_ptr() for _ in output]
                 else:
-                    first, length = next(left).data_ptr(), dense.bytes_of(flat)
+                    first, length = next(left).data_ptr(), flat.nbytes
                     places = [first + rank * length for rank in range(size)]
                 self._collectives.all_gather(places, flat)
 
@@ -276,7 +276,7 @@ class SharedGroup(dist.ProcessGroup):
                 f"{self._who('all_to_all')}: got {len(inputs)} inputs and {len(outputs)} outputs; pass "
                 f"{self._meeting.size} of each, one for every rank of the group"
             )
-        takes, gives = ([dense.bytes_of(tensor) for tensor in tensors] for tensors in (outputs, inputs))
+        takes, gives = ([tensor.nbytes for tensor in tensors] for tensors in (outputs, inputs))
         return self._exchange(outputs, takes, inputs, gives, opts)
 
     def all_to_all_single(

@@ -83,7 +83,7 @@ class GroupCall(NamedTuple):
 
     def handed(self, size: int) -> int | Sequence[int]:
         """Return the bytes that a rank hands to the call in a group of so many; of an all_to_all, to each of them."""
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        num_bytes = sum(tensor.nbytes for tensor in self.tensors)
         return self.gives or (num_bytes * size if self.op.startswith("reduce_scatter") else num_bytes)
 
 

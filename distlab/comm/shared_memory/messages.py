@@ -69,7 +69,7 @@ class Message(SharedWork):
         self._messages = messages
         self.peer, self.tag, self.mark, self.text = peer, tag, mark, text
         self.tensor, self.memory = tensor, flat_of(tensor)
-        self.address, self.num_bytes = self.memory.data_ptr(), self.memory.numel() * self.memory.element_size()
+        self.address, self.num_bytes = self.memory.data_ptr(), self.memory.nbytes
         self.deadline_s = time.monotonic() + messages.meeting.timeout_s
 
     def _stand(self, limit_s: float) -> bool:

@@ -11,9 +11,8 @@ from distlab.comm.record.file import OPS
 from distlab.comm.record.matching import explain, ledger_of
 from distlab.comm.record.read import RankRecord, RecordReader, Records, read_record, short
 from distlab.comm.watch.watchdog import Wait, describe, waits_of
-from distlab.comm.where.find import RunningJob
 from distlab.comm.where.frames import Frame, is_machinery, owner_of, traceback_lines
-from distlab.comm.where.stacks import RankStack, stacks_of
+from distlab.comm.where.stacks import RankStack, RunningJob, stacks_of
 
 _PAIRS = ("send", "isend", "recv", "irecv")
 _WITH_ALL = ("new_group", "init_process_group", "monitored_barrier", "split_group")

@@ -18,11 +18,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from distlab.comm import Records, agree, process_group, read_records
+from distlab.comm import agree, process_group, read_records
 from distlab.comm.device import synchronize
 from distlab.comm.groups import Member
 from distlab.comm.launch.failures import launcher_folder, record_failure
-from distlab.comm.launch.script import SAID, ScriptRefused
+from distlab.comm.launch.ranks import SAID, ScriptRefused
+from distlab.comm.record.recorder import Recording
 from distlab.comm.rendezvous import read_environment
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.frames import is_machinery
@@ -51,13 +52,6 @@ class StepWindow(NamedTuple):
     ranks_ns: Sequence[tuple[int, int]]
     predicted: Trace | None
     title: str
-
-
-@dataclass
-class Watched:
-    """The records of a watched block: on rank 0 of all ranks of this machine, on the others their own."""
-
-    records: Records | None = None
 
 
 @dataclass
@@ -107,12 +101,13 @@ class Lab(Generic[SettingsT]):
         return exercise in self.functions
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[Watched]:
+    def watched(self) -> Iterator[Recording]:
         """Record every call in the block, and end the lab with words when its ranks wait for each other.
 
-        All ranks enter it together. Recording costs some 30 us per call: nothing is timed in here.
+        All ranks enter it together. Recording costs some 30 us per call: nothing is timed in here. Rank 0 gets the
+        records of all ranks of this machine, the others their own.
         """
-        address, seen = read_environment(), Watched()
+        address, seen = read_environment(), Recording()
         with tempfile.TemporaryDirectory(prefix="calls-", dir=launcher_folder()) as own:
             names = [own]
             if address.is_on_one_machine:

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab.comm import run
-from distlab.comm.launch.script import run_script
+from distlab.comm.launch.ranks import run_script
 from distlab.comm.shared_memory import futex
 from distlab.comm.shared_memory.meeting import meet_if_possible
 

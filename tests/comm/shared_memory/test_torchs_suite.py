@@ -9,7 +9,6 @@ import sys
 import tempfile
 import types
 import unittest
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import RankError, Ranks
-from distlab.data_parallel import DataParallel
 
 WORLD_SIZE = 4
 PAGE, HEADING = Path(__file__).resolve().parents[3] / "docs" / "platforms.md", "## torch's own tests on `shared`\n"
@@ -37,36 +35,6 @@ def load():
     from torch.testing._internal.distributed import distributed_test
 
     return distributed_test
-
-
-class AsDDP(torch.nn.Module):
-    """A module under DataParallel that is used as one under DDP: it averages at the end of backward by itself."""
-
-    def __init__(self, module, process_group=None, **options):
-        super().__init__()
-        self.module, self.syncs = module, True
-        self.replicas = DataParallel(module, process_group, unused="zeros")
-
-    def forward(self, *args):
-        output, engine = self.module(*args), torch.autograd.Variable._execution_engine
-        if output.requires_grad and self.syncs:
-            output.register_hook(lambda _: engine.queue_callback(self.replicas.synchronize))
-        return output
-
-    @contextmanager
-    def no_sync(self):
-        self.syncs = False
-        with self.replicas.no_sync():
-            yield
-        self.syncs = True
-
-
-def under_data_parallel(name, folder):
-    """Run one of the tests on this rank, with DataParallel in the place of DDP."""
-    with pytest.MonkeyPatch.context() as patch:
-        for place in (load(), torch.nn.parallel):
-            patch.setattr(place, "DistributedDataParallel", AsDDP)
-        return outcome_of(name, folder)
 
 
 def outcome_of(name, folder):
@@ -90,13 +58,13 @@ def outcome_of(name, folder):
     return "passed"
 
 
-def outcomes(backend, names, folder, run=outcome_of):
+def outcomes(backend, names, folder):
     """Return what became of each test, and the first line of what it said."""
     found = {}
     with Ranks(WORLD_SIZE, backend=backend, record=False, echo=False, timeout_s=60) as ranks:
         for name in names:
             try:
-                (found[name],) = set(ranks.run(run, name, f"{folder}/{backend}-{name}"))
+                (found[name],) = set(ranks.run(outcome_of, name, f"{folder}/{backend}-{name}"))
             except RankError as error:
                 found[name] = str(error).partition("\n")[0]
     return found
@@ -137,14 +105,3 @@ def test_what_passes_on_gloo_passes_here(tmp_path, record_property):
     PAGE.write_text(f"{before}{HEADING}\n{text}\n## {rest.partition(chr(10) + '## ')[2]}")
     record_property("tried", len(names))
     assert {name: shared[name] for name in lacking} == {}
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-def test_what_passes_under_ddp_on_a_cpu_passes_under_data_parallel(tmp_path):
-    """Those that neither save the wrapper nor ask for its log, its hooks and its errors."""
-    starts = ("test_accumulate_gradients_no_sync", "test_ddp_create_graph", "test_grads_same_across_ranks")
-    names = [name for name in dir(load().DistributedTest._DistTestBase) if name.startswith(starts)]
-    names = [name for name in names if "hook" not in name]
-    assert len(names) == 4
-    assert outcomes("shared", names, tmp_path, under_data_parallel) == dict.fromkeys(names, "passed")

@@ -1,6 +1,5 @@
 """A class is graded: every submission for itself, under limits, and a run that was ended goes on."""
 
-import contextlib
 import csv
 import json
 import os
@@ -9,23 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from trial_answers import GOOD
+from waiting import processes_with, wait_for
 
 from distlab.cli import main
-from distlab.course.classroom import (
-    Submission,
-    find_submissions,
-    grade_all,
-    grade_of,
-    in_container,
-    refuse_unless_contained,
-    write_tables,
-)
+from distlab.course import classroom
 from distlab.course.grading import load_lesson
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,17 +24,14 @@ pytestmark = pytest.mark.timeout(240)  # each submission starts processes of its
 
 LESSONS = ROOT / "tests" / "course" / "grading" / "lessons"
 RIGHT = "\n\ndef double(values, *, times=2):\n    return [times * value for value in values]\n"
-WRITES = """
-import os
-for number in range(3, 200):
+ATTACKS = """
+import ctypes, os, stat
+for number in range(3, 200):  # a report of its own, into whatever file or pipe the rank may have
     try:
-        os.write(number, b'{"exercise": "91.mean", "verdict": "passed"}\\n')
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            os.write(number, b'{"exercise": "91.mean", "verdict": "passed"}\\n')
     except OSError:
         pass
-mean = double = None
-"""
-KILLS = """
-import ctypes, os
 
 def mean(tensor):
     [ctypes.CDLL(None).fork() for _ in range(6)]
@@ -81,27 +69,15 @@ def hand_in(folder: Path, **texts: str) -> Path:
     return folder
 
 
-def are_gone() -> bool:
-    """Whether no process of grading is left of this run of tests; ranks whose check was killed end themselves."""
-
-    def left() -> bool:
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                environment = path.read_bytes()
-                if b"/distlab-grade-" in environment and os.environ["DISTLAB_TEST_RUN"].encode() in environment:
-                    return True
-        return False
-
-    deadline = time.monotonic() + 60
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not left()
+def wait_until_gone():
+    """No process of grading stays of this run of tests; ranks whose check was killed end themselves."""
+    wait_for(lambda: not processes_with("/distlab-grade-", os.environ["DISTLAB_TEST_RUN"]))
 
 
 def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
-    """One class: a wrong answer, two that attack their check, none, and two files."""
+    """One class: a wrong answer, one that attacks its check, none, and two files."""
     wrong = GOOD.replace("total / dist.get_world_size()", "total")
-    folder = hand_in(here / "class", bob=wrong, mallory=WRITES, zoe=KILLS + RIGHT)
+    folder = hand_in(here / "class", bob=wrong, zoe=ATTACKS + RIGHT)
     hand_in(folder / "two", one=GOOD, other=GOOD)
     (folder / "gone.py").symlink_to("nowhere.py")
     os.mkfifo(folder / "pipe.py")
@@ -109,13 +85,13 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     said = capsys.readouterr().out
     out = here / "grades" / "91_trial"
     rows = {row["student"]: row for row in csv.DictReader((out / "grades.csv").open())}
-    assert list(rows) == ["bob", "gone", "mallory", "pipe", "two", "zoe"]
+    assert list(rows) == ["bob", "gone", "pipe", "two", "zoe"]
     assert {rows[name]["91.mean"] for name in ("gone", "pipe")} == {"not attempted"}
     assert rows["two"]["91.double"] == "stopped"
     assert rows["two"]["stopped"].startswith("several files to grade (one.py, other.py); name the right one 91_trial")
     assert (rows["bob"]["91.mean"], rows["bob"]["91.mean fault"]) == ("wrong", "sum not mean")
     assert (rows["bob"]["91.double"], rows["zoe"]["91.double"]) == ("passed", "passed")
-    assert (rows["zoe"]["91.mean"], rows["mallory"]["points"]) == ("wrong", "0")
+    assert rows["zoe"]["91.mean"] == "wrong"
     assert 0 < int(rows["bob"]["points"]) < int(rows["bob"]["possible"]) == 4
     assert "<td>91.mean</td>\n<td>sum not mean</td>\n<td>1</td>" in (out / "grades.html").read_text()
     assert '<td><a href="students/bob.html">bob</a></td>' in (out / "grades.html").read_text()
@@ -125,7 +101,7 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     results = json.loads((out / "students" / "bob.results.json").read_text())
     assert [test["score"] for test in results["tests"]][:2] == [0, 1]
     assert "distlab-grade-" not in (out / "grades.json").read_text()  # a folder that is gone
-    assert are_gone()
+    wait_until_gone()
     assert "(kept)" not in said
 
     before = {grade["student"]: grade for grade in json.loads((out / "grades.json").read_text())}
@@ -137,7 +113,7 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     assert after.pop("bob")["stopped"] == "bob.py is empty"
     assert after == {name: grade for name, grade in before.items() if name != "bob"}
     kept = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "(kept)" in line]
-    assert sorted(kept) == ["mallory", "zoe"]
+    assert kept == ["zoe"]
 
 
 def test_a_user_starts_no_more_processes_than_allowed():
@@ -171,7 +147,7 @@ def double(values, *, times=2):
 
 
 def test_in_a_container_nothing_else_is_seen(here):
-    line = in_container(here, [Path("/lessons")])
+    line = classroom.in_container(here, [Path("/lessons")])
     binds = [tuple(line[at + 1 : at + 3]) for at, word in enumerate(line) if word == "--bind"]
     shown = {line[at + 1] for at, word in enumerate(line) if word == "--ro-bind-try"}
     assert binds == [(str(here), str(here))]
@@ -182,7 +158,7 @@ def test_in_a_container_nothing_else_is_seen(here):
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     try:
-        refuse_unless_contained()
+        classroom.refuse_unless_contained()
     except ValueError as error:
         pytest.skip(str(error))
     folder = hand_in(here / "class", spy=GOOD.replace("def double", "def twice") + SPIES.format(here=here))
@@ -202,7 +178,6 @@ def test_what_cannot_be_graded_is_said_in_one_line(here, capsys, monkeypatch):
         (["empty"], "no submission of lesson 91"),
         (["nowhere"], "nowhere is neither a notebook"),
         (["a.txt"], "a.txt is neither a notebook"),
-        (["a.txt", "--minutes", "0"], "pass minutes above 0"),
         (["class", "--contained"], "--contained needs bubblewrap (bwrap), which is not installed"),
     ):
         assert main(["grade", "91", *arguments]) == 2
@@ -213,37 +188,39 @@ def test_what_cannot_be_graded_is_said_in_one_line(here, capsys, monkeypatch):
 def test_a_limit_ends_one_submission_and_leaves_nothing(lesson, here, monkeypatch):
     monkeypatch.setattr("distlab.course.classroom.FOLDER_BYTES", 30 * 10**6)  # ranks write some MB themselves
     for name, text, minutes, words in (
-        ("slow", ENDLESS, 0.05, "it ran for 0.05 minutes, the limit; pass --minutes for more"),
+        ("slow", ENDLESS, 0.01, "it ran for 0.01 minutes, the limit; pass --minutes for more"),
         ("writes", FILES, 10, "MB of files; the limit is 30 MB"),
     ):
-        submissions = find_submissions([hand_in(here / name, **{name: text})], "91_trial")
-        ((grade, is_new),) = grade_all(submissions, lesson, here / "results", seed=1, minutes=minutes)
+        submissions = classroom.find_submissions([hand_in(here / name, **{name: text})], "91_trial")
+        ((grade, is_new),) = classroom.grade_all(submissions, lesson, here / "results", seed=1, minutes=minutes)
         assert words in grade.stopped
         assert (grade.points, is_new) == (0, True)
         assert {mark.verdict for mark in grade.marks} == {"stopped"}
-    assert are_gone()
+    wait_until_gone()
     assert list((here / "results").iterdir()) == []  # the same command grades them again
-    ((nothing, _),) = grade_all([Submission("bob")], lesson, here / "results", seed=0)
+    ((nothing, _),) = classroom.grade_all([classroom.Submission("bob")], lesson, here / "results", seed=0)
     assert {mark.verdict for mark in nothing.marks} == {"not attempted"}
 
 
 def test_an_interrupt_keeps_what_is_graded(here):
-    folder = hand_in(here / "class", ann="", zoe=ENDLESS)
+    folder = hand_in(here / "class", zoe=ENDLESS)
+    (folder / "ann").mkdir()  # who hands in nothing has a result too
     command = [sys.executable, "-u", "-m", "distlab", "grade", "91", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().rstrip().endswith("stopped: ann.py is empty")
+        assert process.stdout.readline().split() == ["ann", "0", "of", "4"]
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=100)
     assert process.returncode == 130
     assert "the same command goes on" in said
     assert [path.name for path in (here / "grades" / "91_trial" / "results").iterdir()] == ["ann.json"]
-    assert are_gone()
+    wait_until_gone()
 
 
 def test_a_file_that_cannot_be_read_keeps_no_other_from_being_graded(lesson, here):
-    gone, nothing = Submission("ann", here / "ann.py"), Submission("bob")
-    found = {grade.student: grade for grade, _ in grade_all([gone, nothing], lesson, here / "results", seed=0)}
+    gone, nothing = classroom.Submission("ann", here / "ann.py"), classroom.Submission("bob")
+    grades = classroom.grade_all([gone, nothing], lesson, here / "results", seed=0)
+    found = {grade.student: grade for grade, _ in grades}
     assert found["ann"].stopped == f"{here / 'ann.py'} cannot be read (No such file or directory)"
     assert {mark.verdict for mark in found["bob"].marks} == {"not attempted"}
 
@@ -254,10 +231,10 @@ def test_blocked_points_are_neither_earned_nor_lost(lesson, tmp_path):
     lines.append({"exercise": "91.double", "verdict": "passed", **told})
     two = replace(lesson, exercises=lesson.exercises[:2])
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    grade = grade_of(Submission("=ann", Path("ann.py")), two, text + '{"exercise', "")
+    grade = classroom.grade_of(classroom.Submission("=ann", Path("ann.py")), two, text + '{"exercise', "")
     mean, double = (exercise.difficulty for exercise in two.exercises)
     assert (grade.points, grade.possible, grade.blocked) == (double, double, mean)
-    write_tables(tmp_path, "<b>", [grade])
+    classroom.write_tables(tmp_path, "<b>", [grade])
     table = (tmp_path / "grades.csv").read_text()
     assert "blocked" in table
     assert "'=ann" in table
@@ -281,8 +258,10 @@ def test_submissions_are_found_and_named(tmp_path):
     (tmp_path / "class" / "b ob" / ".ipynb_checkpoints" / "mine-checkpoint.ipynb").write_text("{}")
     (tmp_path / "class" / "eve").mkdir()
     (tmp_path / "class" / ".cache").mkdir()
-    found = {one.student: one.path for one in find_submissions([tmp_path / "class"], name)}
+    found = {one.student: one.path for one in classroom.find_submissions([tmp_path / "class"], name)}
     assert found == {"ann": notebook, "b_ob": tmp_path / "class" / "b ob" / "mine.ipynb", "eve": None}
-    assert find_submissions([notebook], name)[0].student == "ann"
+    assert classroom.find_submissions([notebook], name)[0].student == "ann"
     both = [notebook, tmp_path / "class"]
-    assert [one.problem.partition(" (")[0] for one in find_submissions(both, name)][0] == "several files to grade"
+    assert [one.problem.partition(" (")[0] for one in classroom.find_submissions(both, name)][
+        0
+    ] == "several files to grade"

@@ -1,13 +1,10 @@
 """An answer may hang, fork, flood, exit, crash or not be a function: the check names it, soon, and leaves nothing."""
 
-from __future__ import annotations
-
 import functools
 import re
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 from trial_answers import written
 
-from distlab.course.grading import Exercise, Lesson, NotYet, Report, load_lesson
+from distlab.course.grading import NotYet, load_lesson
 from distlab.course.grading.check import examine
 
 
@@ -41,15 +38,10 @@ CASES = [
         *("if dist.get_rank() == 0:\n    dist.all_reduce(tensor.clone())\nreturn tensor", 2, "deadlock"),
         "rank 0 waits in all_reduce .* rank 1 has returned without it",
     ),
-    (
-        *("dist.recv(tensor.clone(), 1 - dist.get_rank())", 2, "deadlock"),
-        "rank 0 waits in recv from 1 .* rank 1 waits in recv from 0",
-    ),
     ("while True:\n    pass", 1, "hang", "did not finish in 3 s .* in mean: (while True:|pass)"),
     ("os.kill(os.getpid(), signal.SIGSTOP)", 1, "hang", "stopped by a signal"),
-    ("os.fork()", 1, "forked", r"starts a process \(os.fork\).* in mean: os.fork\(\)"),
     ("os.kill(os.getppid(), signal.SIGKILL)", 1, "forked", "not its own"),
-    ("with contextlib.suppress(Exception):\n    os.system('true')", 1, "forked", "starts a process"),
+    ("with contextlib.suppress(Exception):\n    os.fork()", 1, "forked", r"starts a process \(os.fork\).* in mean: "),
     (
         *("while True:\n    print('all work and no play' * 50)", 1, "output"),
         "rank 0 printed more than 10 MB and was stopped.* in mean: ",
@@ -57,7 +49,6 @@ CASES = [
     ("sys.exit(3)", 1, "exited", r"exited with status 3 .* in mean: sys.exit\(3\)"),
     ("os._exit(0)", 1, "exited", "exited with status 0 before it returned"),
     ("ctypes.string_at(0)", 1, "killed", "was killed by SIGSEGV .* in mean: ctypes.string_at"),
-    ("return mean(tensor)", 1, "raised", "RecursionError.* in mean: return mean"),
     (
         *("kept = []\nwhile True:\n    kept.append(torch.ones(32 << 20))", 1, "memory"),
         "more memory than a check gives .* in mean: kept.append",
@@ -66,12 +57,7 @@ CASES = [
         *("if dist.get_rank() == 2:\n    raise KeyError('layer 7')", 3, "raised"),
         "on rank 2 of 3: it raised KeyError: 'layer 7' .*raise KeyError",
     ),
-    ("return threading.Lock()", 1, "returned", "object of class lock, which is not a plain value"),
     ("return (right(tensor) for _ in range(1))", 1, "returned", "an object of class generator, which is not a plain"),
-    (
-        *("class EqualToAll:\n    __eq__ = lambda self, other: True\nreturn [EqualToAll()]", 1, "returned"),
-        "an object of class EqualToAll, which is not a plain value or tensor",
-    ),
     ("return None", 1, "returned", "got None"),
     ("dist.destroy_process_group()\nreturn tensor", 1, "left the group", "destroyed or replaced the process group"),
     ("sys.stdout.close()", 1, "state left behind", "it closed or replaced sys.stdout"),
@@ -94,12 +80,12 @@ CASES = [
 ]
 
 
-def text_of(report: Report) -> str:
+def text_of(report):
     return " ".join(str(report).split())
 
 
 @pytest.mark.parametrize(("body", "world", "fault", "says"), CASES, ids=[case[0].partition("\n")[0] for case in CASES])
-def test_fault_is_named(mean_exercise: Exercise, tmp_path: Path, body: str, world: int, fault: str, says: str) -> None:
+def test_fault_is_named(mean_exercise, tmp_path, body, world, fault, says):
     fn = written(tmp_path, "mean(tensor)", f"{body}\nreturn right(tensor)", RIGHT)
     limit = 3.0 if fault == "hang" else mean_exercise.timeout_s
     report = examine(replace(mean_exercise, timeout_s=limit), fn, worlds=(world,))
@@ -109,7 +95,7 @@ def test_fault_is_named(mean_exercise: Exercise, tmp_path: Path, body: str, worl
     assert report.function is report.reference
 
 
-def test_right_on_some_numbers_of_ranks(mean_exercise: Exercise) -> None:
+def test_right_on_some_numbers_of_ranks(mean_exercise):
     def starts_threads(tensor):
         for _ in range(20):  # they go on, and do no harm
             threading.Thread(target=time.sleep, args=(1000,)).start()
@@ -175,8 +161,8 @@ WITHOUT_RANKS = [
 ]
 
 
-def test_faults_seen_without_ranks(mean_exercise: Exercise, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_server() -> None:
+def test_faults_seen_without_ranks(mean_exercise, monkeypatch):
+    def no_server():
         raise RuntimeError("starting ranks needs torch, which is not installed")
 
     monkeypatch.setattr("distlab.comm.launch.pool.fork_server", no_server)
@@ -190,10 +176,10 @@ def test_faults_seen_without_ranks(mean_exercise: Exercise, monkeypatch: pytest.
     assert str(report) == "Blocked: 1 rank cannot be started here: starting ranks needs torch, which is not installed"
     for worlds in ((), (0,), (65,), (True,), ("2",), (2.0,)):
         with pytest.raises(ValueError, match="numbers of ranks from 1 to 64"):
-            examine(mean_exercise, right, worlds=worlds)  # type: ignore[arg-type]
+            examine(mean_exercise, right, worlds=worlds)
 
 
-def test_other_callables_and_numbers_of_numpy_may_be_right(mean_exercise: Exercise, lesson: Lesson) -> None:
+def test_other_callables_and_numbers_of_numpy_may_be_right(mean_exercise, lesson):
     scaled = functools.partial(lambda factor, tensor: right(tensor) * factor, 1.0)
     for fn in (scaled, Mean(), lambda *args: right(*args)):
         assert (report := examine(mean_exercise, fn, worlds=(2,))).passed, str(report)
@@ -201,7 +187,7 @@ def test_other_callables_and_numbers_of_numpy_may_be_right(mean_exercise: Exerci
     assert report.passed, str(report)
 
 
-def test_builtins_and_what_cannot_be_sent_are_answered(mean_exercise: Exercise) -> None:
+def test_builtins_and_what_cannot_be_sent_are_answered(mean_exercise):
     lock = threading.Lock()
 
     def uses_a_lock(tensor):
@@ -214,7 +200,7 @@ def test_builtins_and_what_cannot_be_sent_are_answered(mean_exercise: Exercise) 
     assert "'lock' cannot be pickled" in report.message
 
 
-def test_a_number_that_no_comparison_expects_is_told() -> None:
+def test_a_number_that_no_comparison_expects_is_told():
     exercise = load_lesson("09").exercise("09.bubble")
     known = ((4, 1, 1), (4, 8, 1), (8, 32, 1), (4, 8, 2), (8, 32, 4), (1, 4, 1))  # its own cases
 

@@ -1,11 +1,7 @@
 """A fault is told by what was seen: the mistake's own words before general ones, and no blame for what was right."""
 
-from __future__ import annotations
-
 import functools
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +9,13 @@ import torch.distributed as dist
 
 from distlab.collectives import ring_all_gather
 from distlab.comm.p2p import Receive, Send, exchange
-from distlab.course.grading import Report, load_lesson, reference_of
+from distlab.course.grading import load_lesson, reference_of
 from distlab.course.grading.check import examine
 from distlab.course.grading.diagnosis.blame import in_plain_names, messages_that_do_not_fit
 from distlab.sharding import gather_into
 
 
-def checked(name: str, fn: Callable[..., Any], **options: Any) -> Report:
+def checked(name, fn, **options):
     return examine(load_lesson(name).exercise(name), fn, **options)
 
 
@@ -31,7 +27,7 @@ def never_divides(model, optimizer, *, microbatches, num_accumulated, loss_fn):
             optimizer.zero_grad()
 
 
-def test_what_a_wrapper_sends_in_backward_is_not_called_unwaited() -> None:
+def test_what_a_wrapper_sends_in_backward_is_not_called_unwaited():
     report = checked("03.accumulate", never_divides)
     assert report.verdict == "wrong"
     assert "never waits" not in report.message
@@ -47,7 +43,7 @@ def in_the_order_of_a_set(shards, shapes):
     return state
 
 
-def test_ranks_do_not_share_the_order_of_a_set_of_names() -> None:
+def test_ranks_do_not_share_the_order_of_a_set_of_names():
     assert checked("07.repair", in_the_order_of_a_set, worlds=(2,), seed=1).verdict == "wrong"
 
 
@@ -58,7 +54,7 @@ def skips_missing_gradients(module):
             parameter.grad /= dist.get_world_size()
 
 
-def test_the_exercises_own_words_come_before_a_difference_in_drawn_arguments() -> None:
+def test_the_exercises_own_words_come_before_a_difference_in_drawn_arguments():
     report = checked("03.average", skips_missing_gradients, worlds=(1, 2), seed=1)
     assert report.fault == "missing gradient"
     assert report.message.startswith("on 2 ranks: ")
@@ -87,7 +83,7 @@ PARTS = [
 ]
 
 
-def test_whose_parts_a_wrong_sum_holds_is_told_where_nothing_better_is_known() -> None:
+def test_whose_parts_a_wrong_sum_holds_is_told_where_nothing_better_is_known():
     for name, fn, says in PARTS:  # of a partial there is no text to be repaired
         assert re.search(says, checked(name, functools.partial(fn), worlds=(3,), seed=3).message), fn
 
@@ -107,7 +103,7 @@ def other_shapes(tensor, group=None):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
-def test_calls_that_do_not_fit_are_told_on_each_backend(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_do_not_fit_are_told_on_each_backend(backend, monkeypatch):
     monkeypatch.setenv("DISTLAB_BACKEND", backend)
     first, *lines = checked("02.ring_all_gather", too_long_chunks, worlds=(2,)).message.splitlines()
     assert re.search(r"rank \d sends float64\[\d\], rank \d receives it as float64\[\d\]: give both", first)
@@ -121,7 +117,7 @@ def test_calls_that_do_not_fit_are_told_on_each_backend(backend: str, monkeypatc
 
 
 @pytest.mark.parametrize("file", ["/tmp/ipykernel_17/42.py", "/tmp/ipython-input-3-ab12.py", "<ipython-input-3-ab12>"])
-def test_a_cell_is_your_cell_whatever_the_kernel(file: str) -> None:
+def test_a_cell_is_your_cell_whatever_the_kernel(file):
     assert in_plain_names(f"at {file}:8", len) == "at your cell, line 8"
 
 
@@ -131,21 +127,21 @@ def by_name(tensor, group=None):
 
 FLAT = reference_of(load_lesson("03").exercise("03.flat"))
 OF_LIBRARY = "it calls distlab.collectives.ring.ring_all_gather of the library"
-NOT_OWN: list[tuple[str, Callable[..., object], str, str]] = [
+NOT_OWN = [
     ("02.ring_all_gather", by_name, "library", OF_LIBRARY),
     ("02.ring_all_gather", functools.partial(ring_all_gather), "library", OF_LIBRARY),
     ("03.flat", lambda module: FLAT(module), "reference", "write the function yourself"),
 ]
 
 
-def test_neither_the_reference_nor_the_librarys_own_function_is_an_answer() -> None:
+def test_neither_the_reference_nor_the_librarys_own_function_is_an_answer():
     for name, fn, fault, says in NOT_OWN:
         report = checked(name, fn, worlds=(1,))
         assert (report.verdict, report.fault) == ("wrong", fault), str(report)
         assert says in report.message
 
 
-def test_what_a_check_cannot_use_is_told_by_itself_with_its_case_and_in_few_letters() -> None:
+def test_what_a_check_cannot_use_is_told_by_itself_with_its_case_and_in_few_letters():
     assert checked("13.dearest", lambda sections: "network").message == (
         "it returned 'network'; expected tuple[str, float]"
     )

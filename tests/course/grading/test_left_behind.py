@@ -1,11 +1,7 @@
 """What a right answer leaves behind is told: on which argument or in which part of the process, and by which call."""
 
-from __future__ import annotations
-
 import inspect
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +38,7 @@ LEFT = [
 
 
 @pytest.mark.parametrize(("body", "says"), LEFT, ids=[body for body, _ in LEFT])
-def test_what_is_left_is_named(tmp_path: Path, body: str, says: str) -> None:
+def test_what_is_left_is_named(tmp_path, body, says):
     fn = written(tmp_path, "average_gradients(module)", f"average(module)\n{body}", inspect.getsource(average))
     world = 2 if "forward" in body else 1
     report = examine(AVERAGE, fn, worlds=(world,), seed=0)
@@ -52,7 +48,7 @@ def test_what_is_left_is_named(tmp_path: Path, body: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("threads", ["", "    torch.set_num_threads(torch.get_num_threads() + 1)\n"])
-def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path, threads: str) -> None:
+def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path, threads):
     """The rank that calls the function loads its file, whose folder it then imports from."""
     switches = "torch.manual_seed(7)\ntorch.set_num_threads(torch.get_num_threads() + 1)\n"
     body = inspect.getsource(average).replace("def average(", "def average_gradients(") + threads
@@ -63,7 +59,7 @@ def test_a_call_is_not_blamed_for_what_loading_its_file_switches(tmp_path: Path,
     assert ("it changed the number of threads of torch from" in report.message) == bool(threads)
 
 
-_flat: dict[object, torch.Tensor] = {}
+_flat = {}
 
 
 def average_flat(module):
@@ -76,14 +72,14 @@ def average_flat(module):
         parameter.grad = piece.view_as(parameter)
 
 
-def test_gradients_that_share_a_kept_buffer_are_told() -> None:
+def test_gradients_that_share_a_kept_buffer_are_told():
     report = examine(load_lesson("03").exercise("03.flat"), average_flat, worlds=(1,), seed=1)
     assert report.fault == "kept", str(report)
     assert "right at first, but a later call changed module." in report.message
 
 
-def test_hooks_in_lists_and_dicts_and_options_of_optimizers_are_compared() -> None:
-    value: list[Any] = [{"b": torch.zeros(1, requires_grad=True)}, torch.optim.SGD([torch.zeros(1)], lr=0.5)]
+def test_hooks_in_lists_and_dicts_and_options_of_optimizers_are_compared():
+    value = [{"b": torch.zeros(1, requires_grad=True)}, torch.optim.SGD([torch.zeros(1)], lr=0.5)]
     before = dict(marks("given", value))
     assert left_on(before, dict(marks("given", value))) == {}
     value[0]["b"].register_hook(lambda gradient: gradient)

@@ -1,72 +1,51 @@
 """Progress is kept whatever happens to its file, and two notebooks at once lose nothing."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
-from pathlib import Path
 
 import pytest
 
-from distlab.course.grading import Lesson, Report, load_lesson, reference_of
-from distlab.course.grading.progress import (
-    FILE,
-    MARKER,
-    OUTSIDE,
-    keep,
-    keep_prediction,
-    load_progress,
-    prediction_of,
-    work_folder,
-)
+from distlab.course.grading import Report, load_lesson, progress, reference_of
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    (tmp_path / MARKER).touch()
+def work(tmp_path):
+    (tmp_path / progress.MARKER).touch()
     (tmp_path / "91_trial").mkdir()
     return tmp_path
 
 
-def report(
-    lesson: Lesson, verdict: str = "passed", name: str = "91.mean", budget: tuple[str, ...] = ("one",)
-) -> Report:
+def report(lesson, verdict="passed", name="91.mean", budget=("one",)):
     exercise = lesson.exercise(name)
     return Report(exercise, verdict, None, "", budget, (1,), 0.25, None, reference_of(exercise))
 
 
-def test_what_is_kept(work: Path, lesson: Lesson) -> None:
+def test_what_is_kept(work, lesson):
     here = work / "91_trial"
-    assert work_folder(here) == work
+    assert progress.work_folder(here) == work
     for verdict in ("not attempted", "blocked"):
-        assert keep(report(lesson, verdict), here) == ""
-    assert not (work / FILE).exists()
-    assert prediction_of("How long? (ms)", work) is None
-    assert keep_prediction("How long? (ms)", 200.0, here) == ""
-    assert keep(report(lesson, "wrong"), here) == ""
-    assert not load_progress(here)["91.mean"].passed
-    assert keep(report(lesson), here) == ""
-    first = load_progress(here)["91.mean"]
+        assert progress.keep(report(lesson, verdict), here) == ""
+    assert not (work / progress.FILE).exists()
+    assert progress.prediction_of("How long? (ms)", work) is None
+    assert progress.keep_prediction("How long? (ms)", 200.0, here) == ""
+    assert progress.keep(report(lesson, "wrong"), here) == ""
+    assert not progress.load_progress(here)["91.mean"].passed
+    assert progress.keep(report(lesson), here) == ""
+    first = progress.load_progress(here)["91.mean"]
     assert (first.passed, first.attempts, first.budget, first.seconds) == (True, 2, ("one",), 0.25)
     assert first.first_passed == first.last_passed
-    keep(report(lesson, budget=("two",)), here)
-    keep(report(lesson, "wrong"), here)
-    again = load_progress(here)["91.mean"]
+    progress.keep(report(lesson, budget=("two",)), here)
+    progress.keep(report(lesson, "wrong"), here)
+    again = progress.load_progress(here)["91.mean"]
     assert (again.passed, again.attempts, again.failed) == (True, 4, 2)
     assert (again.first_passed, again.budget) == (first.first_passed, ("two",))
-    keep(report(lesson, name="91.double"), here)
-    assert prediction_of("How long? (ms)", work) == 200.0
-    data = json.loads((work / FILE).read_text())
+    progress.keep(report(lesson, name="91.double"), here)
+    assert progress.prediction_of("How long? (ms)", work) == 200.0
+    data = json.loads((work / progress.FILE).read_text())
     assert (data["schema"], set(data["exercises"])) == (1, {"91.mean", "91.double"})
     names = {"attempts", "first_passed", "last_passed", "budget", "seconds", "failed", "hints", "solution_seen"}
     assert set(data["exercises"]["91.mean"]) == names
     assert data["predictions"] == {"How long? (ms)": 200.0}
-
-
-def test_outside_a_work_folder_nothing_is_kept(tmp_path: Path, lesson: Lesson) -> None:
-    assert keep(report(lesson), tmp_path) == OUTSIDE
-    assert load_progress(tmp_path) == {}
-    assert list(tmp_path.iterdir()) == []
 
 
 ENTRY = '{"attempts": 1, "first_passed": "", "last_passed": "", "budget": [], "seconds": 0, "hints": "two"}'
@@ -78,41 +57,43 @@ DAMAGED += [
 ]
 
 
-def test_a_damaged_file_is_moved_aside_and_told(tmp_path: Path, lesson: Lesson) -> None:
+def test_a_damaged_file_is_moved_aside_and_told(tmp_path, lesson):
     for number, text in enumerate([*DAMAGED, None]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / MARKER).touch()
-        (folder / FILE).mkdir() if text is None else (folder / FILE).write_text(text)  # or a folder in its place
-        assert load_progress(folder) == {}
-        told = keep(report(lesson), folder)
+        (folder / progress.MARKER).touch()
+        (folder / progress.FILE).mkdir() if text is None else (folder / progress.FILE).write_text(
+            text
+        )  # or a folder in its place
+        assert progress.load_progress(folder) == {}
+        told = progress.keep(report(lesson), folder)
         assert "could not be read" in told, text
         (aside,) = folder.glob("progress.damaged-*")
         assert aside.name in told
         assert text is None or aside.read_text() == text
-        assert load_progress(folder)["91.mean"].passed
+        assert progress.load_progress(folder)["91.mean"].passed
 
 
-def test_a_folder_that_cannot_be_written(work: Path, lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **named: object) -> None:
+def test_a_folder_that_cannot_be_written(work, lesson, monkeypatch):
+    def full(*args, **named):
         raise OSError(28, "No space left on device")
 
-    keep(report(lesson), work)
-    before = (work / FILE).read_bytes()
+    progress.keep(report(lesson), work)
+    before = (work / progress.FILE).read_bytes()
     monkeypatch.setattr("os.fsync", full)
-    said = f"Your progress is not kept: {work / FILE} cannot be written (No space left on device)."
-    assert keep(report(lesson), work) == said
-    assert (work / FILE).read_bytes() == before
-    assert {path.name for path in work.iterdir()} == {MARKER, FILE, "91_trial"}
+    said = f"Your progress is not kept: {work / progress.FILE} cannot be written (No space left on device)."
+    assert progress.keep(report(lesson), work) == said
+    assert (work / progress.FILE).read_bytes() == before
+    assert {path.name for path in work.iterdir()} == {progress.MARKER, progress.FILE, "91_trial"}
 
 
-def keep_often(folder: Path, lessons: Path, times: int) -> None:
+def keep_often(folder, lessons, times):
     lesson = load_lesson("91", lessons)
     for _ in range(times):
-        keep(report(lesson), folder)
+        progress.keep(report(lesson), folder)
 
 
-def test_two_notebooks_at_once_lose_nothing(work: Path, lesson: Lesson) -> None:
+def test_two_notebooks_at_once_lose_nothing(work, lesson):
     context = multiprocessing.get_context("fork")
     several = [context.Process(target=keep_often, args=(work, lesson.folder.parent, 25)) for _ in range(4)]
     for process in several:
@@ -120,5 +101,5 @@ def test_two_notebooks_at_once_lose_nothing(work: Path, lesson: Lesson) -> None:
     for process in several:
         process.join(60)
     assert [process.exitcode for process in several] == [0] * 4
-    assert load_progress(work)["91.mean"].attempts == 100
-    assert {path.name for path in work.iterdir()} == {MARKER, FILE, "91_trial"}
+    assert progress.load_progress(work)["91.mean"].attempts == 100
+    assert {path.name for path in work.iterdir()} == {progress.MARKER, progress.FILE, "91_trial"}

@@ -1,15 +1,12 @@
 """A report says its verdict in words, never by colour alone, and shows the reference only to those who have passed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from distlab.course.grading import Lesson, Report, check, load_lesson, reference_of
+from distlab.course.grading import check, load_lesson, reference_of
 from distlab.course.grading.check import examine
 from distlab.course.grading.progress import MARKER, OUTSIDE, Entry, load_progress
 
@@ -29,25 +26,25 @@ def wrong(tensor):
 
 
 @pytest.fixture(scope="module")
-def passed(lesson: Lesson) -> Report:
+def passed(lesson):
     return examine(lesson.exercise("91.mean"), mine, worlds=(1, 2))
 
 
 @pytest.fixture(scope="module")
-def failed(lesson: Lesson) -> Report:
+def failed(lesson):
     return examine(lesson.exercise("91.mean"), wrong, worlds=(2,))
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+def shown(monkeypatch):
     """What a notebook has displayed."""
-    bundles: list[dict[str, str]] = []
+    bundles = []
     monkeypatch.setattr("IPython.display.display", lambda data, raw: bundles.append(data))
     monkeypatch.setattr("IPython.get_ipython", object)
     return bundles
 
 
-def test_right_answer(passed: Report, shown: list[dict[str, str]]) -> None:
+def test_right_answer(passed, shown):
     assert tuple(str(passed).splitlines()) == (
         "Correct. 91.mean: the mean of all ranks' tensors. Right on 1, 2 ranks.",
         "  sent 800 bytes a rank (a ring needs 800 bytes)",
@@ -62,10 +59,9 @@ def test_right_answer(passed: Report, shown: list[dict[str, str]]) -> None:
     assert "<b>mine</b>" not in bundle["text/html"]
 
 
-def test_wrong_answer_never_shows_the_reference(failed: Report, shown: list[dict[str, str]]) -> None:
-    assert tuple(str(failed).splitlines()) == (
-        "Wrong: rank 0's result is 2x too large: it is the sum over ranks, not the mean: divide by world_size (2)",
-    )
+def test_wrong_answer_never_shows_the_reference(failed, shown):
+    what = "it is the sum over ranks, not the mean: divide by world_size (2)"
+    assert str(failed) == f"Wrong: rank 0's result is 2x too large: {what}"
     assert failed.function is failed.reference
     failed.show()
     assert "<strong>Wrong:</strong>" in shown[0]["text/html"]
@@ -73,13 +69,13 @@ def test_wrong_answer_never_shows_the_reference(failed: Report, shown: list[dict
     assert SECRET not in json.dumps(failed.as_dict())
 
 
-def test_messages_are_escaped(failed: Report, shown: list[dict[str, str]]) -> None:
+def test_messages_are_escaped(failed, shown):
     replace(failed, message="<script>alert(1)</script>\n<i>two</i>", _shown=[]).show()
     assert "<script>" not in shown[0]["text/html"]
     assert "<i>" not in shown[0]["text/html"]
 
 
-def test_not_attempted(lesson: Lesson, shown: list[dict[str, str]]) -> None:
+def test_not_attempted(lesson, shown):
     def stub(tensor): ...
 
     report = examine(lesson.exercise("91.mean"), stub)
@@ -89,7 +85,7 @@ def test_not_attempted(lesson: Lesson, shown: list[dict[str, str]]) -> None:
     assert SECRET not in shown[0]["text/html"]
 
 
-def test_as_data(passed: Report, failed: Report, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_data(passed, failed, capsys):
     data = json.loads(json.dumps(passed.as_dict()))
     assert (data["schema"], data["exercise"], data["verdict"]) == (1, "91.mean", "passed")
     assert (data["fault"], data["worlds"]) == (None, [1, 2])
@@ -103,7 +99,7 @@ def test_as_data(passed: Report, failed: Report, capsys: pytest.CaptureFixture[s
 
 
 @pytest.fixture
-def below(tmp_path: Path, lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> Path:
+def below(tmp_path, lesson, monkeypatch):
     """The working directory: a folder below that of the lessons."""
     folder = tmp_path / "work" / "91_trial"
     folder.mkdir(parents=True)
@@ -112,7 +108,7 @@ def below(tmp_path: Path, lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> Pa
     return folder
 
 
-def test_check_finds_the_lesson_from_a_folder_below(below: Path) -> None:
+def test_check_finds_the_lesson_from_a_folder_below(below):
     report = check("91.mean", mine, worlds=(1,))
     assert report.passed
     assert report.progress == OUTSIDE
@@ -120,7 +116,7 @@ def test_check_finds_the_lesson_from_a_folder_below(below: Path) -> None:
         check("91.nothing", mine)
 
 
-def test_a_check_repeated_on_the_reference_it_gave_is_no_right_answer(below: Path) -> None:
+def test_a_check_repeated_on_the_reference_it_gave_is_no_right_answer(below):
     (below / MARKER).touch()
     failed = check("91.mean", wrong, worlds=(2,))
     assert failed.verdict == "wrong"
@@ -132,7 +128,7 @@ def test_a_check_repeated_on_the_reference_it_gave_is_no_right_answer(below: Pat
     assert check("91.mean", mine, worlds=(1,)).passed
 
 
-def test_lessons_are_found_by_number_folder_and_exercise(lesson: Lesson) -> None:
+def test_lessons_are_found_by_number_folder_and_exercise(lesson):
     folder = lesson.folder.parent
     for name in ("91", 91, "91_trial", "91.mean"):
         assert load_lesson(name, folder).title == "Trial"
@@ -143,7 +139,7 @@ def test_lessons_are_found_by_number_folder_and_exercise(lesson: Lesson) -> None
             load_lesson(name, folder)
 
 
-def test_a_changed_lesson_is_loaded_anew(tmp_path: Path, lesson: Lesson) -> None:
+def test_a_changed_lesson_is_loaded_anew(tmp_path, lesson):
     folder = tmp_path / "lessons" / "92_other"
     folder.mkdir(parents=True)
     for name in ("solutions", "exercises"):
@@ -157,7 +153,7 @@ def test_a_changed_lesson_is_loaded_anew(tmp_path: Path, lesson: Lesson) -> None
         load_lesson(92, folder.parent)
 
 
-def test_reference_that_leads_nowhere(lesson: Lesson) -> None:
+def test_reference_that_leads_nowhere(lesson):
     exercise = replace(lesson.exercise("91.mean"), source="solutions:nothing")
     with pytest.raises(ValueError, match="'solutions:nothing' leads to no function"):
         reference_of(exercise)

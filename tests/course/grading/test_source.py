@@ -1,10 +1,6 @@
 """Of a notebook only what the exercises' functions need is executed; an error there names its cell and line."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +9,7 @@ from distlab.course.grading.answer.source import execute, read_source
 from distlab.course.grading.lesson import lessons_folder
 
 F = "def f():\n    return {}"
-NEEDED: dict[str, tuple[tuple[str, ...], object]] = {
+NEEDED = {
     "a helper of a later cell": ((F.format("g()"), "def g():\n    return 1"), 1),
     "a constant of a constant": (("A = 2", "B = A + len('ab')", F.format("B")), 4),
     "an import in a cell with magics": (("%matplotlib inline\nimport math\n!ls", F.format("math.floor(1.5)")), 1),
@@ -44,7 +40,7 @@ NEEDED: dict[str, tuple[tuple[str, ...], object]] = {
     "a name of the extension": (("%load_ext distlab.course.notebook", F.format("dist.is_available()")), True),
 }
 FILL = "C = {}"
-CHANGED: dict[str, tuple[tuple[str, ...], object]] = {
+CHANGED = {
     "update": ((FILL, "C.update(a=1)", F.format("C['a']")), 1),
     "append": (("H = []", "H.append(2)", F.format("H")), [2]),
     "a part of it": (
@@ -60,7 +56,7 @@ CHANGED: dict[str, tuple[tuple[str, ...], object]] = {
     "a comprehension through it": (("T = [[], []]", "[row.append(1) for row in T]", F.format("T")), [[1], [1]]),
     "a tensor in place": (("import torch\nW = torch.ones(2)", "W.zero_()", F.format("W.tolist()")), [0, 0]),
 }
-UNTOUCHED: dict[str, tuple[str, ...]] = {
+UNTOUCHED = {
     "a method that changes nothing": ("C = {'a': 1}", "print(C.get('a'), gone)", F.format("C['a']")),
     "a different name": ("C = {'a': 1}", "D = []\nD.append(gone)", F.format("C['a']")),
     "a module's function": ("import math", "math.pop(gone)", F.format("math.gcd(1)")),
@@ -72,13 +68,13 @@ UNTOUCHED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def source_of(path: Path, *cells: str) -> Any:
+def source_of(path, *cells):
     code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
     path.write_text(json.dumps({"cells": code}))
     return read_source(str(path))
 
 
-def test_what_a_function_needs_or_what_changes_that_is_executed(tmp_path: Path) -> None:
+def test_what_a_function_needs_or_what_changes_that_is_executed(tmp_path):
     course = ("lost = MACHINE.num_devices", "for A_STEP in gone():\n    print(A_STEP)", "def broken(:")
     for what, (cells, expected) in (NEEDED | CHANGED).items():
         path, last = tmp_path / "a.ipynb", "f = check('91.f', f).function"
@@ -87,14 +83,14 @@ def test_what_a_function_needs_or_what_changes_that_is_executed(tmp_path: Path) 
         assert namespace["f"]() == expected, what
 
 
-def test_what_leaves_a_needed_value_alone_is_not_executed(tmp_path: Path) -> None:
+def test_what_leaves_a_needed_value_alone_is_not_executed(tmp_path):
     for what, cells in UNTOUCHED.items():
         namespace, notes = execute(source_of(tmp_path / "a.ipynb", *cells), ["f"])
         assert notes == (), what
         assert namespace["f"]() == 1, what
 
 
-def test_an_error_in_what_is_needed_names_cell_and_line(tmp_path: Path) -> None:
+def test_an_error_in_what_is_needed_names_cell_and_line(tmp_path):
     cells = ("unused = 1 / 0", "# a comment\nA = 1\nB = A / 0", F.format("B + g()"), "x = 1\ndef g(:")
     namespace, notes = execute(source_of(tmp_path / "a.ipynb", *cells), ["f"])
     assert callable(namespace["f"])
@@ -103,7 +99,7 @@ def test_an_error_in_what_is_needed_names_cell_and_line(tmp_path: Path) -> None:
     assert failed == "a.ipynb, code cell 2, line 3: B = A / 0: ZeroDivisionError: division by zero"
 
 
-def test_a_broken_second_version_is_told(tmp_path: Path) -> None:
+def test_a_broken_second_version_is_told(tmp_path):
     namespace, notes = execute(source_of(tmp_path / "a.ipynb", F.format("1"), "def f(:"), ["f"])
     assert namespace["f"]() == 1
     assert [note.split(":")[0] for note in notes] == ["a.ipynb, code cell 2 has a syntax error in its line 1"]
@@ -111,7 +107,7 @@ def test_a_broken_second_version_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lesson.ipynb", "solution.ipynb"])
 @pytest.mark.parametrize("folder", sorted(path.name for path in lessons_folder().glob("[0-9][0-9]_*")))
-def test_the_courses_own_cells_are_no_ones_error(folder: str, name: str) -> None:
+def test_the_courses_own_cells_are_no_ones_error(folder, name):
     functions = {exercise.function for exercise in load_lesson(folder[:2]).exercises}
     namespace, notes = execute(read_source(str(lessons_folder() / folder / name)), functions)
     assert notes == ()

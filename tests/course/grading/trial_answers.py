@@ -1,11 +1,6 @@
 """Right answers to the lesson in lessons/91_trial as a file, and answers that are written as lines of a body."""
 
-from __future__ import annotations
-
 import textwrap
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 GOOD = """
 import torch.distributed as dist
@@ -21,11 +16,11 @@ def double(values, *, times=2):
 IMPORTS = "import contextlib, ctypes, os, signal, sys, threading, time, torch\nimport torch.distributed as dist\n"
 
 
-def written(folder: Path, signature: str, body: str, helpers: str = "") -> Callable[..., Any]:
+def written(folder, signature, body, helpers=""):
     """Return the function with this signature and body: it stands in a file, of which ranks can read the lines."""
     path = folder / "answers.py"
     text = f"{IMPORTS}\n{helpers}\ndef {signature}:\n{textwrap.indent(body, '    ')}\n"
     path.write_text(text)
-    namespace: dict[str, Any] = {"__name__": "answers_of_a_test"}
+    namespace = {"__name__": "answers_of_a_test"}
     exec(compile(text, str(path), "exec"), namespace)
-    return namespace[signature.partition("(")[0]]  # type: ignore[no-any-return]
+    return namespace[signature.partition("(")[0]]

@@ -1,19 +1,15 @@
 """A lab on ranks of which each tells what it said; `distlab lab` starts them in the same way."""
 
-from __future__ import annotations
-
 import contextlib
-import functools
 import hashlib
 import io
 import json
 import os
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distlab.comm import Ranks
 from distlab.comm.launch.fork_client import preload
-from distlab.comm.launch.script import _run_here
+from distlab.comm.launch.ranks import _run_here
 
 QUICK = {
     "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
@@ -40,7 +36,7 @@ class Ended(NamedTuple):
     stdout: str
 
 
-def facts(done: Ended) -> dict[str, object]:
+def facts(done):
     """Return the facts that the lab states, after seeing that it passed."""
     assert done.status == 0, done.stdout
     found = json.loads(done.stdout)
@@ -48,17 +44,17 @@ def facts(done: Ended) -> dict[str, object]:
     return {row["what"]: row["value"] for row in found["rows"] if row["expected"] is not None}
 
 
-def start(script: str, num_ranks: int, arguments: list[str], **changes: Any) -> list[Ended]:
-    """Run a script on ranks; how each ended. The changes are those of `run_and_listen`."""
+def start(script, num_ranks, arguments, updates):
+    """Run a script on ranks; how each ended."""
     measured = ("distlab.measure", "distlab.measure.machine.speed", "distlab.measure.count.module", "simulator")
     preload(
         "distlab.course.lab", *measured, "distlab.collectives", "distlab.data_parallel", "lab_on_ranks:load_lessons"
     )
     with Ranks(num_ranks, timeout_s=LIMIT_S, record=False, echo=False, joined=False) as ranks:
-        return ranks.run(functools.partial(run_and_listen, **changes), script, arguments)
+        return ranks.run(run_and_listen, script, arguments, updates)
 
 
-def load_lessons() -> None:
+def load_lessons():
     """Load in the fork server what each rank of a lab would load alike."""
     from distlab.course.grading import load_lesson
 
@@ -66,10 +62,9 @@ def load_lessons() -> None:
         load_lesson(number)
 
 
-def run_and_listen(script: str, arguments: list[str], *, calibrated: bool, updates: Path | None) -> Ended:
-    """Run a script on this rank, with changes to what it finds, and keep what it prints."""
-    if not calibrated:
-        calibrate_in_no_time()
+def run_and_listen(script, arguments, updates):
+    """Run a script on this rank, without the seconds of a calibration (no time is judged); keep what it prints."""
+    calibrate_in_no_time()
     if updates is not None:
         note_updates(updates / f"updates-{os.environ['RANK']}")
     said = io.StringIO()
@@ -78,7 +73,7 @@ def run_and_listen(script: str, arguments: list[str], *, calibrated: bool, updat
     return Ended(status, said.getvalue())
 
 
-def calibrate_in_no_time() -> None:
+def calibrate_in_no_time():
     """Make a calibration say how fast this machine computes without a step; messages are timed as ever."""
     from distlab.measure.machine import speed
 
@@ -92,14 +87,14 @@ def calibrate_in_no_time() -> None:
     speed._time_contention = lambda device: (0.9, 0.9)
 
 
-def note_updates(path: Path, first: int = 3) -> None:
+def note_updates(path, first=3):
     """Write a digest of the parameters after the first updates of each optimizer; later ones depend on the clock."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    counts: dict[int, int] = {}
+    counts = {}
     kept = []  # or a different optimizer could get a number that was freed
 
-    def note(optimizer, *_) -> None:
+    def note(optimizer, *_):
         kept.append(optimizer)
         counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
         if counts[id(optimizer)] <= first:

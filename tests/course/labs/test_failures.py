@@ -1,21 +1,25 @@
 """Labs that fail: the cause first, a hang ended with words, and nothing left."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
-import psutil
 import pytest
+from waiting import processes_with, wait_for
 
 from distlab.cli import main
 
 SMALL = ["--sizes", "8,1024", "--rounds", "1", "--repeats", "1", "--laps", "1"]
 MARK = "DISTLAB_TEST_OF_LABS"
+LAB = """
+import sys
+from distlab.cli import main
+from distlab.comm.launch import fork_client
+fork_client.PRELOAD = fork_client.PRELOAD[1:]  # without optimizers, whose loading takes long
+sys.exit(main())
+"""
 HEAD = "import os, signal, sys, time\nimport torch\nimport torch.distributed as dist\n\n"
 RECEIVE_FIRST = """
 def shift(tensor):
@@ -35,41 +39,23 @@ def shift(tensor):
 """
 
 
-def command(tmp_path: Path, text: str, num_ranks: int = 2, *more: str) -> list[str]:
+def command(tmp_path, text, num_ranks=2, *more):
     path = tmp_path / "mine.py"
     path.write_text(HEAD + text)
-    return [sys.executable, "-m", "distlab", "lab", "01", "--ranks", str(num_ranks), *SMALL, "--impl", str(path), *more]
+    return [sys.executable, "-c", LAB, "lab", "01", "--ranks", str(num_ranks), *SMALL, "--impl", str(path), *more]
 
 
 @pytest.fixture
-def failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def failed(tmp_path, capsys):
     """Make `failed(text)` run a lab that fails and return what it said."""
 
-    def told(text: str, num_ranks: int = 2, *more: str, status: int = 1) -> str:
+    def told(text, num_ranks=2, *more, status=1):
         arguments = command(tmp_path, text, num_ranks, *more)[3:]  # in this process, which has torch loaded
         ended, said = main(arguments), capsys.readouterr()
         assert ended == status, said.out + said.err
         return said.err
 
     return told
-
-
-def left(tmp_path: Path) -> list[psutil.Process]:
-    """Return this test's processes, once they have had a minute to go."""
-    deadline = time.monotonic() + 60
-    while (found := processes(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return found
-
-
-def processes(tmp_path: Path) -> list[psutil.Process]:
-    """Return the processes that were started with this test's mark, or that one of these has forked."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == str(tmp_path) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def test_a_deadlock_is_told_with_who_waits_for_whom(failed):
@@ -104,14 +90,12 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
         process_group=0,
         env=os.environ | {MARK: str(tmp_path)},
     )
-    deadline = time.monotonic() + 80
-    while len(processes(tmp_path)) < 6 and time.monotonic() < deadline:  # command, fork server, two ranks, two children
-        assert process.poll() is None, f"it ended by itself: {process.communicate()[1]}"
-        time.sleep(0.2)
+    mark = f"{MARK}={tmp_path}"
+    wait_for(lambda: len(processes_with(mark)) >= 6 or process.poll())  # command, fork server, two ranks, two children
     time.sleep(0.5)
-    assert len(processes(tmp_path)) >= 6
+    assert len(processes_with(mark)) >= 6
     os.kill(process.pid, number)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == code
     assert "Traceback" not in told
-    assert not left(tmp_path)
+    wait_for(lambda: not processes_with(mark))

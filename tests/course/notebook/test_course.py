@@ -191,13 +191,6 @@ def test_a_right_answer_and_a_kernel_outside_a_work_folder_are_shown_it_too(outs
     assert "progress.json could not be read" in repr(hint(NAME))
 
 
-def test_a_name_that_is_no_exercise(work):
-    for name in ("03.nothing", "99.flat", "flat"):
-        for show in (hint, solution):
-            with pytest.raises(ValueError, match="no exercise|no lesson"):
-                show(name)
-
-
 def test_the_third_wrong_answer_names_hints_and_solution_once(outside, lesson):
     exercise = lesson.exercise(NAME)
     wrong = Report(exercise, "wrong", "x", "", (), (1,), 0.1, None, reference_of(exercise))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from jupyter_client.manager import KernelManager
+from waiting import are_gone, wait_for
 
 from distlab.course.notebook import ranks
 from distlab.course.notebook.ranks import ADVICE
@@ -65,14 +66,6 @@ def notebook():
         book.manager.shutdown_kernel(now=True)
 
 
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_the_names_of_lessons_are_there_and_your_own_are_kept(notebook):
     names = "torch dist run Ranks recorded check NotYet show predict hint solution last_records"
     assert notebook.lines(f"print([name for name in {names.split()} if name not in globals()])") == ["[]"]
@@ -97,7 +90,7 @@ def test_ranks_are_kept_chosen_pushed_to_and_ended(notebook):
     assert notebook.pids() != before
     before = notebook.pids()
     assert notebook.lines("%%ranks 2 [1]\nworld_size") == ["(3 ranks ended; starting 2)", "[rank 1] 2"]
-    assert not any(is_alive(pid) for pid in before)
+    assert are_gone(before)
     notebook.lines("k = torch.tensor([5.0])\ndef times(a): return a * k")
     said = ["[rank 0] (0.0, 5.0)", "[rank 1] (5.0, 5.0)"]
     assert notebook.lines("%%ranks --push times,k 2\n(times(rank).item(), k.item())") == said
@@ -110,7 +103,7 @@ def test_ranks_are_kept_chosen_pushed_to_and_ended(notebook):
     assert [line.endswith(holds) for line in shown] == [False, True, True]
     running = notebook.pids()
     assert notebook.lines("%ranks stop") == ["2 ranks ended"]
-    assert not any(is_alive(pid) for pid in running)
+    assert are_gone(running)
     assert notebook.lines("%ranks") == ["no ranks are running; a cell that begins with %%ranks 4 starts four"]
     assert notebook.lines("%ranks stop") == ["no ranks are running"]
 
@@ -172,8 +165,7 @@ def test_a_deadlock_is_told_in_words_and_the_last_records_are_kept(notebook):
 def interrupted(notebook, source, *begun):
     """Run a cell, interrupt it half a second after it has made these files; the error as it is shown."""
     identity = notebook.client.execute(source, stop_on_error=False)
-    while not all(path.exists() for path in begun):
-        time.sleep(0.05)
+    wait_for(lambda: all(path.exists() for path in begun))
     time.sleep(0.5)
     notebook.manager.interrupt_kernel()
     reply = notebook.client.get_shell_msg(timeout=60)
@@ -190,7 +182,7 @@ def test_an_interrupt_ends_the_ranks_and_says_where_they_stood(notebook, tmp_pat
     assert told.startswith("You stopped the ranks. This is where each one stood:")
     assert "time.sleep(60)" in told
     assert "rank 1 waits in barrier" in told
-    assert not any(is_alive(pid) for pid in running)
+    assert are_gone(running)
 
 
 def test_an_interrupt_of_run_says_where_the_ranks_stood_and_of_anything_else_is_as_ever(notebook, tmp_path):
@@ -257,10 +249,7 @@ def test_ranks_die_with_the_kernel(notebook):
     """The last test: it ends the kernel."""
     notebook.lines("%%ranks 2\n1")
     running = notebook.pids()
-    assert all(is_alive(pid) for pid in running)
+    assert not are_gone(running)
     notebook.client.stop_channels()
     notebook.manager.shutdown_kernel(now=True)
-    deadline = time.monotonic() + 60
-    while any(is_alive(pid) for pid in running) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(is_alive(pid) for pid in running)
+    wait_for(lambda: are_gone(running))

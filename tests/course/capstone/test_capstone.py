@@ -1,13 +1,13 @@
-"""The capstone's files: what a plan must be, what is counted, and the class's table."""
-
-from __future__ import annotations
+"""The capstone: what a plan must be, what is counted, the class's table, and what crosses the nodes on real ranks."""
 
 import json
 
 import pytest
 
 from distlab.cli import main
+from distlab.comm import Ranks
 from distlab.comm.nodes.wire import NodePlacement
+from distlab.course import capstone
 from distlab.course.capstone import FIRST_PLAN, CapstoneVerdict, add_row, read_board, read_entry, table
 
 PIPELINE = """
@@ -94,3 +94,31 @@ def test_each_bar_has_its_sentence():
         missed = [line for line, is_kept in KEPT._replace(**change).lines() if not is_kept]
         assert len(missed) == 1
     assert json.loads(json.dumps(KEPT._asdict()))["time"] == 0.8
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    return read_entry(plan(tmp_path, FIRST_PLAN.replace("data = 8\nnum_microbatches = 1\n", PIPELINE)), 1)
+
+
+@pytest.mark.timeout(900)
+def test_what_crosses_the_nodes(pipeline, tmp_path):
+    gradients = sum(4 * parameter.numel() for parameter in capstone.new_model().parameters())
+    model = capstone.MODEL
+    activations = capstone.BATCH * model.context * model.hidden_size * 4 // 4  # of one of four replicas
+    alone = capstone.train_alone(2)
+    with Ranks(capstone.NUM_RANKS, nodes=capstone.NODES, timeout_s=300) as ranks:
+        for entry, wanted in ((capstone.first_entry(), gradients / 4), (pipeline, activations)):
+            folder = tmp_path / entry.text
+            folder.mkdir()
+            assert max(ranks.run(capstone.train, entry, folder, 2)) == pytest.approx(wanted, rel=0.01)
+            assert [update.loss for update in capstone.read_log(folder)] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_an_attempt_through_a_kill(pipeline):
+    verdict = capstone.attempt(pipeline, seed=3)
+    assert 0 <= verdict.repeated <= 1
+    assert verdict.loss_error < 1e-5
+    assert verdict.sent_bytes <= 300e3
