@@ -43,7 +43,7 @@ from distlab.comm.launch.forkserver import kill_group
 from distlab.course.grading import Lesson, lessons, load_lesson
 from distlab.course.grading.lesson import lesson_number
 from distlab.course.grading.sealed import seal
-from distlab.course.page import Link, page
+from distlab.course.page import PageLink, page
 from distlab.faces import version
 
 LOOK_S = 0.2
@@ -224,7 +224,7 @@ def write_tables(out: Path, title: str, grades: Sequence[Grade]) -> None:
         name = f"'{one.student}" if one.student[:1] in "=+-@" else one.student  # no formula in a spreadsheet
         cells = [cell for mark in one.marks for cell in (mark.verdict, mark.fault or "")]
         rows.append([name, one.points, one.possible, one.blocked, one.stopped, *cells])
-        linked.append([Link(one.student, f"students/{one.student}.html"), *rows[-1][1:]])
+        linked.append([PageLink(one.student, f"students/{one.student}.html"), *rows[-1][1:]])
     faults = Counter((mark.exercise, mark.fault) for each in grades for mark in each.marks if mark.verdict == "wrong")
     often: list[list[object]] = [["what went wrong in", "fault", "answers"]]
     often += ([*fault, count] for fault, count in faults.most_common())

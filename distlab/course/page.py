@@ -15,7 +15,7 @@ STYLE = (
 )
 
 
-class Link(NamedTuple):
+class PageLink(NamedTuple):
     """A cell whose words lead to a different page."""
 
     words: str
@@ -36,6 +36,6 @@ def page(title: str, lines: Sequence[str], *tables: tuple[str, Sequence[Sequence
 
 
 def _shown(cell: object) -> str:
-    if isinstance(cell, Link):
+    if isinstance(cell, PageLink):
         return f'<a href="{quote(cell.address)}">{html.escape(cell.words)}</a>'
     return html.escape(str(cell))

@@ -367,10 +367,9 @@ def draw(path: Path, families: Sequence[RowFamily]) -> None:
     for place, (mode, (colour, words)) in enumerate(zip(MODES, STROKES, strict=True)):
         for row, family in enumerate(families):
             shares = np.array(family.predicted[mode]) / [case.measured_s for case in family.cases]
-            label = {} if row else {"label": f"{mode}: {words}"}
-            axes.plot(
-                shares, np.full(len(shares), row + 0.26 * (place - 1)), "|", color=colour, ms=7, alpha=0.7, **label
-            )
+            label = "" if row else f"{mode}: {words}"
+            line = np.full(len(shares), row + 0.26 * (place - 1))
+            axes.plot(shares, line, "|", color=colour, ms=7, alpha=0.7, label=label)
     axes.set(xlim=(0, 1.3), ylim=(len(families) - 0.4, -0.6), xlabel="predicted over measured; grey: within 5 %")
     axes.set_yticks(range(len(families)), [f"{family.name} ({len(family.cases)})" for family in families])
     axes.hlines(np.arange(len(families) - 1) + 0.5, 0, 1.3, color="0.85", lw=0.6)

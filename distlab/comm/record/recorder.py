@@ -125,8 +125,9 @@ class Recorder:
 
 @dataclass
 class Recording:
-    """What a block saw that recorded its calls: `records` is there after the block."""
+    """What a block sees that records its calls: `records` is there after the block."""
 
+    recorder: Recorder
     records: Records | None = None
 
 
@@ -138,7 +139,7 @@ def recorded(rank: int | None = None) -> Iterator[Recording]:
         rank: the rank to write down; torch.distributed's own by default.
     """
     with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
-        recorder, recording = Recorder(folder, dist.get_rank() if rank is None else rank).start(), Recording()
+        recording = Recording(recorder := Recorder(folder, dist.get_rank() if rank is None else rank).start())
         try:
             yield recording
         finally:
