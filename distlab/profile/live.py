@@ -140,7 +140,7 @@ class Profiler:
             save_clocks(offsets, folder)
 
     def _look(self) -> None:
-        if self._recording is not None:
+        if self._recording is not None and self._recording.recorder is not None:
             self._recording.recorder.look()
 
     def _stop(self) -> None:

@@ -127,8 +127,8 @@ class Recorder:
 class Recording:
     """What a block sees that records its calls: `records` is there after the block."""
 
-    recorder: Recorder
     records: Records | None = None
+    recorder: Recorder | None = None
 
 
 @contextmanager
@@ -139,7 +139,8 @@ def recorded(rank: int | None = None) -> Iterator[Recording]:
         rank: the rank to write down; torch.distributed's own by default.
     """
     with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
-        recording = Recording(recorder := Recorder(folder, dist.get_rank() if rank is None else rank).start())
+        recorder = Recorder(folder, dist.get_rank() if rank is None else rank).start()
+        recording = Recording(recorder=recorder)
         try:
             yield recording
         finally:

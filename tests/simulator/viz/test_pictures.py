@@ -1,7 +1,7 @@
 """Every picture: the words that it says, its texts and where it is how bright, and that its texts can be read.
 
-What each picture says and shows stands in pictures.json. `python tests/simulator/viz/test_pictures.py` writes the file
-anew; read its diff.
+What each picture says and shows stands in pictures.json. `PYTHONPATH=tests/simulator python
+tests/simulator/viz/test_pictures.py` writes the file anew; read its diff.
 """
 
 import json
