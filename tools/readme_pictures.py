@@ -2,13 +2,12 @@
 
 `python tools/readme_pictures.py` writes `step.gif`, `hang.png` and `widget.png` in `assets`. The first two show what
 really ran: four ranks train the small GPT with bucketed, overlapped all-reduces; a wrong answer is checked. The others
-need Chromium (`make browser`). Run it with nothing else running: the moving picture shows measured times. With `widget`
-as its argument it makes that one alone.
+need Chromium (`make browser`), and with `notebooks` as its argument it makes these alone. Run it with nothing else
+running: the moving picture shows measured times.
 """
 
 from __future__ import annotations
 
-import html
 import inspect
 import io
 import sys
@@ -18,30 +17,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from PIL import Image
-from playwright.sync_api import sync_playwright
 
 from distlab.blocks.data import ByteCorpus, python_documentation
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
-from distlab.course.grading import load_lesson
-from distlab.course.grading.check import examine
 from distlab.data_parallel import DataParallel, train_step
 from distlab.trace import SpanWriter, Trace
 from simulator.viz import draw_train_step, step_of, to_png
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "browser"))
-from browser_lab import CHROMIUM_FLAGS, find_chromium, open_notebook, serve, write_notebook  # noqa: E402
+from browser_lab import open_lab, write_notebook  # noqa: E402
 
 ASSETS = ROOT / "assets"
 CONFIG = GPTConfig(context=64, num_layers=4, num_heads=4, hidden_size=128)
 BUCKET_BYTES = 700_000
 TITLE = "One training step of four real ranks: how four gradients become one mean"
-STYLE = """main { font: 15px system-ui, sans-serif; padding: 8px; background: white; color: #111 }
-pre { font: 14px monospace; background: #f5f5f5; padding: 10px; margin: 0 0 10px }"""
 WIDGET = """from simulator.viz import schedule_panel
 schedule_panel("zb_h1", "one_f_one_b", ranks=4, microbatches=6)"""
-SHARP = "() => document.querySelector('.distlab-timeline canvas')?.dataset.sharp === 'true'"
 NUM_STEPS, NUM_FRAMES, FRAME_MS, LAST_MS = 12, 48, 110, 2_500
 WIDTH_PX, NUM_COLOURS, MOST_BYTES = 960, 64, 2_000_000
 """Size of the moving picture: readable in a README's column, and quick to load."""
@@ -98,40 +91,27 @@ def moving_picture(step: Trace) -> bytes:
     return out.getvalue()
 
 
-def picture_of_a_hang() -> bytes:
-    """Return a PNG of the wrong answer and of what the check says to it, as a notebook shows them."""
-    report = examine(load_lesson("01").exercise("01.shift"), shift)
-    source = "\n".join(line for line in inspect.getsource(shift).splitlines() if '"""' not in line)
-    code = f"<pre>{html.escape(source)}\n\n\ncheck(&quot;01.shift&quot;, shift)</pre>"
-    answer = report._repr_mimebundle_()["text/html"]
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=find_chromium(), args=list(CHROMIUM_FLAGS))
-        page = browser.new_page(viewport={"width": WIDTH_PX, "height": 400}, device_scale_factor=1.5)
-        page.set_content(f"<style>{STYLE}</style><main>{code}{answer}</main>")
-        png = page.locator("main").screenshot()
-        browser.close()
-    return png
-
-
-def picture_of_a_widget() -> bytes:
-    """Return a PNG of a lesson's widget as a notebook shows it: two schedules, and the controls that change them."""
-    with tempfile.TemporaryDirectory() as work, serve(Path(work)) as (base, token):
-        write_notebook(Path(work) / "widget.ipynb", [WIDGET])
-        with open_notebook(f"{base}/lab/tree/widget.ipynb?token={token}&reset", base) as notebook:
+def screenshot(part: str, *cells: str) -> bytes:
+    """Return a PNG of a part of a notebook that has run some cells, as JupyterLab shows it."""
+    with tempfile.TemporaryDirectory() as work:
+        write_notebook(Path(work) / "picture.ipynb", ["%load_ext distlab.course.notebook", *cells])
+        with open_lab(Path(work), "picture.ipynb") as notebook:
             notebook.run_all()
-            notebook.page.wait_for_function(SHARP)
-            return notebook.page.locator(".jp-OutputArea-output:has(.distlab-timeline)").screenshot()
+            notebook.page.wait_for_timeout(2000)  # a timeline is drawn sharp when nothing has moved for a moment
+            return notebook.page.locator(part).last.screenshot()
 
 
 def main() -> int:
     """Write all pictures; fail where the moving one is too large for a README."""
-    (ASSETS / "widget.png").write_bytes(picture_of_a_widget())
-    if sys.argv[1:] == ["widget"]:
+    wrong = "\n".join(line for line in inspect.getsource(shift).splitlines() if '"""' not in line)
+    hang = screenshot(".jp-CodeCell", f"{wrong}\n\n\ncheck('01.shift', shift);")
+    (ASSETS / "hang.png").write_bytes(hang)
+    (ASSETS / "widget.png").write_bytes(screenshot(".jp-OutputArea-output:has(.distlab-timeline)", WIDGET))
+    if sys.argv[1:] == ["notebooks"]:
         return 0
     gif = moving_picture(measured_step())
     (ASSETS / "step.gif").write_bytes(gif)
-    (ASSETS / "hang.png").write_bytes(picture_of_a_hang())
-    print(f"assets/step.gif: {len(gif) / 1e6:.2f} MB of at most {MOST_BYTES / 1e6:g}; assets/hang.png")
+    print(f"assets/step.gif: {len(gif) / 1e6:.2f} MB of at most {MOST_BYTES / 1e6:g}")
     return int(len(gif) > MOST_BYTES)
 
 

@@ -96,7 +96,7 @@ def plan(arguments: argparse.Namespace) -> int:
         _say(f"{on}: listing every plan")
         try:
             one = search(question)
-            best = one.best(arguments.top, tell=partial(_tell, on))
+            best = one.best(arguments.top, tell=partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
         finally:
             _say("")
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
@@ -170,16 +170,10 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
     return asked
 
 
-def _tell(on: str, left: int, simulated: int) -> None:
-    from simulator.units import counted
-
-    _say(f"{on}: {left:,} plans left, {counted(simulated, 'step')} simulated")
-
-
-def _say(text: str) -> None:
+def _say(text: str, *numbers: int) -> None:
     """Show where the search is, where standard error is a terminal: one line, which the next text replaces."""
     if sys.stderr.isatty():
-        print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
+        print(f"\r{text.format(*numbers):<78}\r", end="", file=sys.stderr, flush=True)
 
 
 def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bill]) -> None:

@@ -43,7 +43,7 @@ from distlab.comm.launch.forkserver import kill_group
 from distlab.course.grading import Lesson, lessons, load_lesson
 from distlab.course.grading.lesson import lesson_number
 from distlab.course.grading.sealed import seal
-from distlab.course.page import PageLink, page
+from distlab.course.page import page
 from distlab.faces import version
 
 LOOK_S = 0.2
@@ -218,19 +218,18 @@ def write_tables(out: Path, title: str, grades: Sequence[Grade]) -> None:
     Source: Gradescope, Autograder Specifications, "Output format" of results.json (read 2026-11).
     """
     heads, rows = ["student", "points", "possible", "blocked", "stopped"], list[list[object]]()
-    linked = []
     heads += [head for mark in grades[0].marks for head in (mark.exercise, f"{mark.exercise} fault")]
     for one in grades:
         name = f"'{one.student}" if one.student[:1] in "=+-@" else one.student  # no formula in a spreadsheet
         cells = [cell for mark in one.marks for cell in (mark.verdict, mark.fault or "")]
         rows.append([name, one.points, one.possible, one.blocked, one.stopped, *cells])
-        linked.append([PageLink(one.student, f"students/{one.student}.html"), *rows[-1][1:]])
     faults = Counter((mark.exercise, mark.fault) for each in grades for mark in each.marks if mark.verdict == "wrong")
     often: list[list[object]] = [["what went wrong in", "fault", "answers"]]
     often += ([*fault, count] for fault, count in faults.most_common())
     as_data = [one._asdict() | {"marks": [mark._asdict() for mark in one.marks]} for one in grades]
+    links = {str(row[0]): f"students/{one.student}.html" for row, one in zip(rows, grades, strict=True)}
     texts = {"grades.json": json.dumps(as_data, indent=2)}
-    texts["grades.html"] = page(title, [], ("", [heads, *linked]), ("", often))
+    texts["grades.html"] = page(title, [], ("", [heads, *rows]), ("", often), links=links)
     for one in grades:
         tests = [
             {"name": mark.exercise, "score": mark.points, "max_score": mark.worth, "output": mark.message}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 STYLE = (
@@ -15,27 +14,27 @@ STYLE = (
 )
 
 
-class PageLink(NamedTuple):
-    """A cell whose words lead to a different page."""
+def page(
+    title: str,
+    lines: Sequence[str],
+    *tables: tuple[str, Sequence[Sequence[object]]],
+    links: Mapping[str, str] | None = None,
+) -> str:
+    """Write a title, lines, and tables: each has a name, or "", and rows, of which the first are the columns' heads.
 
-    words: str
-    address: str
+    `links` says where the words of a cell lead, such as a name to a page.
+    """
 
+    def said(cell: object) -> str:
+        text, address = html.escape(str(cell)), (links or {}).get(str(cell))
+        return f'<a href="{quote(address)}">{text}</a>' if address else text
 
-def page(title: str, lines: Sequence[str], *tables: tuple[str, Sequence[Sequence[object]]]) -> str:
-    """Write a title, lines, and tables: each has a name, or "", and rows, of which the first are the columns' heads."""
     name = html.escape(title)
     body = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     for head, rows in tables:
         shown = ["\n".join(f'<th scope="col">{html.escape(str(cell))}</th>' for cell in rows[0])]
-        shown += ["\n".join(f"<td>{_shown(cell)}</td>" for cell in row) for row in rows[1:]]
+        shown += ["\n".join(f"<td>{said(cell)}</td>" for cell in row) for row in rows[1:]]
         table = f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"
         body += f"<section>{f'<h2>{html.escape(head)}</h2>' if head else ''}{table}</section>"
     meta = f'<meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{meta}</head><body><h1>{name}</h1>{body}</body></html>\n'
-
-
-def _shown(cell: object) -> str:
-    if isinstance(cell, PageLink):
-        return f'<a href="{quote(cell.address)}">{html.escape(cell.words)}</a>'
-    return html.escape(str(cell))

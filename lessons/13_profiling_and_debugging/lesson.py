@@ -41,7 +41,7 @@
 # gradients. `Profiler` marks the sections of a step and records every call.
 #
 # One thing is wrong in this run. The picture at the end of the next cells is one step, as it was measured. The upper
-# row of a rank is what it does, grey where it waits; the lower row is what its wire carries.
+# row of a rank is what it does, blue with an S where it waits; the lower row is what its wire carries.
 
 # %%
 import random

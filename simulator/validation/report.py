@@ -50,12 +50,11 @@ FITTED_ON = ("dgx-a100", "jean-zay", "a100-4-cards")  # clusters of the generati
 RATES = ("zero-bubble Table 5",)
 SEARCHED = ("ZB-1p", "ZB-2p")
 MIN_ALTERNATIVES = 2
-MODES = ("calibrated", "left out", "data sheet")
-STROKES = (
-    ("#0072B2", "constants fitted to these steps"),
-    ("#D55E00", "fitted without the step's own like"),
-    ("#666666", "nothing fitted"),
-)  # the colour of each mode in the picture, and its words
+MODES = {  # the colour of each in the picture, and what it is
+    "calibrated": ("#0072B2", "constants fitted to these steps"),
+    "left out": ("#D55E00", "fitted without the step's own like"),
+    "data sheet": ("#666666", "nothing fitted"),
+}
 
 
 class Score(NamedTuple):
@@ -364,12 +363,13 @@ def draw(path: Path, families: Sequence[RowFamily]) -> None:
     figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
     axes.axvspan(0.95, 1.05, color="0.9")
-    for place, (mode, (colour, words)) in enumerate(zip(MODES, STROKES, strict=True)):
+    for place, (mode, (colour, words)) in enumerate(MODES.items()):
         for row, family in enumerate(families):
             shares = np.array(family.predicted[mode]) / [case.measured_s for case in family.cases]
-            label = "" if row else f"{mode}: {words}"
-            line = np.full(len(shares), row + 0.26 * (place - 1))
-            axes.plot(shares, line, "|", color=colour, ms=7, alpha=0.7, label=label)
+            label = None if row else f"{mode}: {words}"
+            axes.plot(
+                shares, np.full(len(shares), row + 0.26 * (place - 1)), "|", color=colour, ms=7, alpha=0.7, label=label
+            )
     axes.set(xlim=(0, 1.3), ylim=(len(families) - 0.4, -0.6), xlabel="predicted over measured; grey: within 5 %")
     axes.set_yticks(range(len(families)), [f"{family.name} ({len(family.cases)})" for family in families])
     axes.hlines(np.arange(len(families) - 1) + 0.5, 0, 1.3, color="0.85", lw=0.6)

@@ -80,13 +80,7 @@ def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, 
     room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
     axes.set_xlim(counts[0] / 1.3, counts[-1] * room)
     ticks = [low, (low * high) ** 0.5, high] if high > 1.25 * low else [low, high] if high > 1.05 * low else [low]
-    plot.mark_ticks(axes.yaxis, ticks, _short)
-
-
-def _short(value: float) -> str:
-    if value >= 1e6:
-        return f"{value / 1e6:.3g} million"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    plot.mark_ticks(axes.yaxis, ticks, lambda value: in_words(value) if value >= 100 else f"{value:.3g}")
 
 
 def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:

@@ -224,6 +224,28 @@ def test_a_run_keeps_what_differs_in_numbers_alone_and_a_picture_stands_once(bui
     assert [cell.outputs[0].data["text/plain"] for cell in again.cells] == ["3 ms & more", "3 ms too short"]
 
 
+def test_what_a_busy_machine_measured_is_not_kept_unless_that_is_wanted(build, tiny, capsys, monkeypatch):
+    said = "Two steps. a: measured 60 ms (50 ms to 70 ms), predicted 66 ms; b: predicted {} ms, measured 100 ms."
+    left, runs = [], []
+
+    def ran(notebook, _folder):
+        shown = said.format(left.pop(0))
+        picture = build.nbformat.v4.new_output("display_data", {"image/png": "", "text/plain": shown})
+        runs.append(shown)
+        next(cell for cell in notebook.cells if cell.cell_type == "code").update(outputs=[picture], execution_count=1)
+
+    monkeypatch.setattr(build, "execute", ran)
+    path = tiny / "90_tiny" / "lesson.ipynb"
+    for times, flags, tries, kept in (([130, 84, 99], [], 3, 99), ([130] * 3, [], 3, None), ([130], ["--far"], 1, 130)):
+        left[:], runs[:] = times, []
+        path.unlink(missing_ok=True)
+        build.main(["90", "--execute", "--folder", str(tiny), *flags])
+        printed = capsys.readouterr().out
+        assert (len(runs), path.is_file()) == (tries, kept is not None)
+        assert ("cell 2: measured and predicted differ by 30%: Two steps." in printed) == (kept is None)
+        assert kept is None or f"predicted {kept} ms" in path.read_text()
+
+
 def test_an_error_in_a_cell_is_named(build, tiny, capsys):
     notebook = built(build, tiny)
     path = tiny / "90_tiny" / "lesson.ipynb"

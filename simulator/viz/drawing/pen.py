@@ -29,7 +29,6 @@ Point = tuple[float, float] | NDArray[np.float64]
 _UNIT = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 LEGEND_PT, LEGEND_LEFT, LEGEND_RIGHT, LEGEND_LOW, LEGEND_LINE_IN = TEXT_PT - 1, 0.16, 12.6, 0.14, 0.28
 
-
 Bundle = tuple[dict[str, Any], dict[str, Any]]
 SHOWN_DPI = 110  # a little more than a screen's, so that a wide page shows a sharp picture
 NAMES = Path(__file__).with_name("name_controls.js")  # begins each widget's script: names for a screen reader

@@ -50,7 +50,7 @@ def styles(table: str) -> Mapping[str, KindStyle]:
 
 KINDS = styles("kinds")
 AXIS_STYLES = styles("axes")
-_ALIASES = {"SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"}
+_ALIASES = {"forward": "F", "backward": "B", "SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"}
 _SPARE = ("#CC6677", "#88CCEE", "#999933", "#6A3D9A", "#B2DF8A", "#44546A")
 
 
