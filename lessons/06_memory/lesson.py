@@ -120,7 +120,7 @@ for name in ("llama-2-7b", "llama-2-70b", "gpt-3-175b"):
 # parameter: Adam's moments in bfloat16 as well, and no float32 copy. That runs, and learns somewhat worse, as you will
 # see.
 #
-# **"70B takes six or seven H100s, just for the model."** That is the 500 GB again, divided by 80. "The model", its
+# **Six or seven H100s for 70B?** A guide counts so: it is the 500 GB again, divided by 80. The model itself, its
 # weights, fits on two. Its training states fill 14<!--out-->, to the brim, and activations come on top: "Does it fit?"
 # below says how many are enough.
 #
@@ -824,8 +824,8 @@ compare("recompute beside none", lambda: ours(True, False), lambda: ours(False, 
 # ## Popular claims, tested
 #
 # - **"175B needs 700 GB in float32, 350 GB in 16 bits."** The weights do. Training needs 2.8 TB.
-# - **"70B needs 140 GB of weights and 500 GB or more, so six or seven H100s."** 138 GB and 1,104 GB, with Adam in mixed
-#   precision: 14 H100s for the states alone. 552 GB is right with everything in bfloat16.
+# - **"70B needs 140 GB of weights and 500 GB or more"**, and so six or seven H100s. 138 GB and 1,104 GB, with Adam in
+#   mixed precision: 14 H100s for the states alone. 552 GB is right with everything in bfloat16.
 # - **"ZeRO-1 saves 8x, ZeRO-2 16x."** Refuted: at most 4x and 8x of the states, 3.8x and 7.2x in the paper's case.
 # - **"Mixed precision halves memory."** Refuted, by count and by measurement: states stay at 16 bytes per parameter,
 #   activations shrink by nearly two fifths here.

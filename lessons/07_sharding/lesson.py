@@ -781,9 +781,9 @@ bench("FSDP, offloaded", fully_sharded(offload=True))
 # %% [markdown]
 # ### Cards from a shop
 #
-# **"Consumer GPUs can train, with limits"; "100B and more on commodity hardware".** Which limits? An RTX 4090 has 24
-# GB, PCIe 4.0 and no NVLink. The states of a 7B model are 108 GB (lesson 6), and four cards have 96. So ask the advisor
-# of lesson 15, without offload, for four cards in one machine and for eight:
+# Guides say that consumer GPUs can train, with limits, and that sharding brings models of 100B to commodity hardware.
+# Which limits? An RTX 4090 has 24 GB, PCIe 4.0 and no NVLink. The states of a 7B model are 108 GB (lesson 6), and four
+# cards have 96. So ask the advisor of lesson 15, without offload, for four cards in one machine and for eight:
 
 # %% tags=["nbval-check-output"]
 from simulator import ModelDescription, Question, near_fit, search, words_of
@@ -830,7 +830,7 @@ show(draw_memory_of_plans(on_card, capacity_bytes=24e9))
 # is kind: it gives each card all of its PCIe. In fact these cards cannot copy to each other directly, so everything
 # goes through the host's memory.
 #
-# **"100B on commodity hardware": not by sharding.** 175B does not fit 24 GB a card, with any number of cards. A rank
+# **100B on commodity hardware: not by sharding.** 175B does not fit 24 GB a card, with any number of cards. A rank
 # gathers whole layers into buffers and computes with them, and these do not shrink with $n$. Cut the layers too, and
 # 256 cards in 32 machines hold it. That is no longer what one calls commodity.
 
