@@ -49,6 +49,11 @@ SMALLER = {
     },
     "11": {"def side_by_side(num_steps=5)": "def side_by_side(num_steps=2)"},
     "12": {"real_run(interval, mtbf_s, 1.2,": "real_run(interval, mtbf_s, 0.05,"},
+    "14": {
+        '{"missing": {}, "elsewhere": {"port": free_port}}': '{"missing": {}}',
+        '("missing", "elsewhere", "early", "late")': '("missing", "early", "late")',
+        'SHORT = "is_host=0,join_timeout=3,': 'SHORT = "is_host=0,join_timeout=1,',
+    },
     "15": {
         '("gpt-2-1.5b", "llama-2-7b", "qwen-2.5-32b", "llama-2-70b"), (1, 8, 32, 128)': '("gpt-2-1.5b",), (1, 8)',
         '("llama-2-7b", "llama-2-70b"), SLOW, (8, 32, 128)': '("llama-2-7b",), SLOW, (8, 32)',

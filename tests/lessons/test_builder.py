@@ -40,9 +40,7 @@ def test_what_a_lesson_shows_and_hides(build, tiny):
     notebook = built(build, tiny)
     assert cell_of(notebook, "exercise", "90.total").source == STUB
     wrong = cell_of(notebook, "exercise", "90.mean").source  # keeps its fault, loses its name and docstring
-    assert [text in wrong for text in ("def mean(tensor", "return answer / 2", "Return the mean of every rank")] == [
-        True
-    ] * 3
+    assert all(text in wrong for text in ("def mean(tensor", "return answer / 2", "Return the mean of every rank"))
     assert "mean_of_two" not in wrong
     hints = cell_of(notebook, "hints", "90.total").source
     assert hints.count("<details>") == hints.count("</details>") == 3

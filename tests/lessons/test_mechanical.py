@@ -1,7 +1,5 @@
 """A right answer that does something wrong besides is rejected in every exercise: no lesson writes such versions."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distlab.course.grading import Exercise, Mutant, lessons, load_lesson, reference_of
+from distlab.course.grading import Mutant, lessons, load_lesson, reference_of
 from distlab.course.grading.check import examine
 from distlab.course.grading.mutant import build
 
@@ -19,24 +17,24 @@ LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 EXERCISES = [one for number in lessons(LESSONS) for one in load_lesson(number, LESSONS).exercises if one.vary]
 
 
-def is_float(value: Any) -> bool:
+def is_float(value):
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
-def change_arguments(result: Any, arguments: tuple[Any, ...], kept: dict[Any, Tensor]) -> Any:
+def change_arguments(result, arguments, kept):
     with torch.no_grad():
         for one in filter(is_float, arguments):
             one.add_(1.0)
     return result
 
 
-def same_memory(result: Any, arguments: tuple[Any, ...], kept: dict[Any, Tensor]) -> Any:
+def same_memory(result, arguments, kept):
     if not isinstance(result, Tensor) or result.requires_grad:
         return result
     return kept.setdefault((result.shape, result.dtype), torch.empty_like(result)).copy_(result)
 
 
-def no_grad(result: Any, *_: Any) -> Any:
+def no_grad(result, *_):
     torch.set_grad_enabled(False)
     return result
 
@@ -69,10 +67,9 @@ KINDS = {
 }
 
 
-def fits(exercise: Exercise, name: str) -> bool:
+def fits(exercise, name):
     """Whether the exercise's drawn calls can show the mistake: its own function takes what is drawn."""
     vary = exercise.vary
-    assert vary is not None
     is_seed = name == "seeds the world"
     if exercise.name in KINDS[name].otherwise or (vary.use is not None and not is_seed) or vary.scratch:
         return False
@@ -92,18 +89,17 @@ FIRST = [next(case.values[0] for case in reversed(ALL) if case.values[1] == name
 
 @pytest.mark.soak_where(exercise=[one for one in EXERCISES if one not in FIRST])
 @pytest.mark.parametrize(("exercise", "name"), ALL)
-def test_it_is_rejected(exercise: Exercise, name: str) -> None:
+def test_it_is_rejected(exercise, name):
     reference, kind = reference_of(exercise), KINDS[name]
     right = build(Mutant("the reference", "", "", 1), exercise.name, reference, exercise.imports).fn
-    kept: dict[Any, Tensor] = {}
-    assert right is not None
+    kept = {}
 
-    def wrong(*arguments: Any, **named: Any) -> Any:
+    def wrong(*arguments, **named):
         kind.before()
         return kind.after(right(*arguments, **named), arguments, kept)
 
     wrong.__name__ = wrong.__qualname__ = reference.__name__  # as if it were written anew
-    wrong.__signature__ = inspect.signature(reference)  # type: ignore[attr-defined]
+    wrong.__signature__ = inspect.signature(reference)
     report = examine(exercise, wrong, worlds=exercise.worlds[:1], seed=0)
     assert report.verdict == "wrong", str(report)
     assert report.fault in kind.codes, str(report)

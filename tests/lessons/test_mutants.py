@@ -7,8 +7,6 @@ them has changed, a lesson's rows stand, and its first wrong version is run, and
 judge. Of a lesson whose files have changed, all are run; `make soak` runs all of every lesson.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -19,7 +17,7 @@ from pathlib import Path
 import fault_table
 import pytest
 
-from distlab.course.grading import Exercise, Lesson, Mutant, NotYet, Report, lessons, load_lesson, reference_of
+from distlab.course.grading import NotYet, lessons, load_lesson, reference_of
 from distlab.course.grading.check import examine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +28,7 @@ LEAST, MOST = 0.5, 0.75  # of a lesson's minutes go to its exercises; the others
 FROM_BELOW = {"raised", "hang", "deadlock", "mismatch", "killed", "returned", "not waited"}
 
 
-def run_in_any_case(lesson: Lesson) -> set[int]:
+def run_in_any_case(lesson):
     """Return the places of the wrong versions that are run although their words are kept."""
     if not fault_table.is_kept(lesson):
         return set(range(len(lesson.mutants)))
@@ -47,14 +45,14 @@ NOW = [case for case in MUTANTS if case.values[1] in CHOSEN[case.values[0].numbe
 
 
 @functools.cache
-def report_of(number: str, index: int) -> Report:
+def report_of(number, index):
     """Check a wrong version once, for its own test and for its words."""
     lesson = next(lesson for lesson in LESSONS if lesson.number == number)
     return fault_table.examine_mutant(lesson, lesson.mutants[index])
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
-def test_lesson_is_complete(lesson: Lesson) -> None:
+def test_lesson_is_complete(lesson):
     names = [exercise.name for exercise in lesson.exercises]
     assert len(names) >= 3
     assert len(set(names)) == len(names)
@@ -82,7 +80,7 @@ def test_lesson_is_complete(lesson: Lesson) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("lesson", "exercise"), EXERCISES)
-def test_reference_passes_on_every_number_of_ranks(lesson: Lesson, exercise: Exercise) -> None:
+def test_reference_passes_on_every_number_of_ranks(lesson, exercise):
     report = examine(exercise, reference_of(exercise))
     assert report.passed, str(report)
     assert report.worlds == exercise.worlds
@@ -90,27 +88,26 @@ def test_reference_passes_on_every_number_of_ranks(lesson: Lesson, exercise: Exe
 
 @pytest.mark.soak_where(exercise=[exercise for lesson in LESSONS for exercise in lesson.exercises[1:]])
 @pytest.mark.parametrize(("lesson", "exercise"), EXERCISES)
-def test_stub_is_not_attempted(lesson: Lesson, exercise: Exercise) -> None:
-    def stub(*args: object, **named: object) -> None:
+def test_stub_is_not_attempted(lesson, exercise):
+    def stub(*args, **named):
         total = len(args) + len(named)  # not seen by looking at the text: the ranks must tell
         raise NotYet(exercise.name if total >= 0 else "")
 
-    stub.__signature__ = inspect.signature(reference_of(exercise))  # type: ignore[attr-defined]
+    stub.__signature__ = inspect.signature(reference_of(exercise))
     report = examine(exercise, stub, worlds=(2 if 2 in exercise.worlds else exercise.worlds[0],))
     assert (report.verdict, report.fault) == ("not attempted", "not attempted"), str(report)
 
 
 @pytest.mark.parametrize(("lesson", "exercise"), [case for case in EXERCISES if case.values[1].broken])
-def test_version_to_repair_takes_what_the_reference_takes(lesson: Lesson, exercise: Exercise) -> None:
+def test_version_to_repair_takes_what_the_reference_takes(lesson, exercise):
     named = (exercise.name, exercise.broken)
     broken = next(m.fn for m in lesson.mutants if (m.exercise, m.name) == named)  # test_bodies.py: it is wrong
-    assert broken is not None
     assert list(inspect.signature(broken).parameters) == list(inspect.signature(reference_of(exercise)).parameters)
 
 
 @pytest.mark.parametrize(("lesson", "index"), NOW)
-def test_wrong_version_is_told_its_fault(lesson: Lesson, index: int) -> None:
-    mutant: Mutant = lesson.mutants[index]
+def test_wrong_version_is_told_its_fault(lesson, index):
+    mutant = lesson.mutants[index]
     report = report_of(lesson.number, index)
     assert report.verdict == "wrong", str(report)
     assert report.fault == mutant.fault, str(report)
@@ -118,7 +115,7 @@ def test_wrong_version_is_told_its_fault(lesson: Lesson, index: int) -> None:
 
 
 @pytest.mark.timeout(400)  # alone it checks the wrong versions itself
-def test_kept_words_are_what_the_checks_say() -> None:
+def test_kept_words_are_what_the_checks_say():
     words = fault_table.kept_words()
     for lesson in LESSONS:
         for index in CHOSEN[lesson.number]:
@@ -129,7 +126,7 @@ def test_kept_words_are_what_the_checks_say() -> None:
     )
 
 
-def test_page_of_common_faults_has_the_words_of_the_checks() -> None:
+def test_page_of_common_faults_has_the_words_of_the_checks():
     page = fault_table.COMMON.read_text(encoding="utf-8")
     assert page == fault_table.common_text(fault_table.kept_words()), "run: python tools/fault_table.py"
     rows = [line for line in page.splitlines() if re.match(r"\| [A-Z]", line)]
@@ -142,7 +139,7 @@ def test_page_of_common_faults_has_the_words_of_the_checks() -> None:
         fault_table.common_text(words)
 
 
-def test_each_wrong_version_is_on_its_lessons_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_wrong_version_is_on_its_lessons_page(monkeypatch):
     pytest.importorskip("sphinx")
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
     faults, words = importlib.import_module("site_build.faults"), fault_table.kept_words()
@@ -161,7 +158,7 @@ def test_each_wrong_version_is_on_its_lessons_page(monkeypatch: pytest.MonkeyPat
     assert {line[2:4] for line in rows} == {"09"}
 
 
-def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest() -> None:
+def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest():
     for lesson in LESSONS:
         files = set(fault_table.deciding_files(lesson))
         assert ROOT / "distlab" / "course" / "grading" / "check.py" in files
@@ -173,8 +170,8 @@ def test_each_file_that_decides_the_words_of_a_check_is_in_its_lessons_digest() 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("lesson", "index"), MUTANTS)
-def test_wrong_version_on_every_number_of_ranks(lesson: Lesson, index: int) -> None:
-    mutant: Mutant = lesson.mutants[index]
+def test_wrong_version_on_every_number_of_ranks(lesson, index):
+    mutant = lesson.mutants[index]
     for world in lesson.exercise(mutant.exercise).worlds:
         report = fault_table.examine_mutant(lesson, mutant, world=world)
         assert report.verdict in ("passed", "wrong"), f"on {world} ranks: {report}"

@@ -1,18 +1,21 @@
-"""The committed notebooks: lessons ran from top to bottom, with pictures, and print nothing that a window cuts.
+"""The committed notebooks: what was run and shown, the glossary's links, and lessons of two sittings."""
 
-That they are what their sources make is a gate's to see. Something to look at is an image in what a code cell shows: a
-picture with its words, or a panel or timeline (a reader without a kernel sees its image); a report or a table is not.
-JupyterLab breaks a printed line that is too long between words: a sentence may be longer than a window, a row of a
-table may not, whose columns would be lost; and no line may be a dump that nobody reads.
-"""
-
+import ast
+import builtins
+import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import nbformat
 import pytest
 
-from tests.lessons.short_kernels import SMALLER, smaller
+from distlab.course.grading import lessons, load_lesson
+from distlab.course.grading.answer.source import names_for_functions
+from distlab.course.grading.progress import MARKER, change_entry, now
+from distlab.course.notebook.course import make_copies
+from tests.lessons.short_kernels import SMALLER
 
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 FIRST_PICTURE, MOST_WITHOUT = 6, 15  # the cell in which the first picture stands at the latest; cells without one
@@ -85,21 +88,6 @@ def test_what_is_long_and_what_is_an_image():
     assert is_too_long("[0.004630905110388994, " * 40)
 
 
-def test_words_of_pictures_and_prints_that_readers_look_for():
-    """Loss over bytes, and memory over an update by precision; lesson 9's ideal times are not called predictions."""
-    for number, words in {
-        "05": ["Loss against bytes sent", "no compression needs", "top-1 % needs"],
-        "06": ["over one update", "bfloat16 autocast", "float32, recomputed", "bfloat16, recomputed"],
-    }.items():
-        (path,) = LESSONS.glob(f"{number}_*/lesson.ipynb")
-        shown = [output for cell in json.loads(path.read_text())["cells"] for output in outputs_of(cell)]
-        told = ["".join(output["data"]["text/plain"]) for output in shown if has_image(output)]
-        assert [text for text in told if all(word in text for word in words)]
-    (path,) = LESSONS.glob("09_*/lesson.ipynb")
-    assert "on paper), busy" in path.read_text(encoding="utf-8")
-    assert "predicted), busy" not in path.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("lesson", SMALLER)
 def test_what_make_test_runs_smaller_stands_in_one_cell_that_is_not_compared(lesson):
     (path,) = LESSONS.glob(f"{lesson}_*/solution.ipynb")
@@ -110,7 +98,137 @@ def test_what_make_test_runs_smaller_stands_in_one_cell_that_is_not_compared(les
         assert "nbval-check-output" not in found[0]["metadata"].get("tags", ()), text
 
 
-def test_a_cell_is_made_smaller_and_keeps_its_lines():
-    lines = ["def measure(a, repeats=25):\n", "    return a"]
-    assert smaller(lines, "01") == ["def measure(a, repeats=2):\n", "    return a"]
-    assert smaller(lines, "02") == lines
+ENTRIES = re.findall(r"^### (.+)\n\nLesson ([\d, ]+)\. \S", (LESSONS / "GLOSSARY.md").read_text(), re.M)
+LINK = re.compile(r"\]\(\.\./GLOSSARY\.md(?:#([^)]*))?\)")
+LESSON_NOTEBOOKS = {path.parent.name[:2]: path for path in LESSONS.glob("[0-9][0-9]_*/lesson.ipynb")}
+
+
+@functools.cache
+def text_of(number):
+    (folder,) = LESSONS.glob(f"{number}_*")
+    text = (folder / "lesson.py").read_text().replace("\n# ", " ").lower()
+    return re.sub(r"[\s_-]+", " ", text)
+
+
+def anchor(words):
+    """The anchor that a heading gets, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", words.lower()).replace(" ", "-")
+
+
+def markdown_of(path):
+    """The text cells of a notebook, without the code that stands in them, in their order."""
+    cells = json.loads(path.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def test_entries_stand_in_order_and_in_the_lesson_that_the_glossary_names():
+    entries = [words for words, _ in ENTRIES]
+    assert len(entries) > 40
+    assert entries == sorted(entries, key=str.lower)
+    linked = {number: LINK.findall(markdown_of(path)) for number, path in LESSON_NOTEBOOKS.items()}
+    for words, number in ((words, number) for words, numbers in ENTRIES for number in numbers.split(", ")):
+        for word in words.split(", "):
+            assert re.sub(r"[\s_-]+", " ", word.lower()) in text_of(number), f"{word} is not in lesson {number}"
+        assert linked[number].count(anchor(words)) == 1, f"lesson {number} links {words!r} once, where it explains it"
+
+
+def test_links_resolve_where_the_learner_opens_the_lessons(tmp_path):
+    make_copies(LESSONS, tmp_path)
+    known = {anchor(words) for words, _ in ENTRIES}
+    found = [(path, words) for path in tmp_path.glob("*/*.ipynb") for words in LINK.findall(markdown_of(path))]
+    assert len(found) > 20
+    assert [pair for pair in found if pair[1] not in known or not (pair[0].parents[1] / "GLOSSARY.md").is_file()] == []
+    pages = re.findall(r"\]\((\w+\.md)\)", markdown_of(tmp_path / "START.ipynb"))
+    assert pages == ["GLOSSARY.md", "CHEATSHEET.md"]
+    assert all((tmp_path / page).is_file() for page in pages)
+
+
+@pytest.mark.parametrize("page", ["GLOSSARY.md", "CHEATSHEET.md"])
+def test_an_older_page_is_replaced_unless_the_learner_wrote_in_it(tmp_path, page):
+    lessons, copy = tmp_path / "lessons", tmp_path / "work" / page
+    lessons.mkdir()
+    for text in ("first", "second"):
+        (lessons / page).write_text(text)
+        make_copies(lessons, tmp_path / "work")
+        assert copy.read_text() == text
+    copy.write_text("second, and a note of mine")
+    (lessons / page).write_text("third")
+    make_copies(lessons, tmp_path / "work")
+    assert copy.read_text() == "second, and a note of mine"
+
+
+MOST_IN_ONE_SITTING = 90
+SECOND = "# Sitting two"
+FOLDERS = ("03_data_parallel", "08_tensor_parallel")
+OWN = '''
+def average_gradients(module):
+    """Mine."""
+    import torch.distributed as dist
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = parameter.grad if parameter.grad is not None else parameter.new_zeros(parameter.shape)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+'''
+
+
+def notebook(folder="03_data_parallel"):
+    return nbformat.read(LESSONS / folder / "solution.ipynb", as_version=4)
+
+
+def second_half(made):
+    """The lesson's first code cell, and all cells from the heading of the second sitting on."""
+    (start,) = (i for i, cell in enumerate(made.cells) if cell.source.startswith(SECOND))
+    first = next(cell for cell in made.cells if cell.cell_type == "code")
+    return [first, *made.cells[start:]]
+
+
+def names_in(code, kind):
+    """The names that a cell reads (ast.Load) or defines (ast.Store), also those of functions, arguments and imports."""
+    nodes = list(ast.walk(ast.parse(code)))
+    found = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
+    if kind is ast.Store:
+        found |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        found |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        found |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_second_sitting_reads_no_name_of_the_first(folder):
+    of_extension = {"check", "predict", "hint", "solution", "show", "last_records", *names_for_functions()}
+    defined = set(dir(builtins)) | of_extension
+    for cell in second_half(notebook(folder))[1:]:
+        if cell.cell_type == "code":
+            defined |= names_in(cell.source, ast.Store)
+            assert names_in(cell.source, ast.Load) <= defined, cell.source
+
+
+def test_a_lesson_of_two_hours_has_two_sittings_that_add_up():
+    for number in lessons(LESSONS):
+        lesson = load_lesson(number, LESSONS)
+        said = f"{lesson.minutes} minutes, in two sittings of (\\d+) and (\\d+) minutes"
+        found = re.search(said, (lesson.folder / "lesson.py").read_text())
+        assert (found is not None) == (lesson.folder.name in FOLDERS) == (lesson.minutes > MOST_IN_ONE_SITTING), number
+        if found:
+            assert sum(map(int, found.groups())) == lesson.minutes
+            headings = [cell.source.splitlines()[0] for cell in notebook(lesson.folder.name).cells]
+            assert headings.count("# The end of sitting one") == 1
+            assert sum(line.startswith(SECOND) for line in headings) == 1
+
+
+def test_the_second_sitting_takes_what_was_saved_and_passed(tmp_path, monkeypatch, capsys):
+    (tmp_path / MARKER).touch()
+    folder = tmp_path / "03_data_parallel"
+    folder.mkdir()
+    saved = ["%load_ext distlab.course.notebook", OWN, "def fill_buckets(sizes_bytes, bucket_bytes):\n    1/0"]
+    cells = [nbformat.v4.new_code_cell(text) for text in saved]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "lesson.ipynb")
+    change_entry("03.average", lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
+    change_entry("03.buckets", lambda entry: replace(entry, attempts=1, failed=1), folder)
+    _, bring = [cell for cell in second_half(notebook()) if cell.cell_type == "code"][:2]
+    monkeypatch.chdir(folder)
+    exec(bring.source, names := names_for_functions())
+    assert "from your notebook: 03.average\n" in capsys.readouterr().out
+    assert names["average_gradients"].__doc__ == "Mine."
+    assert names["fill_buckets"]([4, 4], 4) == [[1], [0]]
