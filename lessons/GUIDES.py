@@ -8,54 +8,47 @@
 
 # %% [markdown]
 # # The guide's code on trial
+# You know PyTorch on one device, and have read a guide or two about distributed training. They print code. Here each
+# kind of snippet that they print is on trial, in our own words. The page takes an hour.
 #
-# You know PyTorch on one device, and you have read a guide or two about distributed training. They print code. Most of
-# it runs; less of it computes what the guide says. On this page each kind of snippet is put on trial, in our own words.
-#
-# A trial has three steps. **Read** the snippet and **predict** a number: type it into the box, then Enter. **Run** the
-# next cell: four real ranks run the snippet as it stands above, and then with one line changed. **Compare**: the
-# verdict tells both runs in the same words, with the numbers that were measured.
-#
-# You may change a snippet and run both cells again: then your version is on trial. A snippet that hangs is stopped
-# after 2 seconds, and you read who waits for whom. The page takes about an hour, the ranks take a minute of it.
-# [The map of the course](START.ipynb) leads to the lessons that explain each verdict.
+# **Predict**: read the snippet, and type a number into its box. **Run** the cell below: four real ranks run the snippet
+# as it stands there, and then a mended one. **Compare**: the verdict tells both runs in the same words, with the
+# numbers that were measured. Change a snippet, run both cells again, and your version is on trial. What hangs is
+# stopped after 2 seconds, and you read who waits for whom. [The map of the course](START.ipynb) leads to the lessons.
 
 # %%
 # %load_ext distlab.course.notebook
 
 # %%
-import os
 import sys
-
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-
 from distlab.course.grading.lesson import lessons_folder
 
-sys.path.append(str(lessons_folder()))
-from guides import ask, close, table, verdict
+sys.path.insert(0, str(lessons_folder()))
+from guides import *  # torch, dist, nn, F and what else the snippets use
 
-# %% [markdown]
+# %% [markdown] trials="zero_grad sampler set_epoch spawn none_skipped"
 # ## The training loop
-# The first page of every guide: wrap the model, loop over batches, done. What is missing is never an error.
+# Wrap the model, loop over batches, done. What is missing on the first pages of a guide is seldom an error.
 
-# %% trial="zero_grad"
+# %% [markdown] trials="every_microbatch lars_norm top_k ten_bits nothing_sent wrong_tensor"
+# ## Fewer and smaller messages
+# What is sent less often, in fewer bits, or while backward computes. What was really sent is recorded.
 
-# %% trial="sampler"
+# %% [markdown] trials="loss_of_chunks missing_box backward_order"
+# ## Pipelines
+# Each rank has a stage of the model. F runs a micro-batch forward, B backward.
 
-# %% trial="set_epoch"
+# %% [markdown] trials="gather_cuts input_gradient bias_times heads_split one_unit"
+# ## Layers cut over ranks
+# These snippets run, and most of them train: a different model than you think.
+
+# %% [markdown] trials="one_shard not_atomic same_run saved_in_except world_size empty_section"
+# ## Saved, resumed, measured
+# Here a fault shows weeks later, on the day that matters.
 
 # %% [markdown]
 # ## All verdicts
-# The table is made from the runs above.
+# The table is made from your runs; with it the ranks end. A cell that you run again starts new ones.
 
 # %%
 table()
-
-# %% [markdown]
-# The ranks end with the page.
-
-# %%
-close()

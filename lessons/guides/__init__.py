@@ -1,11 +1,5 @@
-"""What GUIDES.ipynb runs: the snippets that guides print, and `trial`, which puts them on trial."""
+"""What GUIDES.ipynb runs: `trial` tries the snippets of `copies` (every rank has the whole model) and of `parts`."""
 
-from guides import training as training
-from guides.trial import (
-    TRIALS as TRIALS,
-    ask as ask,
-    cells as cells,
-    close as close,
-    table as table,
-    verdict as verdict,
-)
+from guides.copies import *  # noqa: F403 (what the page's snippets use)
+from guides.parts import *  # noqa: F403
+from guides.trial import *  # noqa: F403
