@@ -2,7 +2,6 @@
 
 import os
 import socket
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,8 +51,8 @@ def zero_grad(loop):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     optimizer.register_step_pre_hook(lambda *_: ratios.append((model.weight.grad.norm() / alone).item()))
     loop(model, [(x[dist.get_rank()], y[dist.get_rank()])] * 3, optimizer)
-    told = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    return Found(ratios[2], f"Its gradients are {told} times as long as in one process.", abs(ratios[2] - 1) < 1e-3)
+    told = f"Its gradients are {[round(ratio, 2) for ratio in ratios]} times as long as in one process."
+    return Found(ratios[2], told, abs(ratios[2] - 1) < 1e-3)
 
 
 def ddp_loader(dataset):
@@ -69,8 +68,8 @@ def ddp_loader(dataset):
 def sampler(make_loader):
     seen = everyone([int(sample) for batch in make_loader(list(range(32))) for sample in batch])
     total, different = sum(map(len, seen)), len(set().union(*seen))
-    sentence = f"Each rank worked through {len(seen[0])} samples, all four through {total}; {different} are different."
-    return Found(len(seen[0]), sentence, total == different == 32)
+    told = f"Samples: {len(seen[0])} on each rank, {total} on all four, {different} different."
+    return Found(len(seen[0]), told, total == different == 32)
 
 
 def ddp_epochs(sampler, epochs):
@@ -97,8 +96,7 @@ def train_here(rank, world_size, port):
     Why: env:// reads where to meet from variables that torchrun sets and spawn does not. Lesson 14: How agents meet."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # +
     dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=world_size)
-    total = torch.tensor(rank + 1.0)
-    dist.all_reduce(total)
+    dist.all_reduce(total := torch.tensor(rank + 1.0))
     assert total == 3
 
 
@@ -140,7 +138,7 @@ def none_skipped(average):
 def accumulate(model, batches, optimizer, steps):
     """Groups of four. DDP wraps the model. An epoch has 10 micro-batches; four make an update.
     Asks: How many all-reduces of the gradient does the epoch take? [all-reduces]
-    Why: DDP averages in each backward unless told in time. The rest waits in .grad. Lesson 03: Send less often."""
+    Why: DDP averages in each backward unless told before. A last group stays in .grad. Lesson 03: Send less often."""
     for number, (inputs, targets) in enumerate(batches, 1):
         is_full = number % steps == 0  # -
         is_full = number % steps == 0 or number == len(batches)  # +
@@ -159,14 +157,15 @@ def every_microbatch(loop):
     with recorded() as seen:
         loop(model, batches, torch.optim.SGD(model.parameters(), lr=0.1), 4)
     sent, moved = seen.records.num_calls("all_reduce"), int(model.module.weight.count_nonzero())
-    sentence = f"It took {sent} all-reduces; {moved} of 10 micro-batches came into an update."
-    return Found(sent, sentence, (sent, moved) == (3, 10))
+    return Found(
+        sent, f"{sent} all-reduces; {moved} of 10 micro-batches came into an update.", (sent, moved) == (3, 10)
+    )
 
 
 def lars_step(weight, gradient, lr, decay, trust=0.001):
     """A step of LARS. The averaged gradient points against the weight decay, and is 0.9 times as long.
     Asks: How many times as long as the paper's is the step? [times]
-    Why: The paper divides by |g| + decay |w|. Else no step is short. Lesson 04: Every layer has its own scale."""
+    Why: The paper divides by |g| + decay |w|; here no step is short. Lesson 04: Every layer has its own scale."""
     update = gradient + decay * weight
     length = update.norm()  # -
     length = gradient.norm() + decay * weight.norm()  # +
@@ -213,7 +212,7 @@ def top_k(send):
 def quantize(gradient, bits):
     """Ten bits instead of eight. Each rank quantizes its gradient; codes, scale and low are sent and averaged.
     Asks: How many times as large as with 8 bits is the largest error with 10? [times]
-    Why: uint8 ends at 255; 256 becomes 0. Zeros divide 0 by 0: no cast of NaN is defined. Lesson 05: Few bits."""
+    Why: uint8 ends at 255; code 256 becomes 0. Zeros make 0 / 0, NaN, whose cast is undefined. Lesson 05: Few bits."""
     low, high = gradient.min(), gradient.max()
     scale = (high - low) / (2**bits - 1)
     scale = scale.clamp(min=1e-30)  # +
@@ -259,7 +258,7 @@ def overlapped(model, loss_of):
     """Sent while backward computes. Rank r's gradient is r + 1 everywhere, so that the mean is 2.5.
     Asks: On how many of the four ranks is the gradient the mean? [ranks]
     Why: A tensor's hook sees what .grad will get. That is summed; what is divided is a copy. Lesson 03: Rung 4."""
-    sent, send = [], partial(dist.all_reduce, async_op=True)
+    sent, send = [], lambda gradient: dist.all_reduce(gradient, async_op=True)
     for parameter in model.parameters():
         parameter.register_hook(lambda grad, p=parameter: sent.append((p, send(grad))))  # -
         parameter.register_post_accumulate_grad_hook(lambda p: sent.append((p, send(p.grad))))  # +
@@ -273,5 +272,4 @@ def overlapped(model, loss_of):
 def wrong_tensor(step):
     step(model := nn.Linear(1_000_000, 1, bias=False), lambda model: (model.weight * (dist.get_rank() + 1)).sum())
     firsts, right = everyone(model.weight.grad[0, 0].item()), sum(everyone(bool((model.weight.grad == 2.5).all())))
-    told = ", ".join(f"{first:.4g}" for first in firsts)
-    return Found(right, f"{right} of 4 ranks have the mean, 2.5; their first numbers are {told}.", right == NUM_RANKS)
+    return Found(right, f"{right} of 4 ranks have the mean, 2.5; their first numbers: {firsts}.", right == NUM_RANKS)

@@ -35,8 +35,7 @@ def gpipe(stage, receive, inputs, targets, chunks):
     """GPipe by hand. Four ranks have a layer each. The batch is cut into 8: all forward, then all backward.
     Asks: How many times too long are the gradients? [times]
     Why: A loss is the mean of its micro-batch, and gradients add up. Adam hides it. Lesson 09: Run it yourself."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    kept = []
+    rank, last, kept = dist.get_rank(), dist.get_world_size() - 1, []
     for x, y in zip(inputs.chunk(chunks), targets.chunk(chunks)):
         x = receive(rank - 1, x) if rank else x
         out = stage(x)
@@ -83,7 +82,7 @@ def picture(gpu):
     first = "F1 F2 B2 B1"
     second = "F1 F2 B2"  # -
     second = "F1 F2 B2 B1"  # +
-    return [first.split(), second.split(), [], []][gpu]
+    return [first, second, "", ""][gpu].split()
 
 
 def told_boxes(results, who):
@@ -233,8 +232,8 @@ def one_unit(wrap):
     model = wrap(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))))
     with recorded() as seen:
         model(torch.rand(2, 64)).sum().backward()
-    largest = max(call.num_bytes for call in seen.records if call.op == "all_gather")
-    share = 100 * NUM_RANKS * largest / (4 * 4 * 64 * 64)
+    gathers = [call.num_bytes for call in seen.records if call.op == "all_gather"]
+    share = 100 * NUM_RANKS * max(gathers) / (4 * 4 * 64 * 64)
     return Found(share, f"The largest gather brings {share:.0f} % of the model to every rank.", share < 50)
 
 
@@ -309,8 +308,8 @@ def same_run(go_on):
         torch.manual_seed(1)
         go_on(file.name, model, list(range(8)), update)
     off = (model[0].weight - whole).abs().max().item()
-    sentence = f"It saw the batches {seen}. Its weights are up to {off:.2g} from those of a run without a stop."
-    return Found(len(seen), sentence, len(seen) == 8 and off == 0)
+    told = f"It saw batches {seen}; its weights are up to {off:.2g} from those of a run without a stop."
+    return Found(len(seen), told, (len(seen), off) == (8, 0))
 
 
 def train_and_save(step, save):

@@ -25,11 +25,11 @@ from distlab.course.notebook.prediction import Prediction
 from distlab.course.notebook.ranks import CellError, in_cells
 from distlab.course.notebook.stuck import Note
 
-NUM_RANKS, START_S = 4, 60.0
-LIMIT_S = 2.0  # after which a snippet counts as hung
+NUM_RANKS, START_S, LIMIT_S = 4, 60.0, 2.0  # after LIMIT_S a snippet counts as hung
 LINES: list[str] = []  # what ranks printed in the last run
 RANKS = Ranks(NUM_RANKS, backend="gloo", echo=lambda rank, line: LINES.append(line))
 SCRIPT = Ranks(1, joined=False, echo=lambda rank, line: LINES.append(line))  # one process, as a script is
+PART = '<b>{}</b><pre style="margin:0 0 0.8em">{}</pre>'
 WORDS = re.compile(r"(.*?)\. (.*)\nAsks: (.*) \[(.*)\]\nWhy: (.*)\sLesson (\d\d): (.*)\.", re.DOTALL)
 
 
@@ -113,7 +113,8 @@ def judged(one: Trial, snippet: Callable[..., Any]) -> Found:
         return one.told(results, "") if one.told else results[0]
     except RankError as error:
         back = ranks.world_size - len(error.failures or range(ranks.world_size))
-        return one.told([], who(error)) if one.told else Found(back, f"{back} ranks came back.\n{who(error)}", False)
+        sentence = f"{back} of {ranks.world_size} ranks came back.\n{who(error)}"
+        return one.told([], who(error)) if one.told else Found(back, sentence, False)
 
 
 def close() -> None:
@@ -126,7 +127,8 @@ def who(error: Exception) -> str:
     """Return the lines of an error that say who waits for whom, or what was raised."""
     text = re.sub(r"\n {4,}", " ", in_cells(error).partition("\n--- ")[0]).replace(f"{lessons_folder()}/", "")
     lines = re.findall(r"^ *(rank \d+(?: waits in (?!no)|: | of \d+ raised).*)", text, re.MULTILINE)
-    return "\n".join(lines[:4]) or text
+    kinds = {line.split(" ", 2)[2]: line for line in reversed(lines)}  # of ranks that wait alike the first
+    return "\n".join(reversed(kinds.values())) or text
 
 
 def ask(name: str, snippet: Callable[..., Any]) -> Prediction:
@@ -147,9 +149,9 @@ def verdict(name: str) -> Note:
     words = ["right" if found.right else one.fault for found in (first, then)]
     told = {"Your prediction": guess.compare(first.number), f"As it stands above: {words[0]}": first.sentence}
     told |= {"What mends it": one.difference, f"Mended: {words[1]}": then.sentence, "Why": one.words[4]}
-    page = "".join(f"<p><b>{label}</b></p><pre>{html.escape(text)}</pre>" for label, text in told.items())
-    text = "\n".join(f"{label}\n{text}" for label, text in told.items())
-    return Note(text, page=f'<div style="border-left:3px solid;padding-left:1em">{page}<p>{one.link}</p></div>')
+    page = "".join(PART.format(label, html.escape(text)) for label, text in told.items())
+    page = f'<div style="border-left:3px solid;padding-left:1em">{page}<p>{one.link}</p></div>'
+    return Note("\n".join(f"{label}\n{text}" for label, text in told.items()), page=page)
 
 
 def cells(names: str) -> Iterator[tuple[str, str, str]]:
@@ -163,12 +165,11 @@ def cells(names: str) -> Iterator[tuple[str, str, str]]:
 def table() -> Note:
     """Return a row for each snippet, made from this session's runs, and end the ranks."""
     close()
-    rows = [("What is printed", "What happened", "What mends it", "Where it is explained")]
+    rows = [("<b>What is printed</b>", "<b>What happened</b>", "<b>What mends it</b>", "<b>Lesson</b>")]
     for name, one in TRIALS.items():
         changed = "\n".join(line for line in one.difference.splitlines() if line[:1] in "+-")
         happened = html.escape(HAPPENED.get(name, "not on trial in this session"))
         rows.append((one.words[0], happened, f"<code>{html.escape(changed)}</code>", one.link))
-    style = '<td style="text-align:left;white-space:pre-wrap">'
-    lines = ("".join(f"{style}{cell}</td>" for cell in row) for row in rows)
-    text = "\n".join(": ".join(row[:2]) for row in rows)
-    return Note(text, page=f"<table><tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table>")
+    lines = ("".join(f'<td style="text-align:left;white-space:pre-wrap">{cell}</td>' for cell in row) for row in rows)
+    page = f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
+    return Note("\n".join(": ".join(row[:2]) for row in rows), page=page)

@@ -20,8 +20,8 @@ from guides import ASKED, RANKS, TRIALS, ask, close, judged, made, table, verdic
 
 # By trial: the number that the page asks for, a text of the mended one's sentence, and who waits where it hangs.
 FOUND = {
-    "zero_grad": (3.0, "1.00, 1.00, 1.00 times"),
-    "sampler": (32, "8 samples, all four through 32; 32 are different"),
+    "zero_grad": (3.0, "[1.0, 1.0, 1.0] times"),
+    "sampler": (32, "8 on each rank, 32 on all four, 32 different"),
     "set_epoch": (1, "different orders: 3"),
     "spawn": (0, "Both processes have the sum"),
     "none_skipped": (1, "The means are [2.5, 2.0, 2.5]", "rank 0 waits in all_reduce #3"),
@@ -41,7 +41,7 @@ FOUND = {
     "one_unit": (100, "25 % of the model"),
     "one_shard": (250, "1000 are in the file"),
     "not_atomic": (0, "4 of 4 ranks can read a checkpoint; rank 0's is of step 100"),
-    "same_run": (13, "[0, 1, 2, 3, 4, 5, 6, 7]. Its weights are up to 0 from"),
+    "same_run": (13, "[0, 1, 2, 3, 4, 5, 6, 7]; its weights are up to 0 from"),
     "saved_in_except": (0, "rank 2 of 4 raised ValueError: sample 17 has no label", "rank 2: barrier #4"),
     "world_size": (4, "The three ranks count 3", "rank 0 waits in all_reduce"),
     "empty_section": (0, "optimizer"),
@@ -98,12 +98,12 @@ def test_a_learners_own_version_is_tried_and_what_goes_wrong_is_said():
     for text in ("you predicted 1 orders, measured 3 orders", "As it stands above: right", "+        sampler.set"):
         assert text in shown.text
         assert text in shown.page
-    wrongs = (lambda *_: 1 / 0, "0 of 4 raised ZeroDivisionError"), (lambda *_: 7, "raised TypeError"), (hung, "rank")
+    wrongs = (lambda *_: 1 / 0, "4 raised ZeroDivisionError"), (lambda *_: 7, "raised TypeError"), (hung, "rank")
     for wrong, says in wrongs:
         ASKED["set_epoch"] = wrong, ASKED["set_epoch"][1]
         assert says in verdict("set_epoch").text
     rows = table().text.splitlines()
-    assert "Three epochs, shuffled: 0 ranks came back." in rows
+    assert "Three epochs, shuffled: 0 of 4 ranks came back." in rows
     assert "A loader on every rank: not on trial in this session" in rows
     assert RANKS.pids == ()
 
