@@ -95,7 +95,7 @@ soak: setup
 # All other long tests, and every cell of each notebook as it is.
 proofs: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3700 $$($(BIN)/python tools/promises.py --others)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(NOTEBOOKS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) $(CELLS) $(NOTEBOOKS) lessons/GUIDES.ipynb
 
 # Models of every kind by every technique: SUPPORTED.md.
 zoo: setup

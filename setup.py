@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-LEFT_OUT = shutil.ignore_patterns("solution.ipynb", "lesson.py", "START.py", "__pycache__", ".*")
+LEFT_OUT = shutil.ignore_patterns("solution.ipynb", "lesson.py", "START.py", "GUIDES.py", "__pycache__", ".*")
 
 
 class BuildWithLessons(build_py):

@@ -90,6 +90,11 @@ numbers.tolist()
 # Commands run as they are written in a terminal of JupyterLab (File > New > Terminal). In a shell of your own, first
 # write `. .venv/bin/activate` in the folder of the repository.
 #
+# ## The code of guides
+# Guides on the web print code. Some of it fails, and some computes a different thing than it says. On [a page of its
+# own](GUIDES.ipynb) it is put on trial: you predict what each snippet does, and real ranks say what it did. Play it
+# after the lessons, or beside them.
+#
 # ## A page to print
 # The next cell writes what you have passed, and when, as a page to print or to hand in. In a terminal,
 # `distlab lesson page` does the same.

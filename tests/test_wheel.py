@@ -50,9 +50,12 @@ def test_the_wheel_has_the_lessons_and_no_solutions_of_notebooks(site):
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
     lessons = "distlab/_course/lessons"
     here = {str(path.relative_to(ROOT / "lessons")) for path in ROOT.glob("lessons/*/lesson.ipynb")}
-    assert {f"{lessons}/{name}" for name in here | {"START.ipynb", "COURSE.toml", "COMMON_FAULTS.md"}} <= names
+    assert {
+        f"{lessons}/{name}"
+        for name in here | {"START.ipynb", "GUIDES.ipynb", "guides/trial.py", "COURSE.toml", "COMMON_FAULTS.md"}
+    } <= names
     brought = [name for name in names if name.startswith(lessons)]
-    assert not [name for name in brought if name.endswith(("solution.ipynb", "/lesson.py", ".pyc"))]
+    assert not [name for name in brought if name.endswith(("solution.ipynb", "/lesson.py", "/GUIDES.py", ".pyc"))]
     assert {"distlab/py.typed", "simulator/hardware/presets.toml"} <= names
 
 

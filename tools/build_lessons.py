@@ -1,6 +1,6 @@
 """Build the notebooks of the lessons from their sources.
 
-    python tools/build_lessons.py                  every lesson, and START
+    python tools/build_lessons.py                  every lesson, START and GUIDES
     python tools/build_lessons.py 03 --execute     one lesson; run it too, and keep what its cells show
     python tools/build_lessons.py --check          change nothing; name each cell that differs from its source
 
@@ -43,7 +43,7 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("lessons", nargs="*", metavar="NN", help="a lesson's number, or START; default: all")
+    parser.add_argument("lessons", nargs="*", metavar="NN", help="a lesson's number, START or GUIDES; default: all")
     parser.add_argument("--check", action="store_true", help="name the cells that differ from their source; exit 1")
     parser.add_argument("--execute", action="store_true", help="run the notebooks and keep what their cells show")
     parser.add_argument("--fresh", action="store_true", help="with --execute: keep no output of an earlier run")
@@ -67,8 +67,7 @@ def sources(folder: Path, wanted: list[str]) -> list[Path]:
         ValueError: there is none of that name.
     """
     found = {path.parent.name.partition("_")[0]: path for path in sorted(folder.glob("[0-9][0-9]_*/lesson.py"))}
-    if (folder / "START.py").is_file():
-        found["START"] = folder / "START.py"
+    found |= {name: path for name in ("START", "GUIDES") if (path := folder / f"{name}.py").is_file()}
     names = [f"{int(name):02}" if name.isdigit() else name for name in wanted]
     for name in names:
         if name not in found:

@@ -2,8 +2,9 @@
 
 An exercise is one empty code cell, `# %% exercise="03.flat"`. In its place both notebooks get three cells: the function
 (a stub in the lesson, the whole text in the solution), its hints, and its check. The function's text is read from the
-file where it lives, so that nothing is kept twice. Ids of cells are hashes of what is in them: building twice gives the
-same file. Links to the map of the course and to the lessons before and after stand under the title and at the end.
+file where it lives, so that nothing is kept twice. Below a cell of GUIDES.py with `trials="top_k"` stand a trial's
+text, snippet and verdict. Ids of cells are hashes of what is in them: building twice gives the same file. Links to the
+map of the course and to the lessons before and after stand under the title and at the end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,6 +151,12 @@ def _cell(exercise: Exercise, text: str) -> str:
 def _cells_of(cell: NotebookNode, source: Source, kind: str) -> Iterator[NotebookNode]:
     """Turn one cell of the source into those of the notebook."""
     metadata = dict(cell.metadata)
+    if trials := metadata.pop("trials", None):
+        yield _node(cell.cell_type, cell.source, metadata)
+        sys.path.append(str(source.folder))
+        made = importlib.import_module("guides").cells(trials)
+        yield from (_node(kind, text, {"distlab": {"trial": trial}}) for kind, text, trial in made)
+        return
     name = metadata.pop("exercise", None)
     if name is None:
         yield _node(cell.cell_type, cell.source, metadata)

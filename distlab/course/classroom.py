@@ -55,7 +55,7 @@ _BWRAP = "--unshare-all --die-with-parent --cap-drop ALL --proc /proc --dev /dev
 KINDS = (".ipynb", ".py")
 NAMELESS = ("lesson", "answers", "work")  # of files and folders, beside the lesson's own name
 LEFT_OUT = ("lesson.py", "solution.ipynb", ".*", "__pycache__")
-SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb")
+SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb", "GUIDES.ipynb")
 HIDDEN = '''"""Hidden in a student copy: more cases, with drawn arguments, which are checked when the work is graded."""
 
 from typing import Any
@@ -109,6 +109,8 @@ def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str 
             path.write_text(text, encoding="utf-8")
     for path in filter(Path.is_file, (folder / name for name in SHARED)):
         shutil.copyfile(path, out / "lessons" / path.name)
+    if (folder / "guides").is_dir():  # what GUIDES.ipynb runs
+        shutil.copytree(folder / "guides", out / "lessons" / "guides", ignore=shutil.ignore_patterns(*LEFT_OUT))
     words = README.format(title=title, folder=out.name, first=copies[0].name[:2], lesson=copies[0].name)
     (out / "README.md").write_text(words, encoding="utf-8")
     return copies

@@ -17,7 +17,7 @@ project_copyright = "the distlab authors, Apache-2.0"
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "lessons/*.md", "lessons/*/*.md", "benchmarks/*.md"]
 lessons = f"lessons/{os.environ.get('DISTLAB_DOCS_LESSONS', '[0-9]*')}/lesson.ipynb"
-include_patterns += ["lessons/START.ipynb", lessons]
+include_patterns += ["lessons/START.ipynb", "lessons/GUIDES.ipynb", lessons]
 exclude_patterns = [".*", "build", "work", "tests", "distlab", "simulator", "tools", "assets", "**/__pycache__"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc"]

@@ -27,6 +27,7 @@ from distlab.measure import gpu_names, num_cores
 from simulator.units import counted
 
 START = "START.ipynb"
+GUIDES = "GUIDES.ipynb"
 CAME_FROM = "distlab"  # in a copy's metadata: the fingerprint of the lesson that it was made from
 PAGES = ("GLOSSARY.md", "CHEATSHEET.md")  # the lessons and START link to them
 BROUGHT_S = 946_684_800  # a page's time of change (2000-01-01) until you write in it
@@ -51,10 +52,11 @@ class Copy(NamedTuple):
 
 
 def originals(lessons: Path, work: Path) -> dict[str, Path]:
-    """Return the notebooks to work in, by the name of their copy below `work`: START first, then lessons in order."""
+    """Return the notebooks to work in, by the name of their copy below `work`: START, then lessons, then GUIDES."""
     found = {START: lessons / START}
     for original in sorted(lessons.glob("[0-9][0-9]_*/lesson.ipynb")):
         found[f"{original.parent.name}/{copy_in(work, original.parent.name).name}"] = original
+    found[GUIDES] = lessons / GUIDES
     return {name: original for name, original in found.items() if original.is_file()}
 
 
@@ -89,7 +91,7 @@ def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:
     wanted = f"{int(number):02}" if number.isdecimal() else number
     names = [name for name in known if wanted in (name[:2], name.partition("/")[0], name.removesuffix(".ipynb"))]
     if not names:
-        numbers = ", ".join(name.removesuffix(".ipynb") if name == START else name[:2] for name in known)
+        numbers = ", ".join(name.removesuffix(".ipynb") if name in (START, GUIDES) else name[:2] for name in known)
         raise ValueError(f"there is no lesson {number!r}; pass one of {numbers or '(no lesson has been built)'}")
     name, copy = names[0], work / names[0]
     if not os.path.lexists(copy):

@@ -69,7 +69,8 @@ def test_every_lesson_can_be_released_and_its_checks_run_there_without_drawn_cas
     first, third = load_lesson("01", LESSONS), load_lesson("03", LESSONS)
     assert (first.uses_optimizers(), third.uses_optimizers()) == (False, True)
     assert replace(first, folder=copies[0]).uses_optimizers(), "sealed: nobody can tell"
-    assert (tmp_path / "copy" / "lessons" / "START.ipynb").is_file()
+    for name in ("START.ipynb", "GUIDES.ipynb", "guides/trial.py"):
+        assert (tmp_path / "copy" / "lessons" / name).is_file()
     assert not (tmp_path / "copy" / "lessons" / "COMMON_FAULTS.md").exists()
     assert (tmp_path / "copy" / "README.md").read_text().startswith("# Distributed training, autumn\n")
 

@@ -128,7 +128,7 @@ def test_copies_link_to_the_map_and_to_each_other(tmp_path, monkeypatch):
     old = work / "03_data_parallel" / "lesson.ipynb"  # a copy of the old name stays, and is linked to
     old.parent.mkdir(parents=True)
     old.write_text(notebook("mine"))
-    number = len(make_copies(LESSONS, work)) - 1  # without START
+    number = len(make_copies(LESSONS, work)) - 2  # without START and GUIDES
     found = list(links(work))
     in_texts = sum(path.read_text("utf-8").count("/lesson.ipynb)") for path in LESSONS.glob("*/lesson.py"))
     assert len(found) == 2 * (3 * number - 2) + in_texts - 6, "above and below: the map, the one before, the next"

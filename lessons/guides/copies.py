@@ -1,0 +1,275 @@
+"""Snippets in which every rank has a copy of the whole model: the training loop, and what its ranks send."""
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from distlab.comm import recorded
+from distlab.large_batch.trust import lars_update
+from guides.trial import NUM_RANKS, SCRIPT, Found, everyone, trial
+from simulator.viz import draw_bars
+
+
+def drawn(seed, *shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def average(tensor):
+    dist.all_reduce(tensor)
+    return tensor / NUM_RANKS
+
+
+def gathered(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(NUM_RANKS)]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts)
+
+
+def ddp_loop(model, batches, optimizer):
+    """A loop of five lines. Four ranks, a small learning rate, the same batch three times.
+    Asks: How many times as long as in one process is the gradient of the third update? [times]
+    Why: backward adds to what .grad holds; DDP averages it, and clears nothing. Lesson 03: One process is the judge."""
+    model = DistributedDataParallel(model)
+    for inputs, targets in batches:
+        loss = F.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()  # +
+        loss.backward()
+        optimizer.step()
+
+
+@trial(ddp_loop)
+def zero_grad(loop):
+    x, y, model, ratios = drawn(0, 4, 6, 4), drawn(1, 4, 6, 1), nn.Linear(4, 1, dtype=torch.float64), []
+    alone = torch.autograd.grad(F.mse_loss(model(x.flatten(0, 1)), y.flatten(0, 1)), model.weight)[0].norm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer.register_step_pre_hook(lambda *_: ratios.append((model.weight.grad.norm() / alone).item()))
+    loop(model, [(x[dist.get_rank()], y[dist.get_rank()])] * 3, optimizer)
+    told = f"Its gradients are {[round(ratio, 2) for ratio in ratios]} times as long as in one process."
+    return Found(ratios[2], told, abs(ratios[2] - 1) < 1e-3)
+
+
+def ddp_loader(dataset):
+    """A loader on every rank. The data set has 32 samples. Each of four ranks goes through its loader once.
+    Asks: How many samples does each rank work through in an epoch? [samples]
+    Why: The mean of four equal gradients is one of them: four do the work of one. Lesson 03: Every sample once."""
+    sampler = None  # -
+    sampler = DistributedSampler(dataset)  # +
+    return DataLoader(dataset, batch_size=4, sampler=sampler)
+
+
+@trial(ddp_loader, fault="wasteful")
+def sampler(make_loader):
+    seen = everyone([int(sample) for batch in make_loader(list(range(32))) for sample in batch])
+    total, different = sum(map(len, seen)), len(set().union(*seen))
+    told = f"Samples: {len(seen[0])} on each rank, {total} on all four, {different} different."
+    return Found(len(seen[0]), told, total == different == 32)
+
+
+def ddp_epochs(sampler, epochs):
+    """Three epochs, shuffled. torch's sampler shuffles 32 samples. A rank goes through its quarter three times.
+    Asks: In how many different orders does rank 0 see its samples? [orders]
+    Why: The order is drawn from (seed, epoch), and until told, it is epoch 0. Lesson 03: Every sample once."""
+    orders = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)  # +
+        orders.append(list(sampler))
+    return orders
+
+
+@trial(ddp_epochs)
+def set_epoch(go_through):
+    seen = go_through(DistributedSampler(range(32), shuffle=True), 3)
+    orders, different = len(set(map(tuple, seen))), len(set().union(*seen))
+    return Found(orders, f"Rank 0's different orders: {orders}; its different samples: {different} of 32.", orders == 3)
+
+
+def train_here(rank, world_size, port):
+    """Spawned by a script. A script without torchrun ends with mp.spawn(train_here, args=(2, port), nprocs=2).
+    Asks: How many of the two processes come to their sum? [processes]
+    Why: env:// reads where to meet from variables that torchrun sets and spawn does not. Lesson 14: How agents meet."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # +
+    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=world_size)
+    dist.all_reduce(total := torch.tensor(rank + 1.0))
+    assert total == 3
+
+
+@trial(train_here, fault="ends with an error", ranks=SCRIPT)
+def spawn(train):
+    os.environ.pop("MASTER_ADDR", None)  # torchrun's; this process has it too
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    try:  # as spawn does, without the seconds that it takes to load torch in each process
+        mp.start_processes(train, args=(2, port), nprocs=2, start_method="fork")
+    except mp.ProcessRaisedException as error:
+        return Found(0, f"No process has the sum. {str(error).strip().splitlines()[-1]}", False)
+    return Found(2, "Both processes have the sum, and end without an error.", True)
+
+
+def average_gradients(model):
+    """None is skipped. Three parameters of equal shape; rank 1's batch does not use the second: its gradient is None.
+    Asks: How many of the four ranks come back? [ranks]
+    Why: The n-th call of a rank meets the n-th of the others: its third gradient their second. Lesson 03: Rung 1."""
+    for parameter in model.parameters():
+        if parameter.grad is None:  # +
+            parameter.grad = torch.zeros_like(parameter)  # +
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+@trial(average_gradients, fault="hangs")
+def none_skipped(average):
+    model = nn.ParameterList(torch.zeros(5) for _ in range(3))
+    for number, parameter in enumerate(model):
+        if (dist.get_rank(), number) != (1, 1):  # the mean of 1, 3 and 4, and of nothing, is 2
+            parameter.grad = torch.full_like(parameter, dist.get_rank() + 1)
+    average(model)
+    means = [parameter.grad[0].item() for parameter in model if parameter.grad is not None]
+    return Found(NUM_RANKS, f"4 ranks came back. The means are {means}.", means == [2.5, 2.0, 2.5])
+
+
+def accumulate(model, batches, optimizer, steps):
+    """Groups of four. DDP wraps the model. An epoch has 10 micro-batches; four make an update.
+    Asks: How many all-reduces of the gradient does the epoch take? [all-reduces]
+    Why: DDP averages in each backward unless told before. A last group stays in .grad. Lesson 03: Send less often."""
+    for number, (inputs, targets) in enumerate(batches, 1):
+        is_full = number % steps == 0  # -
+        is_full = number % steps == 0 or number == len(batches)  # +
+        model.require_backward_grad_sync = is_full  # +
+        loss = F.mse_loss(model(inputs), targets) / steps
+        loss.backward()
+        if is_full:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@trial(accumulate, fault="wasteful, and wrong")
+def every_microbatch(loop):
+    nn.init.zeros_((model := DistributedDataParallel(nn.Linear(10, 1, bias=False))).module.weight)
+    batches = [(row[None], torch.ones(1, 1)) for row in torch.eye(10)]  # each moves a weight of its own
+    with recorded() as seen:
+        loop(model, batches, torch.optim.SGD(model.parameters(), lr=0.1), 4)
+    sent, moved = seen.records.num_calls("all_reduce"), int(model.module.weight.count_nonzero())
+    return Found(
+        sent, f"{sent} all-reduces; {moved} of 10 micro-batches came into an update.", (sent, moved) == (3, 10)
+    )
+
+
+def lars_step(weight, gradient, lr, decay, trust=0.001):
+    """A step of LARS. The averaged gradient points against the weight decay, and is 0.9 times as long.
+    Asks: How many times as long as the paper's is the step? [times]
+    Why: The paper divides by |g| + decay |w|; here no step is short. Lesson 04: Every layer has its own scale."""
+    update = gradient + decay * weight
+    length = update.norm()  # -
+    length = gradient.norm() + decay * weight.norm()  # +
+    return weight - lr * trust * weight.norm() / length * update
+
+
+@trial(lars_step)
+def lars_norm(step):
+    weight = torch.linspace(-1, 1, 12, dtype=torch.float64)
+    gradient = average(-0.009 * weight * (dist.get_rank() + 1) / 2.5)
+    moved = step(weight, gradient, 1.0, 0.01) - weight
+    paper = lars_update(weight, gradient, torch.zeros(12), lr=1.0, momentum=0.0, weight_decay=0.01)[0] - weight
+    times = (moved.norm() / paper.norm()).item()
+    return Found(times, f"The step is {times:.2f} times as long as the paper's.", moved.allclose(paper))
+
+
+def send_top_k(gradient, k):
+    """The largest 1 %. A gradient has 100,000 numbers. Each of four ranks keeps its 1,000 largest.
+    Asks: How many percent of the bytes of the whole gradient are sent? [%]
+    Why: Zeros travel like any other number. Places and values do not. Lesson 05: The largest elements: top-k."""
+    index = gradient.abs().topk(k).indices
+    kept = torch.zeros_like(gradient)
+    kept[index] = gradient[index]  # -
+    dist.all_reduce(kept)  # -
+    kept.index_add_(0, gathered(index.int()), gathered(gradient[index]))  # +
+    return kept / dist.get_world_size()
+
+
+def draw_bytes(first, then):
+    title = f"Top-k sends {first.kept / then.kept:.0f} times fewer bytes when zeros stay at home"
+    return draw_bars({"as printed": first.kept, "mended": then.kept}, unit="kB", title=title, subtitle="sent by rank 0")
+
+
+@trial(send_top_k, fault="saves nothing", draw=draw_bytes)
+def top_k(send):
+    with recorded() as seen:
+        result = send(torch.randn(100_000, generator=torch.Generator().manual_seed(dist.get_rank())), 1000)
+    sent = seen.records.ring_equivalent_bytes(dist.get_rank()) / 1e3  # of a ring, as of the whole: 2 (n - 1) / n
+    alike = all(one.allclose(result) for one in everyone(result))
+    sentence = f"Rank 0 sent {sent:,.0f} kB, {sent / 6:.0f} % of the 600 kB that the whole gradient takes."
+    return Found(sent / 6, sentence, alike and sent < 60, sent)
+
+
+def quantize(gradient, bits):
+    """Ten bits instead of eight. Each rank quantizes its gradient; codes, scale and low are sent and averaged.
+    Asks: How many times as large as with 8 bits is the largest error with 10? [times]
+    Why: uint8 ends at 255; code 256 becomes 0. Zeros make 0 / 0, NaN, whose cast is undefined. Lesson 05: Few bits."""
+    low, high = gradient.min(), gradient.max()
+    scale = (high - low) / (2**bits - 1)
+    scale = scale.clamp(min=1e-30)  # +
+    codes = ((gradient - low) / scale).round()
+    codes = codes.to(torch.uint8)  # -
+    codes = codes.to(torch.uint8 if bits <= 8 else torch.int32)  # +
+    return codes, scale, low
+
+
+@trial(quantize)
+def ten_bits(quantize):
+    gradient, errors = torch.linspace(-1, 1, 2000) * (dist.get_rank() + 1), []
+    for codes, scale, low in (quantize(gradient, 8), quantize(gradient, 10)):
+        errors.append((average(codes * scale + low) - average(gradient.clone())).abs().max().item())
+    least = quantize(torch.zeros(1), 8)[1].item()
+    sentence = (
+        f"The largest error is {errors[0]:.4f} with 8 bits, {errors[1]:.4f} with 10; zeros have scale {least:.0e}."
+    )
+    return Found(errors[1] / errors[0], sentence, errors[1] < 0.3 * errors[0] and least > 0)
+
+
+def power_sgd(gradient, q):
+    """Thin factors. PowerSGD: of a matrix of 64 x 32 only two factors of rank 2 are sent. The ranks' gradients differ.
+    Asks: How many bytes does rank 0 give to all-reduce? [bytes]
+    Why: Each rank compresses its own gradient and keeps it; the copies drift apart. Lesson 05: Thin factors."""
+    p = torch.linalg.qr(gradient @ q).Q  # -
+    p = torch.linalg.qr(average(gradient @ q)).Q  # +
+    q = gradient.t() @ p  # -
+    q = average(gradient.t() @ p)  # +
+    return p @ q.t()
+
+
+@trial(power_sgd)
+def nothing_sent(compress):
+    gradients = drawn(0, 64, 2) @ drawn(1, NUM_RANKS, 2, 32)  # their mean is of rank 2 too
+    with recorded() as seen:
+        result = compress(gradients[dist.get_rank()], drawn(2, 32, 2))
+    off, sent = (result - gradients.mean(0)).abs().max().item(), seen.records.payload_bytes(dist.get_rank())
+    return Found(sent, f"Rank 0 sent {sent:,} bytes. Its result is up to {off:.2g} from the mean gradient.", off < 1e-9)
+
+
+def overlapped(model, loss_of):
+    """Sent while backward computes. Rank r's gradient is r + 1 everywhere, so that the mean is 2.5.
+    Asks: On how many of the four ranks is the gradient the mean? [ranks]
+    Why: A tensor's hook sees what .grad will get. That is summed; what is divided is a copy. Lesson 03: Rung 4."""
+    sent, send = [], lambda gradient: dist.all_reduce(gradient, async_op=True)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad, p=parameter: sent.append((p, send(grad))))  # -
+        parameter.register_post_accumulate_grad_hook(lambda p: sent.append((p, send(p.grad))))  # +
+    loss_of(model).backward()
+    for parameter, work in sent:
+        work.wait()
+        parameter.grad /= dist.get_world_size()
+
+
+@trial(overlapped)
+def wrong_tensor(step):
+    step(model := nn.Linear(1_000_000, 1, bias=False), lambda model: (model.weight * (dist.get_rank() + 1)).sum())
+    firsts, right = everyone(model.weight.grad[0, 0].item()), sum(everyone(bool((model.weight.grad == 2.5).all())))
+    return Found(right, f"{right} of 4 ranks have the mean, 2.5; their first numbers: {firsts}.", right == NUM_RANKS)
