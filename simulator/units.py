@@ -68,6 +68,14 @@ def counted(number: float, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def format_count(number: float) -> str:
+    """Write a number as it is spoken: "1.5", "12,800", "355 million", "100 billion"."""
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def format_s(seconds: float) -> str:
     """Write a duration with three digits, such as "1.32 ms"."""
     if seconds == 0:

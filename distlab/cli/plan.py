@@ -347,11 +347,12 @@ def _failures(chosen: Bill) -> dict[str, Any]:
 
 def _cost_text(said: dict[str, Any]) -> str:
     """Lay the run and the curve out for a terminal."""
-    from simulator.units import format_s, format_span
+    from simulator.units import format_count, format_s, format_span
 
+    tokens = format_count(said["tokens"])
     paid = f", {said['dollars']:,.0f} dollars at {said['price']:g} for a device and an hour" if said["price"] else ""
     rows = [
-        ("run", f"{said['model']}, {said['tokens']:.3g} tokens, on {said['devices']:,} devices of {said['cluster']}"),
+        ("run", f"{said['model']}, {tokens} tokens, on {said['devices']:,} devices of {said['cluster']}"),
         ("steps", f"{said['num_steps']:,} steps of {format_s(said['step_s'])}, MFU {said['mfu']:.1%}"),
         ("time", f"{format_span(86_400 * said['days'])}{paid}"),
     ]

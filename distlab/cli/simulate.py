@@ -165,14 +165,14 @@ def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:
 
 def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str) -> list[tuple[str, str]]:
     """Return what a terminal shows of a step."""
-    from simulator.units import format_bytes, format_s
+    from simulator.units import format_bytes, format_count, format_s
 
     used = f"{format_bytes(found['max_memory_bytes'])} of {format_bytes(found['device_memory_bytes'])}"
     degrees = {axis: getattr(plan, axis) for axis in ("data", "pipeline", "tensor", "context", "expert")}
     shown = " x ".join(f"{n} ({axis})" for axis, n in degrees.items() if n > 1 or axis in ("data", "pipeline"))
     rows = [("does not fit", found["why_not"])] if found["why_not"] else []
     rows += [("note", note) for note in found["notes"]]
-    rows.append(("model", f"{found['workload']}, {_count(found['parameters'])} parameters"))
+    rows.append(("model", f"{found['workload']}, {format_count(found['parameters'])} parameters"))
     rows.append(("ranks", f"{shown} on {found['cluster']}"))
     if step is None:
         rows.append(("step", f"not simulated: {why_no_time}"))
@@ -186,12 +186,6 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
     if found["host_memory_bytes"]:
         rows.append(("memory of the host", f"{format_bytes(found['host_memory_bytes'])} per rank"))
     return rows
-
-
-def _count(number: float) -> str:
-    if number < 1e6:
-        return f"{number:,.0f}"
-    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
 
 
 def _rows_of(step: Step) -> list[tuple[str, str]]:

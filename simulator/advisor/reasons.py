@@ -21,7 +21,7 @@ from simulator.units import counted, format_bytes, format_s
 
 RULES = {
     "data": "Data parallelism first: it sends least, and what it sends hides behind backward.",
-    "sharding": "Shard when model states do not fit: stages 1 and 2 send what plain replicas send.",
+    "sharding": "Shard when model states do not fit: stages 1 and 2 send what plain replicas do, stage 3 half more.",
     "tensor": "Tensor parallelism inside a node: its calls are many, and nothing hides them.",
     "pipeline": "Pipeline across slow wires: a stage sends one activation per micro-batch, and pays with a bubble.",
     "stages_per_rank": "Several stages per rank make the bubble smaller, and send more often.",

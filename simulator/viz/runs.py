@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from simulator.advisor.reasons import STRATEGIES, MapCell, words_of
 from simulator.runs.failures import Failures, Goodput, best_s, daly_s, goodput, goodput_by_trial, young_s
 from simulator.runs.money import Bill, Curve
-from simulator.units import capitalised, counted, format_s, format_span, percent
+from simulator.units import capitalised, counted, format_count, format_s, format_span, percent
 from simulator.viz.drawing import plot, theme
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, Picture, finished, legend_lines, sheet
 
@@ -45,7 +45,7 @@ def draw_cost_curve(costs: Curve) -> Picture:
     where = next(iter(clusters)) if len(clusters) == 1 else f"{len(clusters)} clusters"
     price = "" if run.price is None else f", {run.price:g} dollars for a device and an hour"
     fails = ", with failures" if run.failures else ", without failures"
-    note = f"{workload}, {run.num_tokens:.3g} tokens on {where}{price}{fails}."
+    note = f"{workload}, {format_count(run.num_tokens)} tokens on {where}{price}{fails}."
     lines = []
     for each in bills:
         names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]
@@ -64,7 +64,6 @@ def _three(costs: Curve) -> tuple[Bill, Bill, Bill]:
 def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, gid: str) -> None:
     counts = sorted({each.num_devices for each in bills})
     plot.count_axis(axes, counts[:: -(-len(counts) // 8)], "devices")
-    axes.set_yscale("log")
     clusters = list(dict.fromkeys(each.step.cluster.name for each in bills))
     for place, cluster in enumerate(clusters):
         own = [
@@ -76,17 +75,13 @@ def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, 
     if len(clusters) > 1:
         axes.legend(frameon=False, fontsize=theme.SMALL_PT, loc="upper right" if gid == "days" else "upper left")
     low, high = min(values), max(values)
-    axes.set_ylim(low / 1.6, high * 1.6)
     room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
     axes.set_xlim(counts[0] / 1.3, counts[-1] * room)
-    ticks = [low, (low * high) ** 0.5, high] if high > 1.25 * low else [low, high] if high > 1.05 * low else [low]
-    plot.mark_ticks(axes.yaxis, ticks, _short)
-
-
-def _short(value: float) -> str:
-    if value >= 1e6:
-        return f"{value / 1e6:.3g} million"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    is_flat = high < 1.5 * low  # then from 0: what hardly differs looks like it
+    axes.set_yscale("linear" if is_flat else "log")
+    axes.set_ylim(0 if is_flat else low / 1.6, high * 1.6)
+    ticks = MaxNLocator(4).tick_values(0, high).tolist() if is_flat else [low, (low * high) ** 0.5, high]
+    plot.mark_ticks(axes.yaxis, ticks, format_count)
 
 
 def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:

@@ -125,7 +125,7 @@ class LabReport:
         if wrong := self.wrong:
             first = f"{wrong[0].what}: {wrong[0].shown()}, {wrong[0].shown_expected()}"
             return f"WRONG: {len(wrong)} of {facts} facts, first: {first}"
-        told = [f"All {facts} facts are right."] if facts else []
+        told = [f"All {facts} facts are right." if facts > 1 else "The fact is right."] if facts else []
         errors = [(abs(row.error), row) for row in self.rows if row.error is not None]
         if far := [pair for pair in errors if pair[0] > FAR_OFF]:
             row = max(far, key=lambda pair: pair[0])[1]
@@ -155,7 +155,7 @@ def reference_section(report: Mapping[str, object]) -> str:
 def read_reference(path: Path, section: str, settings: str) -> tuple[dict[str, str], str]:
     """Return a section's values by row, and a sentence that says where they come from or why there are none."""
     if not path.is_file():
-        return {}, f"There is no reference output ({path.name} is missing)."
+        return {}, "This lab has no reference output to compare with."
     text = path.read_text(encoding="utf-8")
     parts = re.split(r"^## ", text, flags=re.M)
     body = next((part for part in parts[1:] if part.splitlines()[0].strip() == section), None)

@@ -18,7 +18,7 @@ from simulator.memory.memory import KINDS
 from simulator.runs.money import Bill
 from simulator.step.simulate import Step
 from simulator.sweeps.axis_order import axes_inside_nodes
-from simulator.units import counted, format_bytes, format_s, format_span, percent
+from simulator.units import counted, format_bytes, format_count, format_s, format_span, percent
 from simulator.viz.drawing import theme
 from simulator.viz.drawing.lanes import scene_of
 from simulator.viz.drawing.pen import Pen, Picture, sheet
@@ -205,7 +205,7 @@ def draw_planner(bill: Bill) -> Picture:
     cluster, run = bill.step.cluster, bill.run
     dollars = "" if bill.dollars is None else f", {bill.dollars:,.0f} dollars"
     fails = f"; {percent(bill.goodput.useful, 1)} of the time counts" if run.failures else ""
-    costs = f"{run.num_tokens:.3g} tokens: {format_span(86_400 * bill.days)}{dollars}{fails}"
+    costs = f"{format_count(run.num_tokens)} tokens: {format_span(86_400 * bill.days)}{dollars}{fails}"
     figure, pen = sheet(RUN_HEIGHT_IN)
     draw_equation(pen, bill.step.plan, bill.step, RUN_HEIGHT_IN - 1.3)
     pen.heading((LEFT_IN, RUN_HEIGHT_IN - 2.0), costs)

@@ -52,7 +52,7 @@ def test_near_predictions_and_those_of_what_took_no_time_are_not_spoken_of():
     report.fact("right", True, True)
     assert report.rows[1].error is None
     assert "500 ms" in report.table()
-    assert report.table().endswith("All 1 facts are right.")
+    assert report.table().endswith("The fact is right.")
 
 
 def test_a_reference_is_read_back_where_device_ranks_and_settings_are_the_same(tmp_path):
@@ -69,7 +69,7 @@ def test_a_reference_is_read_back_where_device_ranks_and_settings_are_the_same(t
         found, note = read_reference(path, section, settings)
         assert found == {}
         assert told in note
-    assert "missing" in read_reference(tmp_path / "other.md", "cpu, 2 ranks", "sizes=8")[1]
+    assert "no reference output" in read_reference(tmp_path / "other.md", "cpu, 2 ranks", "sizes=8")[1]
     path.write_text(f"{head}{reference_section(filled().as_dict() | {'backend': 'shared'})}\n")
     wire = "Reference: 2026 on X. Ranks talked over shared."  # times of a different wire are told as such
     assert read_reference(path, "cpu, 2 ranks", "sizes=8") == (values, wire)
