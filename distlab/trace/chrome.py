@@ -148,8 +148,11 @@ def load_events(path: str | Path) -> tuple[Any, list[Any]]:
             f"there is no trace at {path}; write one with write_chrome(path, measured=trace), or in a shell by "
             "`distlab lab NN --trace DIR`"
         )
+    content = path.read_bytes()
+    if content[:15] == b"SQLite format 3" or path.suffix == ".nsys-rep":
+        own = "record the same steps with torch.profiler, and give what its export_chrome_trace writes"
+        raise ValueError(f"{path} is a report of Nsight Systems, which is not read here: {own}")
     try:
-        content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         document = json.loads(content)

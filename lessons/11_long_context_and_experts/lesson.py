@@ -468,26 +468,27 @@ timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 
 # %% [markdown]
 # The upper row of each pair was measured; the pale one under it was predicted. Green is the ring: keys and values on
-# their way during attention (the ranks mark their forward and backward passes as a whole, the simulator each hop).
-# Memory is a fast wire compared with such slow cores, so computation hardly waits for the ring. Gradients of all
-# parameters are averaged as in data parallelism; the last bucket has nothing to hide behind. Half of the measured
-# steps end in the grey band; the prediction lets them end between the dotted lines. If the picture says that the
-# machine was not calm, its boxes are pale. Close other programs and run the cell again that calibrates.
-# `benchmarks/predicted.py` repeats this, and holds the error against a bar.
+# their way during attention. (The ranks mark a whole pass, the simulator each hop.) Memory is a fast wire beside such
+# slow cores, so computation hardly waits for the ring. Half of the measured steps end in the grey band; the prediction
+# lets them end between the dotted lines.
+#
+# If the picture says that the machine was not calm, its boxes are pale. Close other programs and run the cell again
+# that calibrates. `benchmarks/predicted.py` repeats this, and holds the error against a bar.
 
 # %% [markdown]
 # ### The question, answered
 #
 # The model of the question: one sequence of 131,072 tokens, on one machine with eight H100s and on more, InfiniBand
-# between. What a rank holds by the formulas from above, and how long it waits for other positions by the simulator.
+# between. Its attention is a fused kernel that holds no scores (FlashAttention). What a rank holds by the formulas from
+# above, and how long it waits for other positions by the simulator.
 
 # %% tags=["nbval-check-output"]
-from simulator import gpt_workload, simulate
+from simulator import ModelDescription, simulate
 
-SIZES = {"hidden_size": H, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": 51200}
-GPT7 = gpt_workload(**SIZES, sequence_length=LONG)
+SIZES = {"hidden_size": H, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": 51200, "sequence_length": LONG}
+GPT7 = ModelDescription(**SIZES, attention="flash").workload()
 for n in (8, 16, 32):
-    plans = {kind: Plan(context=n, context_kind=kind, recompute="selective") for kind in ("ring", "all_to_all")}
+    plans = {kind: Plan(context=n, context_kind=kind) for kind in ("ring", "all_to_all")}
     waits = {
         kind: simulate(GPT7, cluster("dgx-h100", n, stack="best-case"), plan).exposed_by_axis
         for kind, plan in plans.items()
@@ -505,7 +506,7 @@ from simulator.viz import Panel, draw_timeline
 
 
 def draw_blocks(num_gpus, kind):
-    plan = Plan(context=num_gpus, context_kind=kind, recompute="selective")
+    plan = Plan(context=num_gpus, context_kind=kind)
     trace = simulate(GPT7, cluster("dgx-h100", num_gpus, stack="best-case"), plan).layer_trace
     trace = trace.select(trace.rank == 0)
     trace = trace.select(trace.end_ns <= trace.end_ns[trace.is_word("name", "forward block 1")].max())
@@ -526,11 +527,10 @@ blocks.controls["num_gpus"].value = 32
 print(blocks.text)
 
 # %% [markdown]
-# Eight GPUs hold it only if some of it is recomputed; sixteen hold it as it is. Inside the machine ranks hardly wait
-# in either way. Between machines the ring needs many positions per rank. On 32 GPUs it has 4,096 and cannot hide its
-# hops, so all-to-all is the better way, up to 32 ranks: one head each. For a longer sequence the ring is the better
-# way. (This GPT writes its scores down, as plain PyTorch does, which takes long and hides hops. A fused kernel is
-# faster, and needs the positions that were derived above.)
+# Eight GPUs hold it only if some of it is recomputed; sixteen hold it as it is. Inside the machine ranks hardly wait in
+# either way. Between machines the ring needs the 31,780 positions per rank that were derived above. On 16 GPUs it has a
+# quarter of them, on 32 an eighth: the panel shows how ranks wait through most of a block. So all-to-all is the better
+# way here, up to 32 ranks: one head each. With a sequence of a million tokens the ring would hide on 32 GPUs.
 
 # %% [markdown]
 # ## Experts: more parameters, the same work
@@ -656,7 +656,8 @@ print(f"all-to-alls carry {sum(sent) / 4 / rows:.2f} times a rank's rows, counts
 
 # %%
 shown = {f"expert {index}, on rank {index // 2}": choices for index, choices in enumerate(loads[0])}
-show_bars(shown, "choices", "A new router is uneven", "512 tokens per rank")
+most = 8 * max(loads[0]) / sum(loads[0]) - 1
+show_bars(shown, "choices", f"A new router is nearly even: at most {most:.0%} above the mean", "512 tokens per rank")
 
 # %% [markdown]
 # Four times: rows there, answers back, and in backward the same for their gradients. A quarter of each stays on its

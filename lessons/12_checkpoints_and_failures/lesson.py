@@ -129,10 +129,10 @@ def killed_while(save):
 
 # %% [markdown]
 # A checkpoint of step 30 is there, and step 40 is being saved. What can a kill leave: step 30, step 40, or nothing
-# that loads? Predict: of all moments at which the folder changes, after how many does nothing load?
+# that loads? Predict: of all moments at which the folder changes, after which part does nothing load?
 
 # %%
-guess_1 = predict("Of 10 moments in torch.save, after how many does nothing load?", unit="of 10")
+guess_1 = predict("After which part of the moments in torch.save does nothing load?", unit="%")
 guess_1
 
 
@@ -143,37 +143,42 @@ def save_in_place(folder, step, state):
 
 found = {"torch.save in place": killed_while(save_in_place)}
 moments = found["torch.save in place"]
-guess_1.default(1)  # assumed if you gave no number above
-print(guess_1.compare(10 * moments.count("nothing") / len(moments), how="tried"))
+guess_1.default(10)  # assumed if you gave no number above
+print(guess_1.compare(100 * moments.count("nothing") / len(moments), how="tried"))
 
 
 # %%
 from matplotlib import figure, rc_context
 
-LOOK = {"step 30": ("#00735A", "30"), "step 40": ("#0072B2", "40"), "nothing": ("#A84300", "x")}
-
 
 @rc_context({"font.size": 12})
-def draw_moments(found, title):
-    picture = figure.Figure(figsize=(12.8, 1.5 + 0.7 * len(found)), layout="constrained")
+def draw_boxes(rows, title, below):
+    picture = figure.Figure(figsize=(12.8, 1.5 + 0.7 * len(rows)), layout="constrained")
     axes = picture.subplots()
-    for row, moments in enumerate(found.values()):
-        for place, what in enumerate(moments):
-            axes.barh(row, 1, left=place, height=0.7, color=LOOK[what][0], edgecolor="white")
-            axes.text(place + 0.5, row, LOOK[what][1], color="white", ha="center", va="center", weight="bold")
-    axes.set(yticks=range(len(found)), yticklabels=list(found), xlabel="moments, in their order", ylim=(len(found), -1))
-    axes.spines[["top", "right"]].set_visible(False)
+    for row, boxes in enumerate(rows.values()):
+        left = 0
+        for width, colour, text in boxes:
+            axes.barh(row, width, left=left, height=0.7, color=colour, edgecolor="white")
+            axes.text(left + width / 2, row, text, color="white", ha="center", va="center", weight="bold")
+            left += width
+    axes.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel=below, ylim=(len(rows), -1))
     picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
     return picture
 
 
 # %%
+GREEN, BLUE, ORANGE, VIOLET = "#00735A", "#0072B2", "#A84300", "#7A3E9D"
+LOOK = {"step 30": (GREEN, "30"), "step 40": (BLUE, "40"), "nothing": (ORANGE, "x")}
+
+
 def show_moments(title):
+    rows = {name: [(1, *LOOK[what]) for what in moments] for name, moments in found.items()}
     words = "; ".join(f"{name}: {', '.join(moments)}" for name, moments in found.items())
-    show(draw_moments(found, title), f"{title}. What loads after a kill at each moment: {words}.")
+    loads = f"{title}. What loads after a kill at each moment: {words}."
+    show(draw_boxes(rows, title, "moments, in their order"), loads)
 
 
-show_moments("From its first moment to its last but one, torch.save leaves a file that does not load")
+show_moments("Between its first moment and its last, torch.save leaves a file that does not load")
 
 # %% [markdown]
 # Read the picture from left to right. Green: step 30 is still the newest. Orange: `step-40.pt` is there, and is not
@@ -291,21 +296,25 @@ print(guess_2.compare(gaps["weights"][-1]))
 
 # %%
 @rc_context({"font.size": 12})
-def draw_gaps(gaps, title):
+def draw_lines(lines, title, below, beside, look=("-", "--", ":", "-"), **own):
     picture = figure.Figure(figsize=(12.8, 4.4), layout="constrained")
     axes = picture.subplots()
-    colours, styles = ("#D55E00", "#0072B2", "#009E73", "#1A1A1A"), ("-", "--", ":", "-")
-    for (name, gap), colour, style in zip(gaps.items(), colours, styles, strict=True):
-        axes.plot(range(21, 41), gap, style, color=colour, linewidth=2.4, label=name)
-    axes.set(xlabel="step", ylabel="loss differs by (nats)", xticks=range(21, 41, 3))
+    colours = ("#D55E00", "#0072B2", "#009E73", "#1A1A1A")
+    for (name, (xs, ys)), style, colour in zip(lines.items(), look, colours, strict=False):
+        axes.plot(xs, ys, style, color=colour, linewidth=2.4, label=name)
+    axes.set(xlabel=below, ylabel=beside, **own)
     axes.spines[["top", "right"]].set_visible(False)
-    picture.legend(loc="outside right upper", frameon=False, title="restored")
+    picture.legend(loc="outside right upper", frameon=False)
     picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
     return picture
 
 
+# %%
 worst = ", ".join(f"{name}: {max(gap):.3f}" for name, gap in gaps.items())
-show(draw_gaps(gaps, "Only with everything restored is it the same run"), f"Largest difference of the loss. {worst}.")
+lines = {name: (range(21, 41), gap) for name, gap in gaps.items()}
+title = "Only with everything restored is it the same run"
+picture = draw_lines(lines, title, "step", "loss differs by (nats)", xticks=range(21, 41, 3))
+show(picture, f"{title}. Largest difference of the loss, by what was restored. {worst}.")
 
 # %% [markdown]
 # With the weights alone Adam begins anew: its moments are zero, and its first steps are too large. With the moments,
@@ -383,8 +392,13 @@ print(
 )
 
 # %%
-starts = {"first start, killed in step 7": 8, "second start, from step 6 on": len(made)}
-show_bars(starts, "steps", "Of ten steps two were made twice", "steps that each start began, two ranks")
+begun = {
+    "first start": [(1, GREEN if n < min(made) else ORANGE, f"{n}") for n in range(8)],
+    "second start": [(min(made), "white", ""), *((1, GREEN, f"{n}") for n in made)],
+}
+title = "Of ten steps two were made twice: what was not saved is lost (orange)"
+words = f"First start: steps 0 to 7; {min(made)} to 7 are lost. Second start: steps {min(made)} to {max(made)}."
+show(draw_boxes(begun, title, "steps that each start began, two ranks"), f"{title}. {words}")
 
 # %% [markdown]
 # Steps 6 and 7 were run twice, and the weights show no trace of that. Each depends on three things alone: on what the
@@ -525,33 +539,24 @@ with tempfile.TemporaryDirectory() as name:
 # hours; going on with what is there is called [elastic](../GLOSSARY.md#elastic) training. Three things change: shards,
 # samples, and the batch.
 #
+# Guides' elastic loops ask `dist.get_world_size()` in each step. It never changes by itself: a group has the ranks with
+# which it was made. A lost rank shows as a collective that fails; then all start anew, as under torchrun.
+#
 # *Shards.* A row of parameters was cut into 1,024 pieces and is now needed in 1,016. The simple way is to put the whole
 # row together on each rank, and cut it again. A 405B model's states are 5.7 TB: 14 bytes per parameter, which are
-# lesson 6's 16 without the gradients, since nobody saves these. But a new shard overlaps only one or two of the old
-# ones. Here with 4 and 3 ranks: the colour says who saved it.
+# lesson 6's 16 without the gradients, since nobody saves these. But a new shard overlaps only two of the old
+# ones, rarely three. Here with 4 and 3 ranks: the colour says who saved an element, the number who needs it.
 
 
 # %%
-@rc_context({"font.size": 12})
-def draw_cuts(size, num_saved, num_now, title):
-    picture = figure.Figure(figsize=(12.8, 3.0), layout="constrained")
-    axes = picture.subplots()
-    old, new = -(-size // num_saved), -(-size // num_now)
-    for saved, colour in enumerate(("#44AA99", "#CC6677", "#DDCC77", "#C77CB9")):
-        axes.barh([0, 1], old, left=saved * old, color=colour, height=0.6)
-        axes.text((saved + 0.5) * old, 0, f"saved by rank {saved}", ha="center", va="center")
-    for rank in range(num_now):
-        axes.barh(1, new, left=rank * new, color="none", edgecolor="#1A1A1A", linewidth=2.4, height=0.6)
-        axes.text((rank + 0.5) * new, 1.5, f"needed by rank {rank}", ha="center", va="center")
-    axes.set(ylim=(1.8, -0.5), yticks=[], xlabel="element of the row")
-    picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
-    return picture
-
-
-# %%
+shades = [(GREEN, BLUE, ORANGE, VIOLET)[at // 6] for at in range(24)]
+cuts = {
+    "saved by rank": [(1, shade, f"{at // 6}") for at, shade in enumerate(shades)],
+    "needed by rank": [(1, shade, f"{at // 8}") for at, shade in enumerate(shades)],
+}
 title = "Each new shard lies in at most two of the old ones"
 words = "Rank 0 needs shard 0 and a third of 1, rank 1 two thirds of 1 and of 2, rank 2 a third of 2 and shard 3"
-show(draw_cuts(24, 4, 3, title), f"{title}. {words}.")
+show(draw_boxes(cuts, title, "elements of the row"), f"{title}. {words}.")
 
 # %% [markdown]
 # ### Exercise: load a shard
@@ -613,25 +618,12 @@ with tempfile.TemporaryDirectory() as name:
     how_many = lambda start: 3 if start == 0 else 2  # noqa: E731
     _, went_on = run_elastic(train_elastic, how_many, args=(f"{name}/2", (Fault("kill", 5, 2),)), echo=False)[0]
 
-
-@rc_context({"font.size": 12})
-def draw_losses(lines, title):
-    picture = figure.Figure(figsize=(12.8, 3.8), layout="constrained")
-    axes = picture.subplots()
-    for (name, losses), look in zip(lines.items(), ("o-", "s--"), strict=True):
-        axes.plot([1 + step for step in losses], list(losses.values()), look, linewidth=2.4, label=name)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
-    return picture
-
-
 # %%
 last = max(stayed)
-lines = {"3 ranks": stayed, f"2 ranks, from step {1 + min(went_on)} on": went_on}
+both = {"3 ranks": stayed, f"2 ranks, from step {1 + min(went_on)} on": went_on}
+lines = {name: ([1 + step for step in losses], list(losses.values())) for name, losses in both.items()}
 words = f"The last loss is {stayed[last]:.3f} on three ranks, and {went_on[last]:.3f} where two went on."
-show(draw_losses(lines, "Two ranks go on where three began"), words)
+show(draw_lines(lines, "Two ranks go on where three began", "step", "loss (nats a byte)", ("o-", "s--")), words)
 
 # %% [markdown]
 # ## How often?
@@ -731,24 +723,17 @@ by_trial = [useful_share(uptimes, float(interval), save_s, 0.0) for interval in 
 
 
 # %%
-@rc_context({"font.size": 12})
-def draw_shares(title):
-    picture = figure.Figure(figsize=(12.8, 4.4), layout="constrained")
-    axes = picture.subplots()
-    axes.plot(1e3 * intervals, formula, color="#0072B2", linewidth=2.4, label="formula")
-    axes.plot(1e3 * intervals[::3], by_trial, "o", color="#D55E00", label="drawn failures, your useful_share")
-    axes.plot([1e3 * one for one in tried], shares, "s", color="#1A1A1A", markersize=9, label="a real run that fails")
-    axes.axvline(1e3 * young_s(save_s, mtbf_s), color="#666666", linestyle=":", label="Young's interval")
-    axes.set(xscale="log", xlabel="ms of training between two saves", ylabel="share of the time", ylim=(0, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower center")
-    picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
-    return picture
-
-
-# %%
+best_s = young_s(save_s, mtbf_s)
+lines = {
+    "formula": (1e3 * intervals, formula),
+    "drawn failures, your useful_share": (1e3 * intervals[::3], by_trial),
+    "Young's interval": ([1e3 * best_s, 1e3 * best_s], [0, 1]),
+    "a real run that fails": ([1e3 * one for one in tried], shares),
+}
+title, looks = "Formula, trial and a real run agree on how often to save", ("-", "o", ":", "s")
+names = ("ms of training between two saves", "share of the time")
 pairs = ", ".join(f"{1e3 * at:.0f} ms: {share:.0%}" for at, share in zip(tried, shares, strict=True))
-show(draw_shares("Formula, trial and a real run agree on how often to save"), f"Useful share of the real run. {pairs}.")
+show(draw_lines(lines, title, *names, looks, xscale="log", ylim=(0, 1)), f"{title}. Share of the real run. {pairs}.")
 
 # %% [markdown]
 # Formula and trial give the same curve. The black squares are a few failures each, so they scatter. Where they lie

@@ -207,10 +207,11 @@ shown = {f"rank {rank}": {"healthy": exposed_ms(well, rank), "sick": exposed_ms(
 show_bars(shown, "ms", "Exposed communication of the middle step, by rank")
 
 # %% [markdown]
-# Three all-reduces that were hidden are not hidden any more: 3 x 10 ms. That is the difference between the two healthy
-# runs. In the sick run most of what is exposed is *waiting* for a rank that has not come yet. A call is under way from
-# the moment that the first rank makes it. On a GPU that looks even worse: a kernel that waits for other ranks keeps its
-# GPU "100 % busy". **Waiting is not working**, and one rank's profile cannot tell them apart. Several ranks' can.
+# Three all-reduces that were hidden are not hidden any more: 3 x 10 ms. That is about the difference between the two
+# healthy runs. In the sick run most of what is exposed is *waiting* for a rank that has not come yet. A call is under
+# way from the moment that the first rank makes it. On a GPU that looks even worse: a kernel that waits for other ranks
+# keeps its GPU "100 % busy". **Waiting is not working**, and one rank's profile cannot tell them apart. Several ranks'
+# can.
 #
 # ## Who is late?
 #
@@ -561,8 +562,10 @@ print(guess_3.compare(looks))
 # ## Production: torch's own profiler
 #
 # `torch.profiler` writes one file per rank, every kernel in it, each with that machine's own clock. `distlab profile`
-# reads such files (also gzipped, also from GPUs), aligns them on their collectives and says the same as above. Here is
-# a small model that really computes; rank 1 gets a batch three times as large.
+# reads such files (also gzipped, also from GPUs), aligns them on their collectives and says the same as above. Nsight
+# Systems (`nsys profile`) writes a report of its own, `.nsys-rep` or `.sqlite`: it is refused in words. Look at one
+# rank with Nsight, and record all ranks with `torch.profiler`, each in a run of its own. Here is a small model that
+# really computes; rank 1 gets a batch three times as large.
 
 # %%
 import tempfile

@@ -130,7 +130,6 @@ for agent in both:
 # | `MASTER_ADDR`, `MASTER_PORT` | where the store is in which *ranks* meet | `init_process_group` |
 # | `TORCHELASTIC_RUN_ID` | the `--rdzv-id` | names of logs and checkpoints |
 # | `TORCHELASTIC_RESTART_COUNT` | how often *this* agent started its ranks again | log: is it the first start? |
-# | `TORCHELASTIC_MAX_RESTARTS` | failures that are allowed | |
 #
 # Two mistakes come up again and again. `cuda.set_device(RANK)` works on one machine, and asks for GPU 8 on the second.
 # And `if RANK == 0: download()` fills the disk of one machine only. You repair that one later.
@@ -139,6 +138,34 @@ for agent in both:
 print(json.dumps(lines_of(both[0])[0], indent=1))
 
 # %% [markdown]
+# ### Without an agent
+#
+# Many guides start ranks by `torch.multiprocessing.spawn(work, nprocs=8)`: processes of this machine, each told its
+# number. Nobody tells them where to meet. And each of them imports the file in which `work` stands: a cell of a
+# notebook is no file, and neither is a program that Python reads from a pipe.
+
+# %%
+import os
+import subprocess
+import sys
+
+SPAWNED = """
+import torch.distributed as dist, torch.multiprocessing as mp
+def work(rank): dist.init_process_group("gloo", rank=rank, world_size=1)
+if __name__ == "__main__": mp.spawn(work)
+"""
+(FOLDER / "spawned.py").write_text(SPAWNED)
+bare = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+for name, what in (("a file", str(FOLDER / "spawned.py")), ("no file", "-")):
+    done = subprocess.run([sys.executable, what], input=SPAWNED, env=bare, capture_output=True, text=True)
+    print(f"{name:8}", *[line for line in done.stderr.splitlines() if line.startswith(("ValueError", "Attribute"))])
+
+# %% [markdown]
+# So set MASTER_ADDR and MASTER_PORT before you spawn, from a file. `Ranks` and `distlab.comm.run` need neither: they
+# send the function itself, and hold a store. `deepspeed --num_gpus=8 train.py --deepspeed ds_config.json` is an agent
+# without a rendezvous. It sets RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR for each rank, and starts other machines by
+# ssh from a `--hostfile`; what stands behind train.py is for train.py to read. Only torchrun restarts ranks.
+#
 # On equal machines the numbers are those of a mesh: here are two machines of four, and where rank 5 stands. Its
 # GROUP_RANK is 1, and so is its LOCAL_RANK.
 
@@ -196,9 +223,6 @@ show(draw_bars(told, **words))
 # ours and only print.
 
 # %%
-import os
-import subprocess
-
 from distlab.plan import Plan
 from simulator import ClusterDescription, ModelDescription, PlanFile
 from simulator.export import export
@@ -217,8 +241,9 @@ done = subprocess.run(["bash"], input=script, env=run_with, capture_output=True,
 print(done.stdout.replace(" --", "\n    --"))
 
 # %% [markdown]
-# Read it against the command at the top of this lesson: the same flags. `--kill-on-bad-exit` ends the whole job when
-# one node's agent fails; without it the others wait for the time limit of the job.
+# Read it against the command at the top of this lesson: the same flags. The port is fixed: where two jobs may share a
+# node, make it from the job's number, as you did. `--kill-on-bad-exit` ends the whole job when one node's agent fails;
+# without it the others wait for the time limit of the job.
 #
 # ## Kubernetes
 #
@@ -315,7 +340,7 @@ with Ranks(4, nodes=Nodes(2, between="40MB/s,200us"), record=False) as ranks:
 guess_1.default(1)  # assumed if you gave no number above
 print(guess_1.compare(two_s / flat_s))
 bars = {"a flat ring": flat_s * 1e3, "two levels": two_s * 1e3}
-words = {"unit": "ms", "title": "Two levels send a third of the bytes over the slow wire"}
+words = {"unit": "ms", "title": "Two levels: no rank's slow wire carries more than a third of what it did"}
 show(draw_bars(bars, **words))
 
 # %% [markdown]
@@ -324,6 +349,9 @@ show(draw_bars(bars, **words))
 # memory. Only this half goes between nodes. An all-reduce of two ranks sends what it is given once: so it is half a
 # tensor, a third of 1.5. On a quiet machine the time is a little more than a third, because the steps in memory take
 # their part.
+#
+# That counts a rank's own wire. In all, two thirds of the bytes cross: two ranks send 1.5 tensors each in the flat
+# ring, four send half a tensor each in two levels. If all ranks of a node share one wire, the gain is 1.5 times, not 3.
 #
 # ## How agents meet
 #
@@ -471,13 +499,13 @@ starts = list(dict.fromkeys(one["process"] for one in made))
 again = [one for one in made if one["process"] == starts[-1]]
 print("updates of the first start:", [one["update"] for one in made if one["process"] == starts[0]])
 print("updates of the second one: ", [one["update"] for one in again])
+print("made twice:", len(made) - len({one["update"] for one in made}))
 waited = {"killed until back": back - killed, "back until the next update": again[0]["time"] - back}
 words = {"unit": "s", "title": "One machine was away, and all of them waited"}
 show(draw_bars(waited, **words))
 
 # %% [markdown]
-# You did nothing on machine `a`: its agent did it all. One or two updates were made twice: those since the newest
-# checkpoint.
+# You did nothing on machine `a`: its agent did it all. What `a` had made since the newest checkpoint was made twice.
 #
 # Who notices that `b` is gone? Agent `a` looks at its *own* ranks only. If they had not been in a collective, they
 # would have gone on alone. And the rendezvous still counts the dead agent until it has been silent for three times
@@ -515,8 +543,6 @@ print(f"{sys.argv[3]:24} {said} after {time.time() - begin:.1f} s", flush=True)
 """
 
 # %%
-import sys
-
 (FOLDER / "call.py").write_text(CALL)
 PY, FROM_B = sys.executable, f"ip netns exec b {sys.executable} {FOLDER / 'call.py'}"
 script = f"""set -e
@@ -544,7 +570,7 @@ tried = tried or {"not tried here": 0.0}
 show(draw_bars(tried, subtitle="limit 1.5 s", **words))
 
 # %% [markdown]
-# Four ways to fail, and only their *time* tells them apart. **Refused at once**: the machine is there, and nothing
+# Four ways to fail, and three answers. **Refused at once**: the machine is there, and nothing
 # listens on this port (or on *this* machine's localhost: the classic of `MASTER_ADDR=localhost`). **No route, at
 # once**: this machine has no way to that address. **Silence until the limit**: packets vanish, by a firewall or a
 # cable. torch tries again in all of these cases, until its limit: a minute or two for the store. For a collective it
@@ -582,7 +608,6 @@ with Ranks(2, record=False) as ranks:
 # | `NCCL_IB_DISABLE=1` | sockets instead of InfiniBand | to find out whether InfiniBand is the fault |
 # | `NCCL_P2P_DISABLE=1` | no direct copies between GPUs of a machine | it hangs inside *one* machine |
 # | `NCCL_IB_GID_INDEX` | which address of a RoCE card | RoCE; InfiniBand needs none |
-# | `TORCH_NCCL_ASYNC_ERROR_HANDLING` | ends a rank whose collective failed | torchrun sets it |
 #
 # A setting that helped to find a fault does not belong into the job for good: `NCCL_IB_DISABLE=1` left behind costs
 # nine tenths of the bandwidth, and nothing says so.
@@ -601,10 +626,10 @@ with Ranks(2, record=False) as ranks:
 
 # %% [markdown]
 # A shared file system has traps of its own. A file that rank 0 has just written may be invisible on a different machine
-# for seconds, since NFS keeps listings for 3 to 60 s. So wait with a barrier, then open it by name, and do not list
-# the folder. On one machine `os.replace` is atomic. For other machines it is atomic on most file systems, not on all.
-# And a thousand ranks that import torch at once read 3 GB of small files from it: it takes a minute or more until
-# rank 0 prints its first word.
+# for seconds: NFS believes what it knows of a folder for 30 to 60 s, and of a file for 3 to 60. So wait with a barrier,
+# then open it by name, and do not list the folder. On one machine `os.replace` is atomic. For other machines it is
+# atomic on most file systems, not on all. And a thousand ranks that import torch at once all read its libraries, up to
+# 3 GB, and look for thousands of files: it takes a minute or more until rank 0 prints its first word.
 #
 # ## Whose clock?
 #

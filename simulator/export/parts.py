@@ -118,6 +118,7 @@ def features(plan: Plan) -> dict[str, bool]:
         "stage 2": stage == 2,
         "stage 3": stage == 3,
         "stage 0 with context": stage == 0 and plan.context > 1,
+        "stage 3 with tensor": stage == 3 and plan.tensor > 1,
         "stage 2 or 3 with a pipeline": stage >= 2 and plan.pipeline > 1,
         "tensor or context below stage 2": stage < 2 and (plan.tensor > 1 or plan.context > 1),
         "stage 3 that keeps parameters after forward": stage == 3 and not sharding.reshard_after_forward,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from simulator.advisor.reasons import STRATEGIES, MapCell, words_of
@@ -64,7 +64,6 @@ def _three(costs: Curve) -> tuple[Bill, Bill, Bill]:
 def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, gid: str) -> None:
     counts = sorted({each.num_devices for each in bills})
     plot.count_axis(axes, counts[:: -(-len(counts) // 8)], "devices")
-    axes.set_yscale("log")
     clusters = list(dict.fromkeys(each.step.cluster.name for each in bills))
     for place, cluster in enumerate(clusters):
         own = [
@@ -76,10 +75,12 @@ def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, 
     if len(clusters) > 1:
         axes.legend(frameon=False, fontsize=theme.SMALL_PT, loc="upper right" if gid == "days" else "upper left")
     low, high = min(values), max(values)
-    axes.set_ylim(low / 1.6, high * 1.6)
     room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
     axes.set_xlim(counts[0] / 1.3, counts[-1] * room)
-    ticks = [low, (low * high) ** 0.5, high] if high > 1.25 * low else [low, high] if high > 1.05 * low else [low]
+    is_flat = high < 1.5 * low  # then from 0: what hardly differs looks like it
+    axes.set_yscale("linear" if is_flat else "log")
+    axes.set_ylim(0 if is_flat else low / 1.6, high * 1.6)
+    ticks = list(MaxNLocator(4).tick_values(0, high)) if is_flat else [low, (low * high) ** 0.5, high]
     plot.mark_ticks(axes.yaxis, ticks, lambda value: in_words(value) if value >= 100 else f"{value:.3g}")
 
 

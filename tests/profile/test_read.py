@@ -200,6 +200,10 @@ NOT_JSON, EXPECTED = (
 BAD = {
     "a file that is cut off": (damaged, NOT_JSON),
     "a gzipped file that is cut off": (partial(damaged, rank=1), NOT_JSON),
+    "a report of Nsight": (
+        partial(text, b"SQLite format 3\0"),
+        "is a report of Nsight Systems, which is not read here",
+    ),
     "no file": (lambda folder: [folder / "none.json"], "there is no trace at"),
     "an empty folder": (lambda folder: [folder], "there is no trace to read"),
     "no rank": (partial(text, b'{"traceEvents": [], "distributedInfo": {"rank": 0}}'), "no section, kernel or call"),

@@ -95,6 +95,7 @@ HAS = {
     "stage 2": {"sharding": Sharding(2)},
     "stage 3": {"sharding": Sharding(3, unit_layers=2)},
     "stage 0 with context": {"sharding": Sharding(), "context": 2},
+    "stage 3 with tensor": {"sharding": Sharding(3), "tensor": 2},
     "stage 2 or 3 with a pipeline": {"pipeline": 2},
     "tensor or context below stage 2": {"sharding": Sharding(), "tensor": 2},
     "stage 3 that keeps parameters after forward": {"sharding": Sharding(3, reshard_after_forward=False)},
