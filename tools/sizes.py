@@ -45,6 +45,7 @@ def of(*rooms: str) -> tuple[str, ...]:
 
 
 CHECKS = tuple(f"lessons/{number:02}_*/checks/" for number in range(1, 16))
+TRIALS = ("lessons/GUIDES.py", "lessons/guides/")
 ROOMS = (
     Room("distlab", ("distlab/",), 64_394, 50_000),
     Room("- comm, nodes, shared_memory", of("comm", "nodes", "shared_memory"), 12_131, 9_700),
@@ -54,7 +55,8 @@ ROOMS = (
     Room("- nine textbook packages", of(*TEXTBOOK), 11_738, 11_151, at_least=True),
     Room("simulator (Python)", ("simulator/",), 24_377, 19_500, suffixes=(".py",)),
     Room("lessons/*/checks", CHECKS, 18_089, 13_500),
-    Room("lessons without checks", ("lessons/",), 23_072, 23_000, without=CHECKS),
+    Room("lessons without checks and trials", ("lessons/",), 23_072, 23_000, without=(*CHECKS, *TRIALS)),
+    Room("- the guides' code on trial", TRIALS, 0, 900),
     Room("tests (Python)", ("tests/",), 73_266, 43_000, suffixes=(".py",)),
     Room("tools, benchmarks, docs", ("tools/", "benchmarks/", "docs/"), 11_406, 11_500),
 )

@@ -437,7 +437,7 @@ for days in (60, 14, 7, 2):
 # |---|---|---|---|
 # | DDP | comes with torch | 11, 3 | no DistributedSampler: all ranks read the same |
 # | FSDP2 | comes with torch | 14, 3 | the optimizer is made before `fully_shard`: it updates what is not used |
-# | DeepSpeed 0.19 | seconds; compiles in its first run | 9, 7 | killed while it compiles: later runs wait for its lock |
+# | DeepSpeed 0.19 | seconds; compiles in its first run | 9, 7 | killed while it compiles: later runs wait for a lock |
 # | Horovod 0.28 | minutes; compiles | 10, 3 | built without torch in sight, it installs and has no `horovod.torch` |
 # | Megatron Core 0.16 | seconds | its own model and loop | no CUDA: it ends as gradient buffers are made |
 #
