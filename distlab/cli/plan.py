@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number
+from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number, say
 from distlab.cli.flags import add_flags, changed_flags, cluster_of, tables_said
 from distlab.cli.simulate import check_size, memory_by_run
 from distlab.course.flags import number
@@ -93,12 +93,12 @@ def plan(arguments: argparse.Namespace) -> int:
     too_long: list[float] = []
     for question in _questions(arguments):
         on = f"{question.cluster.num_devices} x {question.cluster.name}"
-        _say(f"{on}: listing every plan")
+        say(f"{on}: listing every plan")
         try:
             one = search(question)
-            best = one.best(arguments.top, tell=partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
+            best = one.best(arguments.top, tell=partial(say, f"{on}: {{:,}} plans left, {{}} simulated"))
         finally:
-            _say("")
+            say("")
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
         billed = [bill(choice.step, run) for choice in best]
         too_long += [each.days for each in billed if arguments.days and each.days > arguments.days]
@@ -168,12 +168,6 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
     if len({question.price is None for question in asked}) > 1:
         raise ValueError("some clusters have a price and others none; give one to all, such as dgx-h100:2.50")
     return asked
-
-
-def _say(text: str, *numbers: int) -> None:
-    """Show where the search is, where standard error is a terminal: one line, which the next text replaces."""
-    if sys.stderr.isatty():
-        print(f"\r{text.format(*numbers):<78}\r", end="", file=sys.stderr, flush=True)
 
 
 def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bill]) -> None:

@@ -43,8 +43,7 @@ def serve(work: Path, port: int | None = None, *, browser: bool = True) -> None:
         _refuse_taken(port)
     own, token = work / ".jupyter", secrets.token_hex(24)
     own.mkdir(exist_ok=True)
-    put_on_path()  # for terminals and kernels
-    os.environ["JUPYTER_PATH"] = str(OURS)  # kernels begin with advice for a name that no cell has made yet
+    put_on_path(OURS)  # for terminals and kernels, which begin with advice for a name that no cell has made yet
     ServerApp.static_custom_path.tag(config=True)  # the folder of the lessons' style sheet can then be an option
     options = {
         "ServerApp.port": port or FIRST_PORT,
