@@ -109,9 +109,3 @@ def load_script(name: str, path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def say(text: str, *numbers: int) -> None:
-    """Say where a search is, where standard error is a terminal: one line, which the next text replaces."""
-    if sys.stderr.isatty():
-        print(f"\r{text.format(*numbers):<78}\r", end="", file=sys.stderr, flush=True)

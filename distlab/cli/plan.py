@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number, say
+from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number
 from distlab.cli.flags import add_flags, changed_flags, cluster_of, tables_said
 from distlab.cli.simulate import check_size, memory_by_run
 from distlab.course.flags import number
@@ -93,12 +92,10 @@ def plan(arguments: argparse.Namespace) -> int:
     too_long: list[float] = []
     for question in _questions(arguments):
         on = f"{question.cluster.num_devices} x {question.cluster.name}"
-        say(f"{on}: listing every plan")
-        try:
-            one = search(question)
-            best = one.best(arguments.top, tell=partial(say, f"{on}: {{:,}} plans left, {{}} simulated"))
-        finally:
-            say("")
+        _say(f"{on}: listing every plan")
+        one = search(question)
+        best = one.best(arguments.top, tell=partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
+        _say("")
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
         billed = [bill(choice.step, run) for choice in best]
         too_long += [each.days for each in billed if arguments.days and each.days > arguments.days]
@@ -110,9 +107,9 @@ def plan(arguments: argparse.Namespace) -> int:
     if not found:
         raise ValueError(_why_none(arguments, one, too_long))
 
-    weight = attrgetter("price" if arguments.wish == "cheapest" else "days")
+    least = "price" if arguments.wish == "cheapest" else "days"
     pairs = [(one, bill) for one, bills in found for bill in bills]
-    ranked = sorted(pairs, key=lambda pair: weight(pair[1]))[: arguments.top]
+    ranked = sorted(pairs, key=lambda pair: getattr(pair[1], least))[: arguments.top]
     bests = [bills[0] for _, bills in found]
     _save(arguments, *ranked[0], bests)
     said = _facts(ranked[0][0], [bill for _, bill in ranked], bests, has_tokens=arguments.tokens is not None)
@@ -168,6 +165,12 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
     if len({question.price is None for question in asked}) > 1:
         raise ValueError("some clusters have a price and others none; give one to all, such as dgx-h100:2.50")
     return asked
+
+
+def _say(text: str, *numbers: int) -> None:
+    """Show where the search is, where standard error is a terminal: one line, which the next text replaces."""
+    if sys.stderr.isatty():
+        print(f"\r{text.format(*numbers):<78}\r", end="", file=sys.stderr, flush=True)
 
 
 def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bill]) -> None:
@@ -346,9 +349,8 @@ def _cost_text(said: dict[str, Any]) -> str:
     from simulator.units import format_s, format_span, in_words
 
     paid = f", {said['dollars']:,.0f} dollars at {said['price']:g} for a device and an hour" if said["price"] else ""
-    where = f"on {said['devices']:,} devices of {said['cluster']}"
     rows = [
-        ("run", f"{said['model']}, {in_words(said['tokens'])} tokens, {where}"),
+        ("run", f"{said['model']}, {in_words(said['tokens'])} tokens, on {said['devices']:,} x {said['cluster']}"),
         ("steps", f"{said['num_steps']:,} steps of {format_s(said['step_s'])}, MFU {said['mfu']:.1%}"),
         ("time", f"{format_span(86_400 * said['days'])}{paid}"),
     ]

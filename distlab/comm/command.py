@@ -30,14 +30,8 @@ def runnable(command: str) -> str:
     return f"{start} {rest}".rstrip()
 
 
-def put_on_path(kernels: Path | None = None) -> None:
-    """Put the folder of this Python first on this process's PATH, for its terminals, kernels and `!` cells.
-
-    Args:
-        kernels: a folder in which Jupyter finds how its kernels begin.
-    """
-    if kernels is not None:
-        os.environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [str(kernels), os.environ.get("JUPYTER_PATH")]))
+def put_on_path() -> None:
+    """Put the folder of this Python first on this process's PATH, for its terminals, kernels and `!` cells."""
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if folders[0] != str(_FOLDER):
         os.environ["PATH"] = os.pathsep.join([str(_FOLDER), *folders])
