@@ -104,7 +104,7 @@ def faults_of(budget: Budget, plan: Any) -> Iterator[Fault]:
 def _overlooked(text: str, plan: Plan, one: Bill, best: Bill, budget: Budget) -> Fault:
     """Name what makes a plan late or dear: a wire, a bubble, work done twice, or the number of GPUs."""
     step, paid = one.step, f"{one.days:.1f} days and {one.price:,.0f} dollars"
-    advice = f"the advisor pays {best.price:,.0f} for {best.days:.1f} days, with {words_of(best.step.plan, 1)}"
+    advice = f"the advisor pays {best.price:,.0f} for {best.days:.1f} days"
     text = f"{text}: {paid}; {advice}"
     waits = {axis: seconds / step.duration_s for axis, seconds in step.exposed_by_axis.items()}
     if waits["data"] > SHARE and plan.sharding.stage == 3:
@@ -123,7 +123,7 @@ def _overlooked(text: str, plan: Plan, one: Bill, best: Bill, budget: Budget) ->
         )
     if one.num_devices > best.num_devices:
         return Fault("price", f"{text}. Overlooked: the price. In time is early enough: fewer GPUs are cheaper")
-    return Fault("price", f"{text}. Overlooked: the price. Another plan on these GPUs is faster")
+    return Fault("price", f"{text}. Overlooked: the price. A different plan on these GPUs is faster")
 
 
 def budget_capstone(evidence: Evidence) -> list[str]:
