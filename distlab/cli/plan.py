@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,11 +93,9 @@ def plan(arguments: argparse.Namespace) -> int:
     for question in _questions(arguments):
         on = f"{question.cluster.num_devices} x {question.cluster.name}"
         _say(f"{on}: listing every plan")
-        try:
-            one = search(question)
-            best = one.best(arguments.top, tell=partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
-        finally:
-            _say("")
+        one = search(question)
+        best = one.best(arguments.top, tell=partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
+        _say("")
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
         billed = [bill(choice.step, run) for choice in best]
         too_long += [each.days for each in billed if arguments.days and each.days > arguments.days]
@@ -110,9 +107,9 @@ def plan(arguments: argparse.Namespace) -> int:
     if not found:
         raise ValueError(_why_none(arguments, one, too_long))
 
-    weight = attrgetter("price" if arguments.wish == "cheapest" else "days")
+    least = "price" if arguments.wish == "cheapest" else "days"
     pairs = [(one, bill) for one, bills in found for bill in bills]
-    ranked = sorted(pairs, key=lambda pair: weight(pair[1]))[: arguments.top]
+    ranked = sorted(pairs, key=lambda pair: getattr(pair[1], least))[: arguments.top]
     bests = [bills[0] for _, bills in found]
     _save(arguments, *ranked[0], bests)
     said = _facts(ranked[0][0], [bill for _, bill in ranked], bests, has_tokens=arguments.tokens is not None)
@@ -352,9 +349,8 @@ def _cost_text(said: dict[str, Any]) -> str:
     from simulator.units import format_s, format_span, in_words
 
     paid = f", {said['dollars']:,.0f} dollars at {said['price']:g} for a device and an hour" if said["price"] else ""
-    where = f"on {said['devices']:,} devices of {said['cluster']}"
     rows = [
-        ("run", f"{said['model']}, {in_words(said['tokens'])} tokens, {where}"),
+        ("run", f"{said['model']}, {in_words(said['tokens'])} tokens, on {said['devices']:,} x {said['cluster']}"),
         ("steps", f"{said['num_steps']:,} steps of {format_s(said['step_s'])}, MFU {said['mfu']:.1%}"),
         ("time", f"{format_span(86_400 * said['days'])}{paid}"),
     ]

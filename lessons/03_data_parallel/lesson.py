@@ -867,11 +867,13 @@ guess_5
 
 # %% tags=["nbval-check-output"]
 guess_5.default(60)  # assumed if you gave no number above
+gains = {}
 for count in (1, 2, 4, 8, 16):
     alone, step = accumulating_on(1, count), accumulating_on(64, count)
+    gains[count] = 64 * alone.duration_s / step.duration_s
     sent_mb = step.sent_bytes_per_rank[0] / 1e6 / count
-    print(f"{count:2} micro-batches: {64 * alone.duration_s / step.duration_s:.1f}x,", end=" ")
-    print(f"{sent_mb:5,.0f} MB sent per rank for every 2,048 tokens")
+    print(f"{count:2} micro-batches: {gains[count]:.1f}x, {sent_mb:5,.0f} MB sent per rank for every 2,048 tokens")
+print(f"{guess_5.answer} With 8 it is {gains[8]:.1f}x.")
 
 # %% [markdown]
 # An update sends the same bytes as before, so the bytes for each token fall as $1/M$. There is a price: the batch is

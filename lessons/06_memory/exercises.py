@@ -19,7 +19,7 @@ _PLAN = ("from distlab.plan import Plan, Precision", "from distlab.plan.sharding
 EXERCISES = (
     Exercise(
         name="06.states",
-        title="what a model holds before it has seen any data",
+        title="what training holds, however small the batch",
         minutes=8,
         difficulty=1,
         source="solutions:state_bytes",

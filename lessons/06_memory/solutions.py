@@ -18,7 +18,7 @@ from distlab.plan.sharding import DTYPE_BYTES
 
 
 def state_bytes(num_parameters: int, plan: Plan, numbers: int) -> dict[str, int]:
-    """Return the bytes that a rank holds all the time, by kind: what a model needs before it has seen any data.
+    """Return the bytes that a rank holds all the time, by kind: what no batch makes smaller.
 
     `plan.precision` says in which types parameters and gradients are kept, and whether there is a float32 copy
     (`has_master_weights`); None means `Precision()`, all in float32. The optimizer keeps so many float32 `numbers` for

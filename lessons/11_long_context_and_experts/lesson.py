@@ -54,7 +54,8 @@ SCORES = activation_bytes_per_layer(H, HEADS, LONG, 1) - rest
 print(f"states: {states / 1e9:.0f} GB on each of 8 GPUs; for one sequence of {LONG:,} tokens, on each GPU:")
 print(f"  scores of a layer           {SCORES / 1e9:6,.0f} GB")
 print(f"  all else that a layer keeps {rest / 1e9:6,.0f} GB, in {LAYERS} layers {LAYERS * rest / 1e9:.0f} GB")
-print(f"  with full recomputation     {LAYERS * 2 * LONG * H / 1e9:6,.0f} GB, and one layer's {rest / 1e9:.0f} GB")
+full = LAYERS * 2 * LONG * H + rest  # inputs of all layers, and all of the one that is recomputed
+print(f"  with full recomputation     {full / 1e9:6,.0f} GB, one layer's {rest / 1e9:.0f} GB in it")
 
 # %%
 from simulator.viz import draw_bars
@@ -76,12 +77,12 @@ show_bars(needs_gb, "GB", "One sequence of 131,072 tokens: what it needs, and wh
 # Compare the bars with the last one. Two things are in the way, and they need two answers. How can ranks share one
 # sequence, when every position looks at all positions before it?
 #
-# - **Scores grow with the square.** Of the 2.7 TB per layer a computation needs only a small block at a time. So
-#   never hold all of them: attend block by block. This works on one GPU, and is what FlashAttention does.
-# - **Everything else grows with the length**: 584 GB here. It cannot be cut by samples, since there is only one.
-#   Recomputing everything brings it down to 53 GB, for a third more work. But then one GPU works through the sequence
-#   alone, and a million tokens do not fit either. So cut the *sequence*: each rank holds some positions. That is
-#   [context parallel](../GLOSSARY.md#context-parallel).
+# - **Scores grow with the square.** Of the 2,749 GB<!--out--> per layer a computation needs only a small block at a
+#   time. So never hold all of them: attend block by block. This works on one GPU, and is what FlashAttention does.
+# - **Everything else grows with the length**: 584 GB<!--out--> here. It cannot be cut by samples, since there is only
+#   one. Recomputing everything brings it down to 53 GB<!--out-->, for a third more work. But then one GPU works through
+#   the sequence alone, and a million tokens do not fit either. So cut the *sequence*: each rank holds some positions.
+#   That is [context parallel](../GLOSSARY.md#context-parallel).
 #
 # For most of a transformer that changes nothing. Norms, linear layers, the loss: each works on one position alone.
 # Only attention looks at others.
@@ -341,16 +342,14 @@ print(guess_2.compare(2 * flops / infiniband, how="calculated"))
 # takes the place of 8.
 
 # %% tags=["nbval-check-output"]
-print("sent by a rank, in units of the keys of the whole sequence:")
-for n in (2, 4, 8, 16, 64):
-    ring, *trade = (part * (n - 1) / n for part in (6, 8 / n, 4 * (8 + 1) / n))
-    print(f"{n:3} ranks: ring {ring:.2f}, all-to-all {trade[0]:.2f}, with 8 query heads a key head {trade[1]:.2f}")
-
-# %%
 shown = {}
+print("sent by a rank, in units of the keys of the whole sequence:")
 for n in (2, 4, 8, 16, 64):
     factors = {"ring": 6, "all-to-all": 8 / n, "all-to-all, 8 query heads a key head": 36 / n}
     shown[f"{n} ranks"] = {name: factor * (n - 1) / n for name, factor in factors.items()}
+    print(f"{n:3} ranks:", ", ".join(f"{name} {sent:.2f}" for name, sent in shown[f"{n} ranks"].items()))
+
+# %%
 show_bars(shown, "K", "A ring sends up to 6 K; all-to-all sends less and less", "K: bytes of the keys of all ranks")
 
 # %% [markdown]
@@ -587,21 +586,16 @@ show(draw_routing(experts, **chosen))
 # [capacity](../GLOSSARY.md#capacity) be?
 
 # %% tags=["nbval-check-output"]
-draw = torch.Generator().manual_seed(0)
+draw, factors, shown = torch.Generator().manual_seed(0), (1.0, 1.25, 2.0, 4.0), {}
 tilts = {"even router": 0.0, "leaning router": 1.0, "collapsing router": 3.0}
-print(f"{'choices dropped, with capacity of':34}" + "".join(f"{factor:>7}x" for factor in (1.0, 1.25, 2.0, 4.0)))
+print(f"{'choices dropped, with capacity of':34}" + "".join(f"{factor:>7}x" for factor in factors))
 for name, tilt in tilts.items():
     probabilities = (torch.randn(4096, 8, generator=draw) + tilt * torch.linspace(1, 0, 8)).softmax(-1)
-    dropped = [route(probabilities, 2, int(factor * 2 * 4096 / 8))[3] / (2 * 4096) for factor in (1.0, 1.25, 2.0, 4.0)]
-    print(f"  {name:32}" + "".join(f"{part:8.1%}" for part in dropped))
+    lost = [route(probabilities, 2, int(factor * 2 * 4096 / 8))[3] / (2 * 4096) for factor in factors]
+    shown[name] = {f"capacity {factor}x": 100 * part for factor, part in zip(factors, lost, strict=True)}
+    print(f"  {name:32}" + "".join(f"{part:8.1%}" for part in lost))
 
 # %%
-draw, shown = torch.Generator().manual_seed(0), {}
-for name, tilt in tilts.items():
-    probabilities = (torch.randn(4096, 8, generator=draw) + tilt * torch.linspace(1, 0, 8)).softmax(-1)
-    factors = (1.0, 1.25, 2.0)
-    lost = [100 * route(probabilities, 2, int(factor * 2 * 4096 / 8))[3] / (2 * 4096) for factor in factors]
-    shown[name] = {f"capacity {factor}x": part for factor, part in zip(factors, lost, strict=True)}
 show_bars(shown, "%", "A router that leans drops choices, and nothing says so", "choices dropped")
 
 # %% [markdown]

@@ -72,9 +72,9 @@ for gpus in (8, 1024, 4096, 16384):
     print(f"{gpus:6,} {mean:16,.1f}               {mean * math.expm1(24 / mean) / 24:12,.1f} days")
 
 # %% [markdown]
-# Where do the hours come from? 54 days are 1,296 hours, and 1,296 / 419 = 3.1 hours between two failures of 16,384
-# GPUs. 1,024 GPUs are a sixteenth of them, so they fail a sixteenth as often: every 49.5 hours. One GPU fails once in
-# six years.
+# Where do the hours come from? 54 days are 1,296 hours, and 1,296 / 419 = 3.1 hours<!--out--> between two failures of
+# 16,384 GPUs. 1,024 GPUs are a sixteenth of them, so they fail a sixteenth as often: every 49.5 hours<!--out-->. One
+# GPU fails once in six years.
 #
 # The last column is what happens without [checkpoints](../GLOSSARY.md#checkpoint): a run that needs a day without a
 # failure waits for such a day. The mean time between failures is $M$; failures come at random, so a stretch of $T$ has
@@ -730,7 +730,7 @@ lines = {
     "Young's interval": ([1e3 * best_s, 1e3 * best_s], [0, 1]),
     "a real run that fails": ([1e3 * one for one in tried], shares),
 }
-title, looks = "Formula, trial and a real run agree on how often to save", ("-", "o", ":", "s")
+title, looks = "How often to save: a formula, a trial and a real run", ("-", "o", ":", "s")
 names = ("ms of training between two saves", "share of the time")
 pairs = ", ".join(f"{1e3 * at:.0f} ms: {share:.0%}" for at, share in zip(tried, shares, strict=True))
 show(draw_lines(lines, title, *names, looks, xscale="log", ylim=(0, 1)), f"{title}. Share of the real run. {pairs}.")

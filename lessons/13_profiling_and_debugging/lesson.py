@@ -328,7 +328,8 @@ for rank, (found, by) in enumerate(zip(found_ns, hidden_ns, strict=True)):
 # ## What costs most?
 #
 # A slow loader, a slow rank, a slow network: in a profile each of them is a longer step, and other ranks that wait. To
-# tell them apart, ask of each: *how long would the step be without it?*
+# tell them apart, ask of each: *how long would the step be without it?* The next picture cuts "sync" in two: blue while
+# bytes travel, grey while the rank waits for others.
 
 # %%
 sections = {"well": well, "sick": sick, "apart": apart, "loader": ranks.run(train, (), {1: 0.03})[0]}

@@ -141,11 +141,12 @@ print(json.dumps(lines_of(both[0])[0], indent=1))
 # ### Without an agent
 #
 # Many guides start ranks by `torch.multiprocessing.spawn(work, nprocs=8)`: processes of this machine, each told its
-# number. Nobody tells them where to meet. And each of them imports the file in which `work` stands: a cell of a
-# notebook is no file, and neither is a program that Python reads from a pipe.
+# number. Nobody tells them where to meet. And each of them imports the file in which `work` stands. A cell of a
+# notebook is no file, nor is what stands behind `python -c`:
 
 # %%
 import os
+import re
 import subprocess
 import sys
 
@@ -156,9 +157,9 @@ if __name__ == "__main__": mp.spawn(work)
 """
 (FOLDER / "spawned.py").write_text(SPAWNED)
 bare = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-for name, what in (("a file", str(FOLDER / "spawned.py")), ("no file", "-")):
-    done = subprocess.run([sys.executable, what], input=SPAWNED, env=bare, capture_output=True, text=True)
-    print(f"{name:8}", *[line for line in done.stderr.splitlines() if line.startswith(("ValueError", "Attribute"))])
+for name, what in (("a file", [str(FOLDER / "spawned.py")]), ("no file", ["-c", SPAWNED])):
+    done = subprocess.run([sys.executable, *what], env=bare, capture_output=True, text=True)
+    print(f"{name}:", *[line for line in done.stderr.splitlines() if re.match("(Value|Attribute)Error", line)])
 
 # %% [markdown]
 # So set MASTER_ADDR and MASTER_PORT before you spawn, from a file. `Ranks` and `distlab.comm.run` need neither: they
@@ -423,8 +424,6 @@ agents.start("late", FOLDER / "hello.py", flags=["--nnodes", "2", "--rdzv-id", "
 ended = {name: (agents[name].wait(120), time.time()) for name in ("missing", "elsewhere", "early", "late")}
 
 # %%
-import re
-
 for name, (status, _) in ended.items():
     errors = re.findall(r"Rendezvous\w+Error", agents[name].text)
     print(f"{name:10} exit status {status}: {errors[-1] if errors else 'its ranks ran'}")
@@ -607,7 +606,6 @@ with Ranks(2, record=False) as ranks:
 # | `NCCL_IB_HCA=mlx5_0,mlx5_1` | which InfiniBand cards | storage has a card of its own |
 # | `NCCL_IB_DISABLE=1` | sockets instead of InfiniBand | to find out whether InfiniBand is the fault |
 # | `NCCL_P2P_DISABLE=1` | no direct copies between GPUs of a machine | it hangs inside *one* machine |
-# | `NCCL_IB_GID_INDEX` | which address of a RoCE card | RoCE; InfiniBand needs none |
 #
 # A setting that helped to find a fault does not belong into the job for good: `NCCL_IB_DISABLE=1` left behind costs
 # nine tenths of the bandwidth, and nothing says so.
@@ -687,17 +685,18 @@ offset, error = clock_offset(rounds)
 print(f"rank 1's clock needs {offset:+.4f} s; that is off by at most {error * 1e6:.0f} us")
 
 
-def steps_of(place, marks):
+def steps_of(rank, clock, marks):
     ns = [int(1e9 * mark) for mark in marks]
     pairs = zip(ns, ns[1:], strict=False)
-    return [Span(place, "compute", f"step {i}", "F", *pair) for i, pair in enumerate(pairs)]
+    return [Span(rank, clock, f"step {i}", "step", *pair) for i, pair in enumerate(pairs)]
 
 
 # %%
 aligned = [mark + offset for mark in marks_1]
-three = steps_of(0, marks_0) + steps_of(1, marks_1) + steps_of(2, aligned)
-title = "Row 0: rank 0. Row 1: rank 1 by its own clock. Row 2: rank 1, clock corrected"
-show(draw_timeline(Trace.from_spans(three), title=title))
+three = steps_of(0, "clock", marks_0) + steps_of(1, "own clock", marks_1) + steps_of(1, "corrected", aligned)
+title = "By its own clock rank 1 is late; corrected, both leave each barrier at one time"
+words = f"{title}. Rank 1's own clock is ahead by {-offset:.1f} s, which is {-offset / 0.05:.0f} steps."
+show(draw_timeline(Trace.from_spans(three), title=title).figure, words)
 
 # %% [markdown]
 # Uncorrected, rank 1 seems to be 16 steps late, and a search for stragglers finds one that does not exist.

@@ -277,8 +277,9 @@ for words, slow in (("by your formula", seconds), ("by simulation", simulated_se
     print(f"{step.memory.max_bytes / 1e9:.0f} GB, MFU {step.mfu:.0%}")
 
 # %% [markdown]
-# The second plan holds 52 GB here, where `memory_of` counted 60. The software of these machines makes gradients in
-# the buffers that travel, and adds up micro-batches there. This library's own runs keep that sum outside the buffers.
+# The second plan holds 52 GB<!--out--> here, where `memory_of` counted 60. The software of these machines makes
+# gradients in the buffers that travel, and adds up micro-batches there. This library's own runs keep that sum outside
+# the buffers.
 #
 # And the advisor, which also tries recompute, sharding, interleaved stages and larger micro-batches? For every plan
 # it first computes a time that the plan cannot beat. Then it simulates plans in the order of these bounds, until no
@@ -298,11 +299,6 @@ print(f"{best.seconds:.2f} s, {best.step.memory.max_bytes / 1e9:.0f} GB, MFU {be
 for reason in reasons(searched, best):
     print(f"{reason.part}: {reason.instead}")
 print(f"nearly fits: {near_fit(searched)}")
-
-# %%
-whole = {"your search, simulated": step.steady_s, "the advisor": best.seconds}
-whole["tensor across machines"] = FOUR["as the first, tensor across"].step.steady_s
-show_bars(whole, "s", "Three degrees are most of it; the advisor also tries FSDP", "a step of the 70B model")
 
 # %% [markdown]
 # The advisor is ahead: it shards parameters too, which your search never tried. FSDP was the third plan at the top, and
@@ -437,7 +433,7 @@ for days in (60, 14, 7, 2):
 # |---|---|---|---|
 # | DDP | comes with torch | 11, 3 | no DistributedSampler: all ranks read the same |
 # | FSDP2 | comes with torch | 14, 3 | the optimizer is made before `fully_shard`: it updates what is not used |
-# | DeepSpeed 0.19 | seconds; compiles in its first run | 9, 7 | killed while it compiles: later runs wait for a lock |
+# | DeepSpeed 0.19 | seconds; compiles in its first run | 9, 7 | killed while it compiles: its lock stops later runs |
 # | Horovod 0.28 | minutes; compiles | 10, 3 | built without torch in sight, it installs and has no `horovod.torch` |
 # | Megatron Core 0.16 | seconds | its own model and loop | no CUDA: it ends as gradient buffers are made |
 #
@@ -504,8 +500,7 @@ for tool in ("deepspeed", "megatron"):
 # Read a row before you carry a number from one tool to a different one. DeepSpeed counts micro-batches, Megatron-LM
 # samples: 32 micro-batches of one sample on 8 replicas are `gradient_accumulation_steps` 32 there,
 # `--global-batch-size` 256 here.
-
-# %% [markdown]
+#
 # ## Popular claims, tested
 #
 # Guides repeat numbers without the condition under which they hold. Most were tested in the lesson where they belong.
@@ -592,10 +587,8 @@ verdicts(
 
 # %% tags=["nbval-check-output"]
 week, months = 64 * 24 * 7, 8 * 24 * 60
-pcie, nvlink, hdr = (
-    f"{link(name, measured=False).protocols[-1].bytes_per_s / 1e9:.0f} GB/s one way"
-    for name in ("pcie4-x16", "nvlink4", "infiniband-hdr")
-)
+rates = [link(name, measured=False).protocols[-1].bytes_per_s for name in ("pcie4-x16", "nvlink4", "infiniband-hdr")]
+pcie, nvlink, hdr = (f"{rate / 1e9:.0f} GB/s one way" for rate in rates)
 verdicts(
     ("64 H100s for a week: 20,000-40,000 $", f"{2 * week:,} to {4 * week:,} $", "yes, at 2 to 4 $ an hour"),
     ("8 of them for two months: half of that", f"{months:,} and {week:,} GPU-hours", "no: the same work and bill"),
@@ -671,7 +664,7 @@ print(f"the mistake sends {sent[1] / sent[0]:.1f} times as much, and takes {took
 ranks.close()
 
 # %% [markdown]
-# Four times the bytes, for the same gradients. The time grows less, since backward hides a part of them.
+# Four times the bytes, for the same gradients. The time grows less: computing takes its part, and hides some of them.
 
 # %% [markdown]
 # ## Capstone: plan a 70B run, and defend it

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from distlab.comm import recorded
-from distlab.large_batch.trust import lars_update
+from distlab.large_batch import lars_update
 from guides.trial import NUM_RANKS, SCRIPT, Found, everyone, trial
 from simulator.viz import draw_bars
 

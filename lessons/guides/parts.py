@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm import recorded
 from distlab.plan import ActionTimes, parse_schedule
-from distlab.tensor_parallel.functions import copy_to_ranks, join_features
+from distlab.tensor_parallel import copy_to_ranks, join_features
 from distlab.trace import Span, Trace
 from guides.copies import average, drawn, gathered
 from guides.trial import LINES, NUM_RANKS, RANKS, Found, everyone, trial

@@ -20,9 +20,9 @@ from distlab.comm import RankError, Ranks
 from distlab.comm.launch.fork_client import preload
 from distlab.course.grading.lesson import lessons_folder
 from distlab.course.grading.progress import copy_in, work_folder
-from distlab.course.notebook import predict, show
+from distlab.course.notebook import in_cells, predict, show
 from distlab.course.notebook.prediction import Prediction
-from distlab.course.notebook.ranks import CellError, in_cells
+from distlab.course.notebook.ranks import CellError
 from distlab.course.notebook.stuck import Note
 
 NUM_RANKS, START_S, LIMIT_S = 4, 60.0, 2.0  # after LIMIT_S a snippet counts as hung

@@ -161,7 +161,6 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
 ROUGH, TIGHT, RUN, EXACT = range(4)
 TELL_EVERY = 50  # looks at a row
 COUNTED = 20  # plans that do not fit, of which the memory is counted exactly
-Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +215,7 @@ class Search:
         *,
         among: NDArray[np.bool_] | None = None,
         most: int | None = None,
-        tell: Tell | None = None,
+        tell: Callable[[int, int], None] | None = None,
     ) -> list[Choice]:
         """Return the plans with the shortest steps, the best first; of equal ones the first in the order of rows.
 

@@ -3,9 +3,8 @@
 Only what the plan says is set; the rest keeps DeepSpeed's defaults, apart from one: parameters too small to be worth
 sharding stay whole there, and all are sharded here.
 
-Source: the fields of DeepSpeedConfig and DeepSpeedZeroConfig, DeepSpeed 0.19; its parser accepts all of them.
-    `initialize` reads sequence_parallel_size and data_parallel_size. Its engine takes stage 3 beside tensor ranks from
-    0.19.4 on (runtime/engine.py).
+Source: the fields of DeepSpeedConfig and DeepSpeedZeroConfig, DeepSpeed 0.19; its parser accepts all of them, its
+    engine stage 3 beside tensor ranks from 0.19.4 on. `initialize` reads sequence_parallel_size and data_parallel_size.
 """
 
 from __future__ import annotations

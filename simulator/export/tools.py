@@ -38,7 +38,6 @@ TOOLS: Mapping[str, Callable[[PlanFile, Options], Exported]] = MappingProxyType(
     }
 )
 
-
 PLAIN = Options()
 
 

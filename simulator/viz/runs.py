@@ -36,7 +36,7 @@ def draw_cost_curve(costs: Curve) -> Picture:
         _draw_line(axes, bills, values, theme.LINE_COLOURS[which], heading)
         _mark(axes, costs, is_price=bool(which))
         plot.put_heading(axes, heading)
-    short, cheap, sweet = (each.num_devices for each in _three(costs))
+    short, cheap, sweet = (each.num_devices for each in costs[1:])
     title = f"Fastest on {short:,} devices, cheapest on {cheap:,}, sweet spot {sweet:,}"
     if short == cheap:
         title = f"{counted(short, 'device')} are both fastest and cheapest"
@@ -48,17 +48,13 @@ def draw_cost_curve(costs: Curve) -> Picture:
     note = f"{workload}, {in_words(run.num_tokens)} tokens on {where}{price}{fails}."
     lines = []
     for each in bills:
-        names = [name for name, own in zip(NAMES, _three(costs), strict=True) if own is each]
+        names = [name for name, own in zip(NAMES, costs[1:], strict=True) if own is each]
         mark = f": {' and '.join(names)}" if names else ""
         of = f" of {each.step.cluster.name}" if len(clusters) > 1 else ""
         paid = f"{each.price:,.0f} {'device-hours' if each.dollars is None else 'dollars'}"
         days = format_span(86_400 * each.days)
         lines.append(f"{counted(each.num_devices, 'device')}{of}: {days}, {paid}{mark}.")
     return finished(figure, title, note, *lines)
-
-
-def _three(costs: Curve) -> tuple[Bill, Bill, Bill]:
-    return costs.shortest, costs.cheapest, costs.sweet
 
 
 def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, gid: str) -> None:
@@ -78,17 +74,16 @@ def _draw_line(axes: Axes, bills: list[Bill], values: list[float], colour: str, 
     room = max(1.3, (counts[-1] / counts[0]) ** 0.2) if gid == "days" else 1.3  # names stand right of their points
     axes.set_xlim(counts[0] / 1.3, counts[-1] * room)
     is_flat = high < 1.5 * low  # then from 0: what hardly differs looks like it
-    axes.set_yscale("linear" if is_flat else "log")
-    axes.set_ylim(0 if is_flat else low / 1.6, high * 1.6)
-    ticks = list(MaxNLocator(4).tick_values(0, high)) if is_flat else [low, (low * high) ** 0.5, high]
+    axes.set(yscale="linear" if is_flat else "log", ylim=(0 if is_flat else low / 1.6, high * 1.6))
+    ticks = [*MaxNLocator(4).tick_values(0, high)] if is_flat else [low, (low * high) ** 0.5, high]
     plot.mark_ticks(axes.yaxis, ticks, lambda value: in_words(value) if value >= 100 else f"{value:.3g}")
 
 
 def _mark(axes: Axes, costs: Curve, *, is_price: bool) -> None:
     """Ring the bills that stand out, each with its names over it."""
     names: dict[int, list[str]] = {}
-    bills = {id(each): each for each in _three(costs)}
-    for name, each in zip(NAMES, _three(costs), strict=True):
+    bills = {id(each): each for each in costs[1:]}
+    for name, each in zip(NAMES, costs[1:], strict=True):
         names.setdefault(id(each), []).append(name)
     ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgewidth": 2.2}
     words: dict[str, Any] = {"fontsize": theme.SMALL_PT, "weight": "bold", "color": theme.text_on_white(theme.INK)}

@@ -91,7 +91,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_torch_is_loaded():
 
 def test_check_lists_exercises_with_what_they_take(said):
     first = said("check", "06", "--list").splitlines()[0]
-    assert first == "06.states  what a model holds before it has seen any data (about 8 minutes, difficulty 1 of 3)"
+    assert first == "06.states  what training holds, however small the batch (about 8 minutes, difficulty 1 of 3)"
 
 
 def test_every_benchmark_has_rows_of_which_few_can_be_asked_for(said):

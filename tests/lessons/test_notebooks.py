@@ -76,6 +76,14 @@ def test_a_lesson_opens_with_a_picture_and_never_goes_on_for_long_without_one(pa
     assert most <= MOST_WITHOUT, f"{most} cells without a picture, from cell {first} on"
 
 
+@pytest.mark.parametrize("path", sorted(LESSONS.glob("*/lesson.py")), ids=lambda path: path.parent.name)
+def test_a_prediction_is_shown_again_beside_what_came_true(path):
+    text = path.read_text("utf-8")
+    guesses = re.findall(r"^(\w+) = predict\(", text, re.MULTILINE)
+    assert guesses
+    assert [name for name in guesses if not re.search(rf"\b{name}\.(compare|answer)\b", text)] == []
+
+
 def test_what_is_long_and_what_is_an_image():
     found = [longest_without(*asked) for asked in (([3, 10], 12), ([9, 10], 12), ([1], 12), ([], 12))]
     assert found == [(6, 4), (8, 1), (11, 2), (12, 1)]

@@ -14,6 +14,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebsocketConnection
 from jupyterlab.labapp import LabApp
@@ -44,13 +45,14 @@ def serve(work: Path, port: int | None = None, *, browser: bool = True) -> None:
     own, token = work / ".jupyter", secrets.token_hex(24)
     own.mkdir(exist_ok=True)
     put_on_path()  # for terminals and kernels
-    os.environ["JUPYTER_PATH"] = str(OURS)  # kernels begin with advice for a name that no cell has made yet
     ServerApp.static_custom_path.tag(config=True)  # the folder of the lessons' style sheet can then be an option
+    KernelSpecManager.kernel_dirs.tag(config=True)  # and that of kernels which begin with advice on unknown names
     options = {
         "ServerApp.port": port or FIRST_PORT,
         "ServerApp.port_retries": 0 if port else NUM_PORTS,
         "ServerApp.root_dir": work,
         "ServerApp.static_custom_path": OURS / "custom",
+        "KernelSpecManager.kernel_dirs": OURS / "kernels",
         "ServerApp.terminado_settings": {"shell_command": ["sh", "-c", SHELL, "sh", str(lessons_folder(work).parent)]},
         "LabApp.app_settings_dir": OURS,
         "LabApp.user_settings_dir": own / "settings",

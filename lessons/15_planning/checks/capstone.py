@@ -122,7 +122,7 @@ def _overlooked(text: str, plan: Plan, one: Bill, best: Bill, budget: Budget) ->
         )
     if one.num_devices > best.num_devices:
         return Fault("price", f"{text}. Overlooked: the price. In time is early enough: fewer GPUs are cheaper")
-    return Fault("price", f"{text}. Overlooked: the price. Another plan on these GPUs is faster")
+    return Fault("price", f"{text}. Overlooked: the price. A different plan on these GPUs is faster")
 
 
 def budget_capstone(evidence: Evidence) -> list[str]:

@@ -80,7 +80,6 @@ ROW_IN, GAP_IN, TOP_IN, HEADER_IN, NAMES_IN = 0.6, 0.23, 0.95, 0.36, 0.5
 ACTIVATIONS_IN, GRADIENTS_IN = 3.25, 4.75
 MAX_NAMED = 24
 
-
 Cells = Sequence[tuple[float, float]]
 
 

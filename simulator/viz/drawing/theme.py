@@ -28,7 +28,6 @@ SHARED = "#44546A"
 LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#44AA99")
 LINE_MARKERS = "osD^vPX*"
 
-
 Colour = str | tuple[float, float, float]
 
 
@@ -52,7 +51,6 @@ KINDS = styles("kinds")
 AXIS_STYLES = styles("axes")
 _ALIASES = {"forward": "F", "backward": "B", "SEND_F": "send", "SEND_B": "send", "RECV_F": "recv", "RECV_B": "recv"}
 _SPARE = ("#CC6677", "#88CCEE", "#999933", "#6A3D9A", "#B2DF8A", "#44546A")
-
 
 SHADE = "~"  # "F~1": a forward pass of its rank's second stage; a legend explains the first shade alone
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from waiting import are_gone, wait_for
 
 from distlab.course.notebook import ranks
 from distlab.course.notebook.ranks import ADVICE
 
-OURS = Path(ranks.__file__).with_name("server")
+KERNELS = str(Path(ranks.__file__).with_name("server") / "kernels")  # those of `make lessons`
 LOADING = "Loading PyTorch, here and for the ranks. The first time takes about five seconds.\n"
 
 
@@ -21,7 +22,9 @@ class Notebook:
     """A kernel, and what its cells show."""
 
     def __init__(self) -> None:
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = KernelManager(
+            kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[KERNELS])
+        )
         self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels()
@@ -54,9 +57,7 @@ class Notebook:
 
 @pytest.fixture(scope="module")
 def notebook():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(OURS))  # as `make lessons` does
-        book = Notebook()
+    book = Notebook()
     assert ADVICE in book.cell("check('01.shift', shift)")[1], "after a restart"
     assert book.cell("%load_ext distlab.course.notebook") == (LOADING, "")
     assert f"made the name 'bill'. {ADVICE}" in book.cell("bill")[1], "a cell was left out"

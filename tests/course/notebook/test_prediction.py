@@ -126,6 +126,8 @@ def test_the_box_commits_shows_what_code_commits_and_says_what_was_understood(mo
         said, box, _ = widget(predict("How long?", "ms"))
         box.value = typed
         assert said.value == f"Predict: How long? ({says})"
+    with pytest.raises(PredictionError, match="a number from 0 to 60; got 61"):
+        predict("How many?", "of 60").commit(61)
     new_kernel(monkeypatch)
     guess = predict("How long?", "ms")
     bundle = guess._repr_mimebundle_()
