@@ -4,10 +4,9 @@ Three claims. The throttled link takes the time that it promises. A step over it
 predicts for a link of that bandwidth. And so the bandwidth at which a compressed step takes as long as a plain one (its
 break-even) is where the simulator says.
 
-Two ranks are two nodes, and the wire between them is the link. At each bandwidth all programs take turns block by
-block; a block is some steps after a barrier, and its time is that of the slowest rank. The prediction knows the speed
-of the machine and of the compressors from a calibration before and after, without any slow link; nothing in it is
-fitted to the steps.
+At each bandwidth all programs live in the same two ranks and take turns block by block; a block is some steps after a
+barrier, and its time is that of the slowest rank. The prediction knows the speed of the machine and of the compressors
+from a calibration before and after, without any slow link; nothing in it is fitted to the steps.
 
     distlab bench throttled            # rows
     distlab bench throttled --quick    # few bandwidths and blocks: shows that it runs
@@ -21,10 +20,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +33,8 @@ from _rows import Row, absolute, median_interval, single
 
 from distlab.blocks.data import ByteCorpus, python_documentation
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.comm import Ranks, process_group
-from distlab.comm.nodes.wire import Wire, link_s
+from distlab.comm import Ranks, process_group, throttled
+from distlab.comm.record.throttle import link_s
 from distlab.compression import make_hook
 from distlab.data_parallel import DataParallel, train_step
 from distlab.measure import (
@@ -92,12 +91,6 @@ class Measured:
     codecs: dict[str, list[MeasuredCodec]]
 
 
-def throttle(bandwidth: float, latency_s: float = 0.0) -> None:
-    """Give this rank's wire to the other node a bandwidth and a latency."""
-    world: Any = dist.group.WORLD
-    world.wire.pace.wire = Wire(bandwidth, latency_s)
-
-
 def step_of(compression: Compression | None) -> Callable[[], torch.Tensor]:
     """Build a model of its own and return one training step with a compressor."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -122,11 +115,10 @@ def time_steps(
         timed(program, 3)()
     found = []
     for bandwidth in bandwidths:
-        if bandwidth is not None:
-            throttle(bandwidth, latency_s)
-        for program in programs:
-            timed(program, 1)()
-        found.append(interleave([timed(program, steps) for program in programs], blocks))
+        with nullcontext() if bandwidth is None else throttled(bandwidth, latency_s):
+            for program in programs:
+                timed(program, 1)()
+            found.append(interleave([timed(program, steps) for program in programs], blocks))
     return largest(found)
 
 
@@ -135,8 +127,8 @@ def time_calls(blocks: int) -> list[list[float]]:
     found = []
     for bandwidth, num_bytes in CALLS:
         message = torch.zeros(num_bytes // 4)
-        throttle(bandwidth, LATENCY_S)
-        seconds = [timed(partial(dist.all_reduce, message), 3)() for _ in range(blocks)]
+        with throttled(bandwidth, LATENCY_S):
+            seconds = [timed(partial(dist.all_reduce, message), 3)() for _ in range(blocks)]
         found.append([one - promised_s(bandwidth, num_bytes) for one in seconds])
     return found
 
@@ -154,7 +146,6 @@ def measure(bandwidths: Sequence[float], blocks: int, steps: int) -> Measured:
     codecs: dict[str, list[MeasuredCodec]] = {name: [] for name in COMPRESSIONS}
 
     def calibrate() -> None:
-        throttle(1e15)  # not at all
         rounds.append(measure_round(device))
         cluster = fit_cluster(rounds[-1], dist.get_world_size())
         for name, compression in COMPRESSIONS.items():
@@ -188,7 +179,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     """Yield the accuracy of the link, the error of predicted steps, and each compressor's break-even."""
     by_value(__name__)
     bandwidths, blocks, steps = (BANDWIDTHS[::3], 2, 1) if quick else (BANDWIDTHS, 9, 3)
-    with Ranks(2, timeout_s=900, record=False, nodes=2) as ranks:
+    with Ranks(2, timeout_s=900, record=False) as ranks:
         measured: Measured = ranks.run(measure, bandwidths, blocks, steps)[0]
         beside = ranks.run(time_steps, [rate * PAYLOAD_SHARE for rate in KERNEL_BANDWIDTHS], blocks, steps, 0.0)[0]
     for (bandwidth, num_bytes), late in zip(CALLS, measured.calls, strict=True):

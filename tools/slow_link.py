@@ -4,7 +4,8 @@
 
 Each rank runs in a namespace of its own, as on a machine of its own, with the variables that torchrun would set. The
 kernel lets the given bytes per second out of each end and delays every packet. Linux, root and iproute2 are needed;
-where they cannot be had, `distlab.comm.Nodes` slows down what leaves a node. All is taken away at the end.
+where they cannot be had, `distlab.comm.throttled` slows collectives down inside the ranks. All is taken away at the
+end.
 """
 
 from __future__ import annotations

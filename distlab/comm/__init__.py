@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from distlab.comm.launch.ranks import Ranks as Ranks, run as run, warm as warm
     from distlab.comm.record.read import Records as Records, read_records as read_records
     from distlab.comm.record.recorder import Recorder as Recorder, recorded as recorded
+    from distlab.comm.record.throttle import throttled as throttled
 
 
 __getattr__ = lazy(__name__)

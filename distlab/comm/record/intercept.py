@@ -42,7 +42,7 @@ class FrontEnd:
     _guard: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self) -> None:
-        self.sinks: tuple[Any, ...] = ()  # of class Recorder
+        self.sinks: tuple[Any, ...] = ()  # of class Recorder or ThrottledLink
         self._main = threading.main_thread().ident
         self._live: dict[Any, list[Token]] = {}  # Work -> its rows
         self._unwaited: deque[Any] = deque()  # asynchronous collectives, oldest first; `_live` alone keeps them

@@ -11,7 +11,7 @@ from random_programs import hold
 
 from distlab.comm import Nodes, node_groups, run
 from distlab.comm.nodes.group import NodeWire
-from distlab.comm.nodes.wire import NodePlacement, Pace, Wire, link_s
+from distlab.comm.nodes.wire import NodePlacement, Pace, Wire
 from distlab.plan import Plan
 
 
@@ -21,14 +21,6 @@ def test_a_wire_is_written_with_units_and_anything_else_is_refused():
     for text in ("40MB", "40MB/s,200", "40 MB/s 200us", "0MB/s", ""):
         with pytest.raises(ValueError, match="the wire between nodes is"):
             Wire.of(text)
-
-
-def test_a_calls_time_is_that_of_the_ring():
-    assert link_s("all_reduce", 8_000, 4, bytes_per_s=1e6) == pytest.approx(6 / 4 * 8e-3)
-    assert link_s("all_reduce", 0, 4, bytes_per_s=1e6, latency_s=1e-3) == pytest.approx(6e-3)
-    assert link_s("all_gather", 8_000, 4, bytes_per_s=1e6, latency_s=1e-3) == pytest.approx(3 * 9e-3)
-    assert link_s("broadcast", 8_000, 4, bytes_per_s=1e6, latency_s=1e-3) == pytest.approx(2e-3 + 8e-3)
-    assert link_s("all_reduce", 8_000, 1, bytes_per_s=1e6, latency_s=1.0) == 0.0
 
 
 def test_what_is_sent_goes_one_after_the_other():
