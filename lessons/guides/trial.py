@@ -29,9 +29,7 @@ NUM_RANKS, START_S, LIMIT_S = 4, 60.0, 2.0  # after LIMIT_S a snippet counts as 
 LINES: list[str] = []  # what ranks printed in the last run
 RANKS = Ranks(NUM_RANKS, backend="gloo", echo=lambda rank, line: LINES.append(line))
 SCRIPT = Ranks(1, joined=False, echo=lambda rank, line: LINES.append(line))  # one process, as a script is
-PART = (
-    '<div style="border-left:3px solid;padding:0 1em 0.8em"><b>{}</b><pre style="white-space:pre-wrap">{}</pre></div>'
-)
+PART = '<b>{}</b><pre style="margin:0 0 0.8em;white-space:pre-wrap">{}</pre>'
 WORDS = re.compile(r"(.*?)\. (.*)\nAsks: (.*) \[(.*)\] Lesson (\d\d): (.*)\.\nWhy: (.*)")
 
 
