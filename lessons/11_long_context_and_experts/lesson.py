@@ -864,9 +864,8 @@ show_bars(shown, "ms", "Forward of one attention on four ranks")
 #
 # Megatron-LM's kinds are `p2p` (the ring), `a2a`, `all_gather` and `a2a+p2p`, which is both; capacity is
 # `--moe-expert-capacity-factor`, and the weight of the balance loss `--moe-aux-loss-coeff`. DeepSpeed's context axis is
-# all-to-all, which it calls Ulysses; its layer of experts is in `deepspeed.moe.layer`.
-#
-# Horovod has neither: it averages gradients, and offers `alltoall` with uneven splits to build on.
+# all-to-all, which it calls Ulysses; its layer of experts is in `deepspeed.moe.layer`. Horovod has neither, only an
+# `alltoall` with uneven splits to build on.
 
 # %% [markdown]
 # ## Popular claims, tested

@@ -163,9 +163,8 @@ for name, what in (("a file", [str(FOLDER / "spawned.py")]), ("no file", ["-c", 
 
 # %% [markdown]
 # So set MASTER_ADDR and MASTER_PORT before you spawn, from a file. `Ranks` and `distlab.comm.run` need neither: they
-# send the function itself, and hold a store. `deepspeed --num_gpus=8 train.py --deepspeed ds_config.json` is an agent
-# without a rendezvous. It sets RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR for each rank, and starts other machines by
-# ssh from a `--hostfile`; what stands behind train.py is for train.py to read. Only torchrun restarts ranks.
+# send the function itself, and hold a store. `deepspeed --num_gpus=8 train.py --deepspeed ds_config.json` needs neither
+# too: it sets torchrun's variables for each rank. What stands behind train.py is for train.py to read.
 #
 # On equal machines the numbers are those of a mesh: here are two machines of four, and where rank 5 stands. Its
 # GROUP_RANK is 1, and so is its LOCAL_RANK.

@@ -142,7 +142,7 @@ class Prediction:
             kept = f"; {self._number(self.value)} stays your answer" if self.given and self.value is not None else ""
             return f"Predict: {self.question} (Type a number first{kept}.)"
         try:
-            number = float(text)
+            number = float(text.strip().removesuffix(self.unit))
         except ValueError:
             return f"Predict: {self.question} ({text.strip()!r} is not a number; write one such as 3.2 or 1000)"
         if refusal := self._refusal(number):

@@ -111,6 +111,7 @@ def test_an_answer_is_kept_in_the_folder_of_progress(tmp_path, monkeypatch):
 
 TYPED = [
     ("2.5", "2.5 ms"),
+    ("2.5 ms", "2.5 ms"),
     ("1E+3", "1000 ms"),
     ("<b>", "&#x27;&lt;b&gt;&#x27; is not a number; write one such as 3.2 or 1000"),
     ("-5", "&#x27;-5&#x27; cannot be the answer: write a number of ms that is not negative"),
