@@ -746,9 +746,9 @@ show_bars(fullest_at, "x", "Without the second loss the router collapses", "the 
 # ### What imbalance costs
 #
 # All ranks wait for the rank whose experts are asked most. So a layer takes as long as its *fullest* rank, not the
-# mean. We show it with experts that sleep for every row instead of computing, so that they need no cores. There is
-# one expert per rank, and 100 tokens on each; a row takes 0.5 ms. In an even load each rank works on 100 rows, 50 ms.
-# Now 40 % of all tokens want expert 0. How long does the layer take?
+# mean. We show it with experts that sleep for every row instead of computing, so that they need no cores. There is one
+# expert per rank, and 100 tokens on each; a row takes 0.5 ms. In an even load each rank works on 100 rows, 50
+# ms<!--out-->. Now 40 % of all tokens want expert 0. How long does the layer take?
 
 # %%
 guess_4 = predict("How long does the layer take when 40 % of all tokens want expert 0?", unit="ms")

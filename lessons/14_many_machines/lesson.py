@@ -698,7 +698,7 @@ words = f"{title}. Rank 1's own clock is ahead by {-offset:.1f} s, which is {-of
 show(draw_timeline(Trace.from_spans(three), title=title).figure, words)
 
 # %% [markdown]
-# Uncorrected, rank 1 seems to be 16 steps late, and a search for stragglers finds one that does not exist.
+# Uncorrected, rank 1 seems to be 16 steps<!--out--> late, and a search for stragglers finds one that does not exist.
 # `clock_offsets_ns` of the library does the same at the start of every trace.
 #
 # ## Preflight

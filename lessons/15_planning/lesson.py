@@ -326,7 +326,7 @@ planner
 
 # %%
 planner.controls["pipeline"].value = 8
-planner.controls["data"].value = 4
+planner.controls["data"].value = 4  # as many micro-batches: half the samples in a step
 print(planner.text.splitlines()[0])
 
 # %% [markdown]
