@@ -260,7 +260,7 @@ def test_submissions_are_found_and_named(tmp_path):
     (tmp_path / "class" / "eve").mkdir()
     (tmp_path / "class" / ".cache").mkdir()
     found = {one.student: one.path for one in classroom.find_submissions([tmp_path / "class"], name)}
-    assert found == {"ann": notebook, "b_ob": tmp_path / "class" / "b ob" / "mine.ipynb", "eve": None}
+    assert found == {"ann": notebook, "b_ob": mine, "eve": None}
     assert classroom.find_submissions([notebook], name)[0].student == "ann"
     both = [notebook, tmp_path / "class"]
     assert classroom.find_submissions(both, name)[0].problem.startswith("several files to grade (")
