@@ -90,7 +90,7 @@ def _actions(command: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="show the lessons and how far you are")
     page = actions.add_parser("page", help="write what you have passed as an HTML page, to print")
     reset = actions.add_parser("reset", help="put your copy of a lesson aside and bring a fresh one")
-    reset.add_argument("lesson", metavar="NN", help="number of the lesson, such as 03, or START")
+    reset.add_argument("lesson", metavar="NN", help="number of the lesson, such as 03, or START or GUIDES")
     for action in (start, listing, page, reset):
         action.add_argument("--work", type=Path, metavar="DIR", help="folder of your copies; default: work/")
 

@@ -159,7 +159,7 @@ def find_submissions(paths: Sequence[Path], lesson: str) -> list[Submission]:
         raise ValueError(f"{listed}: no submission of lesson {lesson[:2]}; expected notebooks or .py files")
     submissions = []
     for student, files in sorted(found.items()):  # the file of the lesson's name, or the only one that is of no lesson
-        of_none = [path for path in files if len(files) == 1 or not re.match(r"\d\d_|START$", path.stem)]
+        of_none = [path for path in files if len(files) == 1 or not re.match(r"\d\d_|(START|GUIDES)$", path.stem)]
         chosen = [path for path in files if path.stem == lesson] or of_none
         listed = ", ".join(path.name for path in chosen[:4])
         problem = f"several files to grade ({listed}); name the right one {lesson}.ipynb" if len(chosen) > 1 else ""

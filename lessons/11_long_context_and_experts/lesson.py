@@ -746,9 +746,9 @@ show_bars(fullest_at, "x", "Without the second loss the router collapses", "the 
 # ### What imbalance costs
 #
 # All ranks wait for the rank whose experts are asked most. So a layer takes as long as its *fullest* rank, not the
-# mean. We show it with experts that sleep for every row instead of computing, so that they need no cores. There is
-# one expert per rank, and 100 tokens on each; a row takes 0.5 ms. In an even load each rank works on 100 rows, 50 ms.
-# Now 40 % of all tokens want expert 0. How long does the layer take?
+# mean. We show it with experts that sleep for every row instead of computing, so that they need no cores. There is one
+# expert per rank, and 100 tokens on each; a row takes 0.5 ms. In an even load each rank works on 100 rows, 50
+# ms<!--out-->. Now 40 % of all tokens want expert 0. How long does the layer take?
 
 # %%
 guess_4 = predict("How long does the layer take when 40 % of all tokens want expert 0?", unit="ms")
@@ -864,9 +864,8 @@ show_bars(shown, "ms", "Forward of one attention on four ranks")
 #
 # Megatron-LM's kinds are `p2p` (the ring), `a2a`, `all_gather` and `a2a+p2p`, which is both; capacity is
 # `--moe-expert-capacity-factor`, and the weight of the balance loss `--moe-aux-loss-coeff`. DeepSpeed's context axis is
-# all-to-all, which it calls Ulysses; its layer of experts is in `deepspeed.moe.layer`.
-#
-# Horovod has neither: it averages gradients, and offers `alltoall` with uneven splits to build on.
+# all-to-all, which it calls Ulysses; its layer of experts is in `deepspeed.moe.layer`. Horovod has neither, only an
+# `alltoall` with uneven splits to build on.
 
 # %% [markdown]
 # ## Popular claims, tested

@@ -543,9 +543,9 @@ with tempfile.TemporaryDirectory() as name:
 # which it was made. A lost rank shows as a collective that fails; then all start anew, as under torchrun.
 #
 # *Shards.* A row of parameters was cut into 1,024 pieces and is now needed in 1,016. The simple way is to put the whole
-# row together on each rank, and cut it again. A 405B model's states are 5.7 TB: 14 bytes per parameter, which are
-# lesson 6's 16 without the gradients, since nobody saves these. But a new shard overlaps only two of the old
-# ones, rarely three. Here with 4 and 3 ranks: the colour says who saved an element, the number who needs it.
+# row together on each rank, and cut it again. A 405B model's states are 5.7 TB: 14 bytes per parameter, which
+# are lesson 6's 16 without the gradients, since nobody saves these. But a new shard overlaps only two of the old ones,
+# rarely three. Here with 4 and 3 ranks: the colour says who saved an element, the number who needs it.
 
 
 # %%
@@ -667,7 +667,7 @@ for minutes in (0.5, 2, 4, 8, 30, 120):
 
 # %% [markdown]
 # The best is where the formula says, and it is flat there: half or twice as often costs next to nothing. You gain
-# more by a faster restart: ten minutes every three hours are 5 %.
+# more by a faster restart: ten minutes every three hours are 5 %<!--out-->.
 #
 # ### Formula, trial and a run, in one picture
 #

@@ -208,10 +208,10 @@ show_bars(shown, "ms", "Exposed communication of the middle step, by rank")
 
 # %% [markdown]
 # Three all-reduces that were hidden are not hidden any more: 3 x 10 ms. That is about the difference between the two
-# healthy runs. In the sick run most of what is exposed is *waiting* for a rank that has not come yet. A call is under
-# way from the moment that the first rank makes it. On a GPU that looks even worse: a kernel that waits for other ranks
-# keeps its GPU "100 % busy". **Waiting is not working**, and one rank's profile cannot tell them apart. Several ranks'
-# can.
+# healthy runs. In the sick run most of what is exposed is *waiting* for a rank that has not come yet. On each rank a
+# call is under way from the moment that this rank makes it. On a GPU that looks even worse: a kernel that waits for
+# other ranks keeps its GPU "100 % busy". **Waiting is not working**, and one rank's profile cannot tell them apart.
+# Several ranks' can.
 #
 # ## Who is late?
 #

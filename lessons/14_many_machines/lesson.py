@@ -163,9 +163,8 @@ for name, what in (("a file", [str(FOLDER / "spawned.py")]), ("no file", ["-c", 
 
 # %% [markdown]
 # So set MASTER_ADDR and MASTER_PORT before you spawn, from a file. `Ranks` and `distlab.comm.run` need neither: they
-# send the function itself, and hold a store. `deepspeed --num_gpus=8 train.py --deepspeed ds_config.json` is an agent
-# without a rendezvous. It sets RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR for each rank, and starts other machines by
-# ssh from a `--hostfile`; what stands behind train.py is for train.py to read. Only torchrun restarts ranks.
+# send the function itself, and hold a store. `deepspeed --num_gpus=8 train.py --deepspeed ds_config.json` needs neither
+# too: it sets torchrun's variables for each rank. What stands behind train.py is for train.py to read.
 #
 # On equal machines the numbers are those of a mesh: here are two machines of four, and where rank 5 stands. Its
 # GROUP_RANK is 1, and so is its LOCAL_RANK.
@@ -699,7 +698,7 @@ words = f"{title}. Rank 1's own clock is ahead by {-offset:.1f} s, which is {-of
 show(draw_timeline(Trace.from_spans(three), title=title).figure, words)
 
 # %% [markdown]
-# Uncorrected, rank 1 seems to be 16 steps late, and a search for stragglers finds one that does not exist.
+# Uncorrected, rank 1 seems to be 16 steps<!--out--> late, and a search for stragglers finds one that does not exist.
 # `clock_offsets_ns` of the library does the same at the start of every trace.
 #
 # ## Preflight

@@ -92,7 +92,7 @@ for name, one in FOUR.items():
 #
 # 1. **Do not distribute.** One GPU holds a small model, and nothing is sent. A 7B model with LoRA or QLoRA fits too.
 #    Colab lends one T4 of 16 GB, Kaggle two of them, for some hours at no price and with no promise. At 16 bytes per
-#    parameter that is a model of less than a billion. This course's ranks are processes: they run there without a GPU.
+#    parameter that is a model of less than a billion. This course needs no GPU, and was not tried there.
 # 2. **Data parallel**, if the model fits and you want it sooner. It sends least, and backward hides it (lesson 3).
 # 3. **Shard** (ZeRO, FSDP) if the states do not fit. ZeRO-1 sends what data parallelism sends (lesson 7).
 # 4. **Tensor parallel inside a machine**, if activations or layers do not fit. Ranks wait for its calls (lesson 8).
@@ -326,7 +326,7 @@ planner
 
 # %%
 planner.controls["pipeline"].value = 8
-planner.controls["data"].value = 4
+planner.controls["data"].value = 4  # as many micro-batches: half the samples in a step
 print(planner.text.splitlines()[0])
 
 # %% [markdown]
@@ -392,9 +392,8 @@ costs = curve([best_bill(num_gpus) for num_gpus in (32, 64, 128, 256, 512)])
 show(draw_cost_curve(costs))
 
 # %%
-by_count = {one.num_devices: one for one in costs.bills}
 guess_3.default(30)  # assumed if you gave no number above
-print(guess_3.compare(100 * (by_count[512].dollars / by_count[64].dollars - 1), how="simulated"))
+print(guess_3.compare(100 * (costs.bills[4].dollars / costs.bills[1].dollars - 1), how="simulated"))
 
 # %% [markdown]
 # The price hardly moves. Few GPUs must recompute, or cut the model more often; many GPUs have little work each. In
@@ -429,12 +428,12 @@ for days in (60, 14, 7, 2):
 # How hard are they? Guides say easy, medium, hard. We put one loop of 16 lines, three linear layers and a DataLoader,
 # into each (2026-11, torch 2.13, two CPU ranks), and counted the lines that differ:
 #
-# | tool | to install | new lines, gone | what goes wrong first |
+# | tool | to the first run | new lines, gone | what goes wrong first |
 # |---|---|---|---|
 # | DDP | comes with torch | 11, 3 | no DistributedSampler: all ranks read the same |
 # | FSDP2 | comes with torch | 14, 3 | the optimizer is made before `fully_shard`: it updates what is not used |
-# | DeepSpeed 0.19 | seconds; compiles in its first run | 9, 7 | killed while it compiles: its lock stops later runs |
-# | Horovod 0.28 | minutes; compiles | 10, 3 | built without torch in sight, it installs and has no `horovod.torch` |
+# | DeepSpeed 0.19 | seconds, and a compiler in it | 9, 7 | killed while it compiles: its lock stops later runs |
+# | Horovod 0.28 | minutes of compiling | 10, 3 | built without torch in sight, it installs and has no `horovod.torch` |
 # | Megatron Core 0.16 | seconds | its own model and loop | no CUDA: it ends as gradient buffers are made |
 #
 # Megatron Core needs a GPU, and did not run here. Horovod's last release (2023) compiles as C++14, which torch 2.13's
@@ -566,14 +565,16 @@ verdicts(
 # %% [markdown]
 # Time: how long a run takes follows from its operations (6 per parameter and token) and a rate. Nobody says the rate.
 # GPT-3 took 3.14e23 operations (Brown et al. 2020, appendix D). The 355 years come from 28 TFLOP/s on a V100, whose
-# data sheet has 125. A 7B model learns from 140 billion tokens here, 20 per parameter; Llama 2 had two trillion.
+# data sheet has 125; Narayanan et al. 2021 count 288 years, with a higher rate.
+#
+# A 7B model learns from 140 billion tokens here, 20 per parameter; Llama 2 had two trillion.
 
 # %%
 years = 3.14e23 / 28e12 / (365 * 86_400)
 seven = best_bill(64, ModelDescription("llama-2-7b", attention="flash"), Run(140e9)).days
 alone, more, rate = 64 * seven / 30, 2e12 / 140e9, best.step.mfu * 989e12  # a data sheet's H100: 989 TFLOP/s
 verdicts(
-    ("GPT-3 took 355 GPU-years", f"{years:.0f} at 28 TFLOP/s", f"{28 / 125:.0%} of a V100's peak"),
+    ("GPT-3 took 355 GPU-years", f"{years:.1f} at 28 TFLOP/s", f"{28 / 125:.0%} of a V100's peak"),
     ("... on an H100", f"{years * 28e12 / rate:.0f} at {rate / 1e12:.0f} TFLOP/s", "with the MFU of our 70B plan"),
     ("... weeks on thousands of GPUs", f"{365 * years / 4096 / 7:.1f} weeks on 4,096 V100s", "yes, if nothing is lost"),
     ("7B: months on one GPU, days on 64", f"{alone:.0f} months, {seven:.1f} days", "yes, for 140 billion tokens"),
@@ -735,6 +736,7 @@ print("5. ZeRO-1: it sends what data parallelism sends, and splits 12 of the 18 
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*
 #   (arXiv:2104.04473): section 3 chooses degrees.
 # - Korthikanti et al. 2022 (arXiv:2205.05198): activations. Rajbhandari et al. 2020 (arXiv:1910.02054): ZeRO.
+#   Brown et al. 2020 (arXiv:2005.14165): GPT-3's operations. Data sheets of T4, V100 and H100: memory and peak.
 # - Llama team 2024, *The Llama 3 Herd of Models* (arXiv:2407.21783): Table 5, interruptions.
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*.
 # - In this repository: `simulator/advisor/`, then `simulator/runs/money.py`.

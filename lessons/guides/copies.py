@@ -33,9 +33,9 @@ def gathered(tensor):
 
 
 def ddp_loop(model, batches, optimizer):
-    """A loop of five lines. Four ranks, a small learning rate, the same batch three times.
-    Asks: How many times as long as in one process is the gradient of the third update? [times]
-    Why: backward adds to what .grad holds; DDP averages it, and clears nothing. Lesson 03: One process is the judge."""
+    """A loop of five lines. Four ranks train with a small learning rate, on the same batches three times.
+    Asks: How many times too long is the gradient of update 3? [times] Lesson 03: One process is the judge.
+    Why: backward adds to what .grad holds. DDP averages that sum over the ranks; it clears nothing."""
     model = DistributedDataParallel(model)
     for inputs, targets in batches:
         loss = F.mse_loss(model(inputs), targets)
@@ -56,9 +56,9 @@ def zero_grad(loop):
 
 
 def ddp_loader(dataset):
-    """A loader on every rank. The data set has 32 samples. Each of four ranks goes through its loader once.
-    Asks: How many samples does each rank work through in an epoch? [samples]
-    Why: The mean of four equal gradients is one of them: four do the work of one. Lesson 03: Every sample once."""
+    """A loader on every rank. A data set of 32 samples; each of four ranks goes through its loader once.
+    Asks: How many samples does each rank work through in an epoch? [samples] Lesson 03: Every sample once.
+    Why: The mean of four equal gradients is one of them: four devices do the work of one, in the same time."""
     sampler = None  # -
     sampler = DistributedSampler(dataset)  # +
     return DataLoader(dataset, batch_size=4, sampler=sampler)
@@ -73,9 +73,9 @@ def sampler(make_loader):
 
 
 def ddp_epochs(sampler, epochs):
-    """Three epochs, shuffled. torch's sampler shuffles 32 samples. A rank goes through its quarter three times.
-    Asks: In how many different orders does rank 0 see its samples? [orders]
-    Why: The order is drawn from (seed, epoch), and until told, it is epoch 0. Lesson 03: Every sample once."""
+    """Three epochs, shuffled. torch's sampler shuffles 32 samples; a rank takes its quarter three times.
+    Asks: In how many different orders does rank 0 see its samples? [orders] Lesson 03: Every sample once.
+    Why: Ranks agree on an order without a word: it is drawn from (seed, epoch). Until it is told, the epoch is 0."""
     orders = []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)  # +
@@ -91,9 +91,9 @@ def set_epoch(go_through):
 
 
 def train_here(rank, world_size, port):
-    """Spawned by a script. A script without torchrun ends with mp.spawn(train_here, args=(2, port), nprocs=2).
-    Asks: How many of the two processes come to their sum? [processes]
-    Why: env:// reads where to meet from variables that torchrun sets and spawn does not. Lesson 14: How agents meet."""
+    """Processes by spawn. A script without torchrun ends with mp.spawn(train_here, args=(2, port), nprocs=2).
+    Asks: How many of the two processes come to their sum? [processes] Lesson 14: How agents meet.
+    Why: env:// reads from two variables where ranks meet. torchrun sets them; spawn gives a process only its rank."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))  # +
     dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=world_size)
     dist.all_reduce(total := torch.tensor(rank + 1.0))
@@ -113,9 +113,9 @@ def spawn(train):
 
 
 def average_gradients(model):
-    """None is skipped. Three parameters of equal shape; rank 1's batch does not use the second: its gradient is None.
-    Asks: How many of the four ranks come back? [ranks]
-    Why: The n-th call of a rank meets the n-th of the others: its third gradient their second. Lesson 03: Rung 1."""
+    """Gradients averaged by hand. Of three equal parameters rank 1's batch does not use the second: no gradient.
+    Asks: How many of the four ranks come back? [ranks] Lesson 03: Rung 1.
+    Why: The n-th call of a rank meets the n-th call of the others: rank 1 adds its third gradient to their second."""
     for parameter in model.parameters():
         if parameter.grad is None:  # +
             parameter.grad = torch.zeros_like(parameter)  # +
@@ -136,9 +136,9 @@ def none_skipped(average):
 
 
 def accumulate(model, batches, optimizer, steps):
-    """Groups of four. DDP wraps the model. An epoch has 10 micro-batches; four make an update.
-    Asks: How many all-reduces of the gradient does the epoch take? [all-reduces]
-    Why: DDP averages in each backward unless told before. A last group stays in .grad. Lesson 03: Send less often."""
+    """An accumulator. DDP wraps the model. An epoch has 10 micro-batches, and four of them make an update.
+    Asks: How many all-reduces of the gradient does the epoch take? [all-reduces] Lesson 03: Send less often.
+    Why: DDP averages in each backward, unless it is told before forward. Groups that stay small wait in .grad."""
     for number, (inputs, targets) in enumerate(batches, 1):
         is_full = number % steps == 0  # -
         is_full = number % steps == 0 or number == len(batches)  # +
@@ -164,8 +164,8 @@ def every_microbatch(loop):
 
 def lars_step(weight, gradient, lr, decay, trust=0.001):
     """A step of LARS. The averaged gradient points against the weight decay, and is 0.9 times as long.
-    Asks: How many times as long as the paper's is the step? [times]
-    Why: The paper divides by |g| + decay |w|; here no step is short. Lesson 04: Every layer has its own scale."""
+    Asks: How many times as long as the paper's is the step? [times] Lesson 04: Every layer has its own scale.
+    Why: The paper divides by |g| + decay |w|. Divided by its own length, a step is as long where hardly any is due."""
     update = gradient + decay * weight
     length = update.norm()  # -
     length = gradient.norm() + decay * weight.norm()  # +
@@ -183,9 +183,9 @@ def lars_norm(step):
 
 
 def send_top_k(gradient, k):
-    """The largest 1 %. A gradient has 100,000 numbers. Each of four ranks keeps its 1,000 largest.
-    Asks: How many percent of the bytes of the whole gradient are sent? [%]
-    Why: Zeros travel like any other number. Places and values do not. Lesson 05: The largest elements: top-k."""
+    """Top-k. A gradient has 100,000 numbers. Each of four ranks keeps its 1,000 largest, and all are averaged.
+    Asks: How many percent of the bytes of the whole gradient are sent? [%] Lesson 05: The largest elements: top-k.
+    Why: A tensor of zeros travels like any other. What saves bytes is to send places and values."""
     index = gradient.abs().topk(k).indices
     kept = torch.zeros_like(gradient)
     kept[index] = gradient[index]  # -
@@ -210,9 +210,9 @@ def top_k(send):
 
 
 def quantize(gradient, bits):
-    """Ten bits instead of eight. Each rank quantizes its gradient; codes, scale and low are sent and averaged.
-    Asks: How many times as large as with 8 bits is the largest error with 10? [times]
-    Why: uint8 ends at 255; code 256 becomes 0. Zeros make 0 / 0, NaN, whose cast is undefined. Lesson 05: Few bits."""
+    """Quantized to more bits. Ranks quantize their gradients and send codes, scale and low, which are averaged.
+    Asks: With 10 bits for 8, how many times as large is the largest error? [times] Lesson 05: Few bits.
+    Why: uint8 ends at 255; code 256 becomes 0. Zeros make 0 / 0, which is NaN: what a cast makes of it is undefined."""
     low, high = gradient.min(), gradient.max()
     scale = (high - low) / (2**bits - 1)
     scale = scale.clamp(min=1e-30)  # +
@@ -235,9 +235,9 @@ def ten_bits(quantize):
 
 
 def power_sgd(gradient, q):
-    """Thin factors. PowerSGD: of a matrix of 64 x 32 only two factors of rank 2 are sent. The ranks' gradients differ.
-    Asks: How many bytes does rank 0 give to all-reduce? [bytes]
-    Why: Each rank compresses its own gradient and keeps it; the copies drift apart. Lesson 05: Thin factors."""
+    """PowerSGD. Of a gradient of 64 x 32 only two factors of rank 2 are sent. The ranks' gradients differ.
+    Asks: How many bytes does rank 0 send? [bytes] Lesson 05: Thin factors.
+    Why: Each rank compresses its own gradient and keeps the result: nothing is averaged, and the copies drift apart."""
     p = torch.linalg.qr(gradient @ q).Q  # -
     p = torch.linalg.qr(average(gradient @ q)).Q  # +
     q = gradient.t() @ p  # -
@@ -255,9 +255,9 @@ def nothing_sent(compress):
 
 
 def overlapped(model, loss_of):
-    """Sent while backward computes. Rank r's gradient is r + 1 everywhere, so that the mean is 2.5.
-    Asks: On how many of the four ranks is the gradient the mean? [ranks]
-    Why: A tensor's hook sees what .grad will get. That is summed; what is divided is a copy. Lesson 03: Rung 4."""
+    """Sent while backward computes. Each number of rank r's gradient is r + 1, so that the mean is 2.5.
+    Asks: On how many of the four ranks is the gradient the mean? [ranks] Lesson 03: Rung 4.
+    Why: A tensor's hook sees what .grad is about to get. That is summed; what is divided is a copy of its own."""
     sent, send = [], lambda gradient: dist.all_reduce(gradient, async_op=True)
     for parameter in model.parameters():
         parameter.register_hook(lambda grad, p=parameter: sent.append((p, send(grad))))  # -

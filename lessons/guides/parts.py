@@ -32,9 +32,9 @@ def receive(source, like):
 
 
 def gpipe(stage, receive, inputs, targets, chunks):
-    """GPipe by hand. Four ranks have a layer each. The batch is cut into 8: all forward, then all backward.
-    Asks: How many times too long are the gradients? [times]
-    Why: A loss is the mean of its micro-batch, and gradients add up. Adam hides it. Lesson 09: Run it yourself."""
+    """GPipe by hand. Four ranks have a layer each. The batch is cut into 8 chunks: all forward, then all backward.
+    Asks: How many times as long as in one process are the gradients? [times] Lesson 09: Run it yourself.
+    Why: A loss is a mean over its own chunk, and gradients add up. Adam hides it, as it divides by their size."""
     rank, last, kept = dist.get_rank(), dist.get_world_size() - 1, []
     for x, y in zip(inputs.chunk(chunks), targets.chunk(chunks)):
         x = receive(rank - 1, x) if rank else x
@@ -77,8 +77,8 @@ def run_boxes(boxes, ranks):
 
 def picture(gpu):
     """A picture of seven boxes. A guide draws two GPUs and two micro-batches. Two ranks run the boxes as drawn.
-    Asks: How many of the seven boxes can run? [boxes]
-    Why: GPU 0's B1 begins with the gradient that GPU 1's B1 makes. Lesson 09: GPipe: cut the batch."""
+    Asks: How many of the seven boxes can run? [boxes] Lesson 09: GPipe: cut the batch.
+    Why: GPU 0's B1 begins with the gradient that GPU 1's B1 makes. Each F needs its B, on each GPU."""
     first = "F1 F2 B2 B1"
     second = "F1 F2 B2"  # -
     second = "F1 F2 B2 B1"  # +
@@ -103,9 +103,9 @@ def missing_box(boxes_of):
 
 
 def row_of_boxes(gpu, gpus, microbatches):
-    """Backward, last in first out. Four GPUs and 8 micro-batches; no box is missing.
-    Asks: How many micro-batches' activations does GPU 0 hold at its peak? [micro-batches]
-    Why: B0 could run first and free what it holds; last, it costs memory, and no time. Lesson 09: 1F1B."""
+    """Backward, last in first out. Four GPUs run 8 micro-batches; no box is missing, and gradients are right.
+    Asks: How many micro-batches' activations does GPU 0 hold at most? [micro-batches] Lesson 09: 1F1B.
+    Why: B0 could run first and free what it holds. Here it runs last, which costs memory; it costs no time."""
     forward = [f"F{number}" for number in range(microbatches)]
     backward = [f"B{number}" for number in reversed(range(microbatches))]  # -
     return forward + backward  # -
@@ -138,8 +138,8 @@ def gradients(layer, weight):  # of the input and of the weight, with a second l
 
 def column_linear(x, weight):
     """A layer in columns. Each of four ranks has 4 of a weight's 16 rows. A second layer and a loss follow.
-    Asks: How many of the layer's 128 numbers get a gradient? [numbers]
-    Why: Autograd does not follow dist.all_gather. The loss falls: other layers train. Lesson 08: f and g."""
+    Asks: How many of the layer's 128 numbers get a gradient? [numbers] Lesson 08: f and g.
+    Why: Autograd does not follow dist.all_gather. The loss falls all the same, as the other layers train."""
     out = F.linear(x, weight)
     parts = [torch.empty_like(out) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, out)
@@ -157,9 +157,9 @@ def gather_cuts(layer):
 
 
 def column_block(x, weight):
-    """The layer below. The same layer, gathered so that its weights learn. x's gradient goes on to the layer below.
-    Asks: How many different gradients of x do the four ranks have? [gradients]
-    Why: A rank knows what came through its own rows; the sum of all is due: Megatron's f. Lesson 08: f and g."""
+    """The layer below. The same layer with a gather that autograd follows. x's gradient goes on to the layer below.
+    Asks: How many different gradients of x do the four ranks have? [gradients] Lesson 08: f and g.
+    Why: A rank has the gradient that came through its own rows; x's is the sum of all. Megatron calls this sum f."""
     x = copy_to_ranks(x)  # +
     return join_features(F.linear(x, weight))
 
@@ -177,8 +177,8 @@ def input_gradient(layer):
 
 def row_linear(x, weight, bias):
     """A layer in rows. Each of four ranks has a quarter of the weight's columns, and the whole bias.
-    Asks: How many times is the bias in the output? [times]
-    Why: Every rank adds it before the sum. Biases that start at zero hide it. Lesson 08: Two ways to cut a matrix."""
+    Asks: How many times is the bias in the output? [times] Lesson 08: Two ways to cut a matrix.
+    Why: Every rank adds the bias before the sum. Biases that start at zero hide it in a first test."""
     out = F.linear(x, weight, bias)  # -
     out = F.linear(x, weight)  # +
     dist.all_reduce(out)
@@ -195,9 +195,9 @@ def bias_times(layer):
 
 
 def attention(x, qkv_weight, heads):
-    """Attention by heads. The model has 8 heads. Each of four ranks has the weights of 2 of them.
-    Asks: With how many heads does the model compute? [heads]
-    Why: One softmax over all that a rank has is one head: 2 ranks have a different model. Lesson 08: Attention."""
+    """Attention by heads. The model has 8 heads, and each of four ranks has the weights of 2 of them.
+    Asks: With how many heads does the model compute? [heads] Lesson 08: Attention.
+    Why: One softmax over all that a rank has is one head per rank: on 2 ranks it would be a different model."""
     q, k, v = F.linear(x, qkv_weight).chunk(3, dim=-1)
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (q, k, v))  # +
     out = F.scaled_dot_product_attention(q, k, v)
@@ -220,8 +220,8 @@ def heads_split(attend):
 
 def fully_sharded(model):
     """Fully sharded. Four equal layers over four ranks, wrapped by torch's policy with its default.
-    Asks: How much of the model does the largest gather bring to every rank? [%]
-    Why: It makes units of 100 million numbers; this model is one. Lesson 07: How large is a unit?."""
+    Asks: How much of the model does the largest gather bring to every rank? [%] Lesson 07: How large is a unit?.
+    Why: The policy makes units of 100 million numbers: a smaller model is one, and every rank gathers it whole."""
     policy = size_based_auto_wrap_policy  # -
     policy = ModuleWrapPolicy({nn.Linear})  # +
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
@@ -239,8 +239,8 @@ def one_unit(wrap):
 
 def save_sharded(shard, path):
     """Saved by rank 0. The model is sharded: each of four ranks has a quarter of its 1,000 numbers.
-    Asks: How many of the model's 1,000 numbers are in the file? [numbers]
-    Why: Rank 0's state is the model's only where it has all of it. Lesson 12: One checkpoint of all ranks."""
+    Asks: How many of the 1,000 numbers are in the file? [numbers] Lesson 12: One checkpoint of all ranks.
+    Why: Rank 0's state is the model's only where rank 0 has all of it. Large models are saved as shards."""
     shard = gathered(shard)  # +
     if dist.get_rank() == 0:
         torch.save(shard, path)
@@ -256,9 +256,9 @@ def one_shard(save):
 
 
 def save_state(state, path):
-    """Saved over the last one. Four ranks save shards of 4 MB. At the second save the disk is full.
-    Asks: On how many of the four ranks can a checkpoint still be read? [ranks]
-    Why: To open a file for writing empties it; a rename at the end keeps one whole. Lesson 12: Killed while saving."""
+    """Saved over the last one. Each of four ranks saves its shard. In the middle of the second save the disk is full.
+    Asks: On how many ranks can a checkpoint still be read? [ranks] Lesson 12: Killed while saving.
+    Why: To open a file for writing empties it. With a new name, and a rename at the end, one is whole at any moment."""
     torch.save(state, path)  # -
     torch.save(state, f"{path}.part")  # +
     os.replace(f"{path}.part", path)  # +
@@ -279,9 +279,9 @@ def not_atomic(save):
 
 
 def resume(path, model, batches, update):
-    """Resumed. An epoch has 8 batches. A model with dropout is stopped after 5, and resumed in a new process.
-    Asks: How many batches does the model see in this epoch in all? [batches]
-    Why: A run goes on from its data and its random numbers, not from its weights alone. Lesson 12: The same run."""
+    """Resumed. An epoch has 8 batches. A model with dropout is stopped after 5 and resumed, with other random numbers.
+    Asks: How many batches does it see in this epoch in all? [batches] Lesson 12: The same run.
+    Why: A run goes on from where its data and its random numbers were, not from its weights alone."""
     state = torch.load(path)
     model.load_state_dict(state["model"])
     torch.set_rng_state(state["random"])  # +
@@ -313,9 +313,9 @@ def same_run(go_on):
 
 
 def train_and_save(step, save):
-    """Saved in except. In step 3 rank 2 alone meets a bad sample, and raises. save() has a barrier, as all ranks save.
-    Asks: How many times does the report of the failure name the bad sample? [times]
-    Why: Rank 2 waits for the others in save, they for it in their step. Save at steps. Lesson 12: How often?."""
+    """Saved in except. In step 3 rank 2 alone meets a bad sample, and raises. save() has a barrier: all ranks save.
+    Asks: How many times does the failure's report name the sample? [times] Lesson 12: How often?.
+    Why: Rank 2 waits for the others in save, and they wait for it in their step. Save at steps, not in except."""
     try:
         for number in range(10):
             step(number)
@@ -336,8 +336,8 @@ def saved_in_except(train):
 
 def regroup(left):
     """One rank fewer. Rank 3 leaves. The others are told who is left, ask how many they are, and go on.
-    Asks: What does get_world_size() say on rank 0? [ranks]
-    Why: A group is a list and asks nobody; elastic launchers start new ranks. Lesson 12: More or fewer ranks."""
+    Asks: What does get_world_size() say on rank 0? [ranks] Lesson 12: More or fewer ranks.
+    Why: A group is a list from the start; it asks nobody who is there. An elastic launcher starts new ranks."""
     group = dist.group.WORLD  # -
     group = dist.new_group(left, use_local_synchronization=True)  # +
     return group, dist.get_world_size(group)
@@ -360,9 +360,9 @@ def world_size(regroup):
 
 
 def profiled_step(model, inputs, optimizer, section):
-    """A profiler's sections. DDP wraps the model. Rank 3's forward pass is 100 ms late; the others wait.
-    Asks: How many milliseconds does "sync" show on rank 0? [ms]
-    Why: DDP waits inside backward, which looks slow. Lesson 13: A profiler that lies: spot the bug."""
+    """A profiler's sections. DDP wraps the model. Rank 3's forward pass is 100 ms late; the others wait for it.
+    Asks: How many milliseconds does "sync" show on rank 0? [ms] Lesson 13: A profiler that lies: spot the bug.
+    Why: DDP waits inside backward, which looks slow. A barrier before it shows who waited, and costs its own time."""
     with section("forward"):
         loss = model(inputs).sum()
     with section("sync"):  # +

@@ -29,8 +29,8 @@ NUM_RANKS, START_S, LIMIT_S = 4, 60.0, 2.0  # after LIMIT_S a snippet counts as 
 LINES: list[str] = []  # what ranks printed in the last run
 RANKS = Ranks(NUM_RANKS, backend="gloo", echo=lambda rank, line: LINES.append(line))
 SCRIPT = Ranks(1, joined=False, echo=lambda rank, line: LINES.append(line))  # one process, as a script is
-PART = '<b>{}</b><pre style="margin:0 0 0.8em">{}</pre>'
-WORDS = re.compile(r"(.*?)\. (.*)\nAsks: (.*) \[(.*)\]\nWhy: (.*)\sLesson (\d\d): (.*)\.", re.DOTALL)
+PART = '<b>{}</b><pre style="margin:0 0 0.8em;white-space:pre-wrap">{}</pre>'
+WORDS = re.compile(r"(.*?)\. (.*)\nAsks: (.*) \[(.*)\] Lesson (\d\d): (.*)\.\nWhy: (.*)")
 
 
 class Found(NamedTuple):
@@ -47,7 +47,7 @@ class Trial(NamedTuple):
 
     snippet: Callable[..., Any]
     versions: tuple[str, str]  # as printed, mended
-    words: tuple[str, ...]  # title, situation, question, unit, why, lesson, heading
+    words: tuple[str, ...]  # title, situation, question, unit, lesson, heading, why
     measure: Callable[[Callable[..., Any]], Any]  # runs a version on a rank; what rank 0 finds counts
     told: Callable[[list[Any], str], Found] | None = None  # says it instead, from all results, and also after a hang
     fault: str = "wrong"
@@ -63,10 +63,12 @@ class Trial(NamedTuple):
     @property
     def link(self) -> str:
         """The link to the lesson that explains it, to the learner's copy where there is one."""
-        (folder,), work = lessons_folder().glob(f"{self.words[5]}_*"), work_folder()
-        copy = folder / "lesson.ipynb" if work is None else copy_in(work, folder.name)
-        name = copy.name if copy.is_file() else "lesson.ipynb"
-        return f'<a href="{folder.name}/{name}">Lesson {self.words[5]}</a>, {self.words[6]}'
+        number, heading, work = *self.words[4:6], work_folder()
+        for folder in lessons_folder().glob(f"{number}_*"):  # a student copy may lack it
+            copy = folder / "lesson.ipynb" if work is None else copy_in(work, folder.name)
+            name = copy.name if copy.is_file() else "lesson.ipynb"
+            return f'<a href="{folder.name}/{name}">Lesson {number}</a>, {heading}'
+        return f"Lesson {number}, {heading}"
 
 
 TRIALS: dict[str, Trial] = {}
@@ -80,9 +82,8 @@ def trial(snippet: Callable[..., Any], **facts: Any) -> Callable[[Callable[..., 
     lines = [head.rstrip(), *body.splitlines()[1:]]
     printed = "\n".join(line.removesuffix("  # -") for line in lines if not line.endswith("  # +"))
     mended = "\n".join(line.removesuffix("  # +") for line in lines if not line.endswith("  # -"))
-    words = WORDS.fullmatch(inspect.getdoc(snippet) or "")
-    parts = tuple(" ".join(part.split()) for part in words.groups())  # type: ignore[union-attr]
-    return lambda fn: TRIALS.setdefault(fn.__name__, Trial(snippet, (printed, mended), parts, fn, **facts))
+    words = WORDS.fullmatch(inspect.getdoc(snippet) or "").groups()  # type: ignore[union-attr]
+    return lambda fn: TRIALS.setdefault(fn.__name__, Trial(snippet, (printed, mended), words, fn, **facts))
 
 
 def made(one: Trial, text: str) -> Callable[..., Any]:
@@ -148,10 +149,9 @@ def verdict(name: str) -> Note:
         show(one.draw(first, then))
     words = ["right" if found.right else one.fault for found in (first, then)]
     told = {"Your prediction": guess.compare(first.number), f"As it stands above: {words[0]}": first.sentence}
-    told |= {"What mends it": one.difference, f"Mended: {words[1]}": then.sentence, "Why": one.words[4]}
+    told |= {"What mends it": one.difference, f"Mended: {words[1]}": then.sentence, "Why": one.words[6]}
     page = "".join(PART.format(label, html.escape(text)) for label, text in told.items())
-    page = f'<div style="border-left:3px solid;padding-left:1em">{page}<p>{one.link}</p></div>'
-    return Note("\n".join(f"{label}\n{text}" for label, text in told.items()), page=page)
+    return Note("\n".join(f"{label}\n{text}" for label, text in told.items()), page=f"{page}<p>{one.link}</p>")
 
 
 def cells(names: str) -> Iterator[tuple[str, str, str]]:

@@ -140,7 +140,7 @@ def words_of(plan: Plan, microbatch: int) -> str:
 
 STRATEGIES = ("one device", "data", "ZeRO-1", "ZeRO-2", "FSDP", "tensor", "pipeline", "tensor and pipeline")
 MICROBATCHES = (1, 2, 4)
-MOST_SIMULATED = 24
+MOST_SIMULATED = 256
 
 
 class MapCell(NamedTuple):

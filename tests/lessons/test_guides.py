@@ -85,8 +85,8 @@ def test_the_page_has_each_trial_once_and_links_to_headings():
     assert sorted(FOUND) == sorted(TRIALS) == sorted({name for name in named if name})
     assert all(named.count(name) == 3 for name in FOUND)
     for one in TRIALS.values():
-        (lesson,) = LESSONS.glob(f"{one.words[5]}_*/lesson.py")
-        assert f"# {one.words[6]}" in lesson.read_text(encoding="utf-8"), f"{one.words[0]}: no heading {one.words[6]!r}"
+        (lesson,) = LESSONS.glob(f"{one.words[4]}_*/lesson.py")
+        assert f"# {one.words[5]}" in lesson.read_text(encoding="utf-8"), f"{one.words[0]}: no heading {one.words[5]!r}"
         assert f'href="{lesson.parent.name}/lesson.ipynb"' in one.link
 
 
