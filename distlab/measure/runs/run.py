@@ -34,19 +34,11 @@ from distlab.comm.device import span_writer
 from distlab.hybrid import Hybrid
 from distlab.measure.count.gpt import expert_loads, make_gpt, with_expert_loads
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
-from distlab.measure.runs.calibrate import (
-    CalibrationOfRun,
-    CalibrationRound,
-    between_windows,
-    count_model,
-    median_calibration,
-    predict_step,
-    sgd,
-)
+from distlab.measure.runs import calibrate as by_plan
 from distlab.measure.runs.calls import is_pipeline_alone
 from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_beside, trouble_of, windows_between
 from distlab.plan import AXES, Plan, Workload
-from distlab.trace import Trace
+from distlab.trace import Span, Trace
 from simulator import Step
 
 if TYPE_CHECKING:
@@ -111,7 +103,7 @@ class TrainingRun:
             ValueError: a pipeline of layers with experts.
         """
         experts = {"num_experts": self.num_experts, "top_k": self.top_k}
-        return count_model(self.model, self.samples, self.plan, device=device_of(self.device, 0), **experts)
+        return by_plan.count_model(self.model, self.samples, self.plan, device=device_of(self.device, 0), **experts)
 
     def batches(self, data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of all steps, whole and the same on every rank."""
@@ -136,17 +128,17 @@ def time_training(run: TrainingRun, data: bytes | None = None) -> RankReport:
     ahead, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()  # batches of a window, and their losses
     with ExitStack() as stack:
         model = make_gpt(run.model, run.seed, **experts).to(device)
-        hybrid = Hybrid(model, run.plan, sgd, order=run.order, spans=spans)
+        hybrid = Hybrid(model, run.plan, by_plan.sgd, order=run.order, spans=spans)
         stack.callback(hybrid.close)
         losses += [float(hybrid.train_step(*next(batches))) for _ in range(run.num_updates)]
         weights = {name: value.cpu() for name, value in hybrid.full_state_dict().items()}
         if not run.num_windows:
             return RankReport(losses, weights, trace=spans.trace())
         sizes = {"num_layers": run.model.num_layers} | experts
-        calibration = CalibrationOfRun(run.plan, run.order, hybrid.groups, device=device, **sizes)
+        calibration = by_plan.CalibrationOfRun(run.plan, run.order, hybrid.groups, device=device, **sizes)
         stack.callback(calibration.close)
 
-        def calibrate() -> CalibrationRound:
+        def calibrate() -> by_plan.CalibrationRound:
             if seen:  # of the window that has just ended
                 losses.append(float(seen[-1]))
                 loads.append(expert_loads(hybrid.stages.values(), run.plan, device))
@@ -179,7 +171,7 @@ class RunResult:
 
         @cache  # the two rounds after a window are those before the next but one
         def predicted_s(load: tuple[float, ...], first: int, stop: int) -> float:
-            return self._step(load, between_windows(report.rounds[first:stop], middle)).duration_s
+            return self._step(load, by_plan.between_windows(report.rounds[first:stop], middle)).duration_s
 
         loads = report.expert_loads or [()] * len(report.measured_s)
         return windows_between(report, lambda window, first, stop: predicted_s(loads[window], first, stop))
@@ -195,16 +187,16 @@ class RunResult:
         return self._step(np.median(loads, axis=0).tolist() if loads else (), self._middle)
 
     @cached_property
-    def _middle(self) -> CalibrationRound:
-        return median_calibration(self.reports[0].rounds)
+    def _middle(self) -> by_plan.CalibrationRound:
+        return by_plan.median_calibration(self.reports[0].rounds)
 
-    def _step(self, loads: Sequence[float], measured: CalibrationRound) -> Step:
+    def _step(self, loads: Sequence[float], measured: by_plan.CalibrationRound) -> Step:
         """Simulate a step with experts as busy as these loads say."""
         run, cores = self.run, shared_cores(torch.device(self.run.device))
         workload = self.reports[0].workload
         assert workload is not None, "windows were timed, so the workload was counted"
         loaded = with_expert_loads(workload, loads, run.plan, cores=cores)
-        return predict_step(loaded, measured, run.plan, order=run.order, cores=cores)
+        return by_plan.predict_step(loaded, measured, run.plan, order=run.order, cores=cores)
 
 
 def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:
@@ -245,13 +237,18 @@ def _overlay(
     timed = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
     counted_ns = lengths_ns[timed]
     middle = int(timed[counted_ns.argsort(kind="stable")[(len(timed) - 1) // 2]])
-    traces = [report.step_trace(middle) for report in reports]
-    if calls is not None:
-        for rank, (report, marked) in enumerate(zip(reports, list(traces), strict=True)):
+    traces = []
+    for rank, report in enumerate(reports):
+        own = report.step_trace(middle)
+        if calls is not None:
             # A rank that had no core when the step began still makes the call in which ranks agree on that moment.
-            begin = min(marked.start_ns.tolist(), default=0)
-            own = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
-            traces.append(replace(report, trace=own).step_trace(middle))
+            seen = calls.select((calls.rank == rank) & (calls.start_ns >= min(own.start_ns.tolist(), default=0)))
+            own = Trace.concatenate([own, replace(report, trace=seen).step_trace(middle)])
+        traces.append(own)
+        if len(own):  # it waits before its first span and after its last: the step is drawn as long as it was timed
+            edges = zip(report.step_ns[middle], (own.start_ns.min(), own.end_ns.max()), strict=True)
+            spans = (Span(rank, own[0].lane, "wait", "wait", int(min(edge)), int(max(edge))) for edge in edges)
+            traces.append(Trace.from_spans(spans))
     measured = Trace.concatenate(traces).shifted(-min(report.step_ns[middle][0] for report in reports))
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
