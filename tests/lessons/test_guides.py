@@ -68,10 +68,9 @@ def ranks_end():
 @pytest.mark.parametrize("name", CASES)
 def test_as_printed_it_shows_its_fault_and_mended_none(name, monkeypatch):
     one, (number, mended, *waits) = TRIALS[name], FOUND[name]
-    if name not in HANGS:  # a limit that only a hang reaches
-        monkeypatch.setitem(judged.__globals__, "LIMIT_S", 60.0)
+    monkeypatch.setitem(judged.__globals__, "LIMIT_S", 5.0 if name in HANGS else 60.0)  # only a hang reaches it
     first, then = (judged(one, made(one, text)) for text in one.versions)
-    assert first.number == pytest.approx(number, rel=0.01, abs=5 if name == "empty_section" else 1e-9), first
+    assert first.number == pytest.approx(number, rel=0.01, abs=50 if name == "empty_section" else 1e-9), first
     assert (first.right, then.right) == (False, True), (first, then)
     assert all(text in first.sentence for text in waits)
     assert mended in then.sentence
