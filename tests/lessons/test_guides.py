@@ -102,7 +102,7 @@ def test_a_learners_own_version_is_tried_and_what_goes_wrong_is_said():
         ASKED["set_epoch"] = wrong, ASKED["set_epoch"][1]
         assert says in verdict("set_epoch").text
     rows = table().text.splitlines()
-    assert "Three epochs, shuffled: 0 of 4 ranks came back." in rows
+    assert "Three epochs, shuffled: Ranks back: 0." in rows
     assert "A loader on every rank: not on trial in this session" in rows
     assert RANKS.pids == ()
 
