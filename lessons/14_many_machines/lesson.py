@@ -565,7 +565,7 @@ except FileNotFoundError:
 tried = {line[:24].strip(): float(line.split()[-2]) for line in done.stdout.splitlines() if "after" in line}
 tried["torch, where nothing listens"] = took["elsewhere: until it gives up"]  # from above
 words = {"unit": "s", "title": "Only silence takes time; torch makes silence of every refusal"}
-show(draw_bars(tried, subtitle="limits: 1.5 s for a call, 3 s for torch", **words))
+show(draw_bars(tried, subtitle="limits: 1.5 s for a call; for torch 3 s, and Python's start", **words))
 
 # %% [markdown]
 # Four ways to fail, and three answers. **Refused at once**: the machine is there, and nothing
