@@ -38,7 +38,7 @@ from distlab.measure.runs import calibrate as by_plan
 from distlab.measure.runs.calls import is_pipeline_alone
 from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_beside, trouble_of, windows_between
 from distlab.plan import AXES, Plan, Workload
-from distlab.trace import Span, Trace
+from distlab.trace import Trace
 from simulator import Step
 
 if TYPE_CHECKING:
@@ -237,18 +237,13 @@ def _overlay(
     timed = np.arange(len(lengths_ns)).reshape(len(windows), -1)[kept].ravel()
     counted_ns = lengths_ns[timed]
     middle = int(timed[counted_ns.argsort(kind="stable")[(len(timed) - 1) // 2]])
-    traces = []
-    for rank, report in enumerate(reports):
-        own = report.step_trace(middle)
-        if calls is not None:
+    traces = [report.step_trace(middle) for report in reports]
+    if calls is not None:
+        for rank, (report, marked) in enumerate(zip(reports, list(traces), strict=True)):
             # A rank that had no core when the step began still makes the call in which ranks agree on that moment.
-            seen = calls.select((calls.rank == rank) & (calls.start_ns >= min(own.start_ns.tolist(), default=0)))
-            own = Trace.concatenate([own, replace(report, trace=seen).step_trace(middle)])
-        traces.append(own)
-        if len(own):  # it waits before its first span and after its last: the step is drawn as long as it was timed
-            edges = zip(report.step_ns[middle], (own.start_ns.min(), own.end_ns.max()), strict=True)
-            spans = (Span(rank, own[0].lane, "wait", "wait", int(min(edge)), int(max(edge))) for edge in edges)
-            traces.append(Trace.from_spans(spans))
+            begin = min(marked.start_ns.tolist(), default=0)
+            own = calls.select((calls.rank == rank) & (calls.start_ns >= begin))
+            traces.append(replace(report, trace=own).step_trace(middle))
     measured = Trace.concatenate(traces).shifted(-min(report.step_ns[middle][0] for report in reports))
     said = [(one.predicted_s, one.predicted_before_s, one.predicted_after_s) for one in map(windows.__getitem__, kept)]
     return Overlay(measured, predicted, (counted_ns / 1e9).tolist(), np.ravel(said).tolist(), trouble_of(windows))
