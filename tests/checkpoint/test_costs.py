@@ -22,7 +22,7 @@ def test_a_save_beside_training_exchanges_outcomes_and_threads_send_nothing(rank
         parts = {"model": torch.nn.Linear(400, 400)}
         first = calls_of(lambda: saves.save(1, parts=parts))
         second = calls_of(lambda: saves.save(2, parts=parts))
-        return first, second, calls_of(saves.close)
+        return first, second, calls_of(saves.wait)
 
     for first, second, last in ranks(2).run(measure):
         assert [op for op, _ in first] == EXCHANGE
