@@ -109,11 +109,7 @@ def save(
 
 
 def load(
-    directory: str | Path,
-    *,
-    parts: Parts,
-    group: ProcessGroup | None = None,
-    reshard: bool = False,
+    directory: str | Path, *, parts: Parts, group: ProcessGroup | None = None, reshard: bool = False
 ) -> Resumed | None:
     """Take up the newest good checkpoint; None where nothing was saved yet. Every rank of the group calls it.
 

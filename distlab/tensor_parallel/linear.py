@@ -169,12 +169,7 @@ class RowParallelLinear(_ParallelLinear):
 
     @classmethod
     def from_full(
-        cls,
-        layer: nn.Linear,
-        group: ProcessGroup | None = None,
-        *,
-        sequence_parallel: bool = False,
-        num_parts: int = 1,
+        cls, layer: nn.Linear, group: ProcessGroup | None = None, *, sequence_parallel: bool = False, num_parts: int = 1
     ) -> RowParallelLinear:
         """Cut a layer; rank 0's counts. The options are the attributes of these names.
 

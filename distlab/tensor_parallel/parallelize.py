@@ -48,11 +48,7 @@ from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding, voca
 
 
 def parallelize(
-    model: GPT,
-    group: ProcessGroup | None = None,
-    *,
-    sequence_parallel: bool = False,
-    num_parts: int = 1,
+    model: GPT, group: ProcessGroup | None = None, *, sequence_parallel: bool = False, num_parts: int = 1
 ) -> ParallelGPT:
     """Split a GPT over the ranks of a group; rank 0's weights count.
 

@@ -29,16 +29,7 @@ from distlab.comm.p2p import group_rank
 from distlab.tensor_parallel.compare import compare, watch
 from distlab.tensor_parallel.functions import sum_of_ranks
 from distlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, agree_on
-from distlab.tensor_parallel.plan import (
-    LAYERS,
-    OWN,
-    Heads,
-    check_ties,
-    find_heads,
-    find_inside,
-    find_styles,
-    parent_of,
-)
+from distlab.tensor_parallel.plan import LAYERS, OWN, Heads, check_ties, find_heads, find_inside, find_styles, parent_of
 from distlab.tensor_parallel.vocabulary import VocabularyParallelEmbedding
 
 
@@ -120,11 +111,7 @@ def _check(
 
 
 def _cut(
-    model: nn.Module,
-    styles: Mapping[str, str],
-    heads: Heads,
-    ties: Iterable[Sequence[str]],
-    group: ProcessGroup | None,
+    model: nn.Module, styles: Mapping[str, str], heads: Heads, ties: Iterable[Sequence[str]], group: ProcessGroup | None
 ) -> None:
     """Put the parts of layers in their places, then hooks; tie what was tied; let modules count a rank's heads."""
     for name, style in styles.items():

@@ -84,12 +84,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 def vocabulary_parallel_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    group: ProcessGroup | None = None,
-    *,
-    vocab_size: int,
-    ignore_index: int = -100,
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, *, vocab_size: int, ignore_index: int = -100
 ) -> Tensor:
     """Return the mean cross-entropy of targets, in nats, from each rank's own scores; all ranks get the same number.
 

@@ -281,9 +281,7 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
         ("gpus = 2", r"\[plan\] has no key 'gpus'; write num_devices in \[cluster\]"),
         ("bucket = 2", r"has no key 'bucket'; units are in names: write bucket_bytes"),
     ],
-    "tensor = 2": [
-        ("tenser = 2", r"\[plan\] has no key 'tenser'; did you mean 'tensor'\?"),
-    ],
+    "tensor = 2": [("tenser = 2", r"\[plan\] has no key 'tenser'; did you mean 'tensor'\?")],
     'model = "gpt-3-175b"': [
         ("size = 4", r"did you mean 'head_size' or 'vocab_size' or "),
         ("num_experts = 2\nexpert_size = 4", r"experts are as wide as its feed-forward part"),
@@ -308,9 +306,7 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
         ("devices_per_node = 0", r"devices_per_node is 0; write a whole number of at least 1"),
         (f"devices_per_node = {10**30}", r"devices_per_node has 31 digits; pass at most"),
     ],
-    "stage = 1": [
-        ("stage = 4", r"\[plan.sharding\] Sharding: stage is 4"),
-    ],
+    "stage = 1": [("stage = 4", r"\[plan.sharding\] Sharding: stage is 4")],
     'order = ["data"': [('order = ["data", "data"', r"the order of axes is 'data, data")],
     "pipeline = 4": [("pipeline = 100", r"^\[plan\] .*has 100 pipeline stages")],
     "[plan]": [("[plans]", r"plans is not a table of a plan file"), ("[plan", r"plan.toml: ")],

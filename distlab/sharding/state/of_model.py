@@ -30,14 +30,7 @@ from distlab.comm.together import together
 from distlab.sharding.cut_layers import OwnPieces
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.fsdp.resharded import ReshardedParameter, names_of_others
-from distlab.sharding.state.parts import (
-    Optimizer,
-    SavedInShards,
-    by_names,
-    gather_parts,
-    prepare,
-    save_parts,
-)
+from distlab.sharding.state.parts import Optimizer, SavedInShards, by_names, gather_parts, prepare, save_parts
 
 
 def pieces_of(model: FullyShard) -> OwnPieces:

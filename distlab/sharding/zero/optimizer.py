@@ -366,9 +366,7 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
 
 
 def group_pieces(
-    named: Sequence[tuple[str, nn.Parameter]],
-    pieces: Sequence[OwnPiece],
-    make_optimizer: MakeOptimizer,
+    named: Sequence[tuple[str, nn.Parameter]], pieces: Sequence[OwnPiece], make_optimizer: MakeOptimizer
 ) -> tuple[torch.optim.Optimizer, list[list[str]]]:
     """Build the optimizer of whole parameters, then give it the pieces in their place.
 

@@ -37,12 +37,7 @@ class ScatterInBackward:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[ShardBucket],
-        *,
-        stage: int,
-        spans: SpanWriter | None,
-        on_second: Callable[[], None],
+        self, buckets: Sequence[ShardBucket], *, stage: int, spans: SpanWriter | None, on_second: Callable[[], None]
     ) -> None:
         self.buckets, self.stage, self.spans, self._on_second = buckets, stage, spans, on_second
         self._accumulating = self._ends_with_backward = False

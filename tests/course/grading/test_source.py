@@ -30,10 +30,7 @@ NEEDED = {
     "if": (("if 1 > 0:\n    A = 7\nelse:\n    A = 8", F.format("A")), 7),
     "with": (("import contextlib\nwith contextlib.nullcontext(4) as A:\n    B = A", F.format("B")), 4),
     "a class and its base": (("class G:\n    n = 5", "K = 2\nclass H(G):\n    m = K", F.format("H.n + H.m")), 7),
-    "a default and a decorator": (
-        ("D = 3\ndef same(fn):\n    return fn", "@same\ndef f(n=D):\n    return n"),
-        3,
-    ),
+    "a default and a decorator": (("D = 3\ndef same(fn):\n    return fn", "@same\ndef f(n=D):\n    return n"), 3),
     "a comprehension and a lambda": (("A = 2\ng = lambda n: n * A", F.format("[g(n) for n in (1, 2)]")), [2, 4]),
     "a comprehension's own variable": (("A = 3\nD = {A: 1 for A in (4, 5)}", F.format("sum({A for A in D}) + A")), 12),
     "a learner's own check": (("def check(a, b):\n    return a + b", "A = check(1, 2)", F.format("A")), 3),
