@@ -24,7 +24,6 @@ from distlab.checkpoint.parts import (
     Parts,
     Sharded,
     check_fit,
-    kinds_of,
     own_state,
     refuse_shards,
     require_equal,
@@ -185,10 +184,10 @@ def agreed_contents(
         refuse_shards(parts)
         shared, own = shared_state(parts), own_state(parts)
         require_plain({"data_position": data_position, **shared, **own["hooks"], **own["shards"]})
-        facts = {"step": step, "data_position": data_position, "kinds": kinds_of(parts)}
+        kinds = {name: type(one).__name__ for name, one in parts.items() if isinstance(one, torch.optim.Optimizer)}
+        facts = {"step": step, "data_position": data_position, "kinds": kinds}
         kept.append({SHARED: {**facts, "parts": shared}, OWN: own})
-        sums = sums_of(parts)
-        return step, repr(data_position), sums, begin(kept[0])
+        return step, repr(data_position), sums_of(parts), begin(kept[0])
 
     looks = everywhere(look)
     if len({(step, place) for step, place, *_ in looks}) > 1:
