@@ -113,7 +113,7 @@ test-exports:
 
 # Changes of one place of the library that the nearest tests noticed once: they are to notice them still.
 mutations: setup
-	$(BIN)/python tests/mutation/library.py --again --workers $(CORES)
+	$(BIN)/python tests/mutation/library.py --workers $(CORES)
 
 # Environments of other versions, in which `make promises ONLY=R14` compares techniques with one process: the oldest and
 # the newest torch, and the pinned one with other Pythons. Those have all packages: `make test VENV=.venv-python-3.13`.

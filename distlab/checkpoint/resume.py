@@ -17,21 +17,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from distlab.checkpoint import files
+from distlab.checkpoint import files, parts as of_parts
 from distlab.checkpoint.find import checked, newest, read_manifest
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
-from distlab.checkpoint.parts import (
-    Parts,
-    Sharded,
-    check_fit,
-    own_state,
-    refuse_shards,
-    require_equal,
-    require_plain,
-    shared_state,
-    sums_of,
-    take_up,
-)
 from distlab.comm.together import place_in, together
 
 OWN = "own"  # what a rank writes for itself, until its file has the rank's name
@@ -58,7 +46,7 @@ def save(
     directory: str | Path,
     step: int,
     *,
-    parts: Parts,
+    parts: of_parts.Parts,
     data_position: Any = 0,
     group: ProcessGroup | None = None,
     keep: int = 3,
@@ -108,7 +96,7 @@ def save(
 
 
 def load(
-    directory: str | Path, *, parts: Parts, group: ProcessGroup | None = None, reshard: bool = False
+    directory: str | Path, *, parts: of_parts.Parts, group: ProcessGroup | None = None, reshard: bool = False
 ) -> Resumed | None:
     """Take up the newest good checkpoint; None where nothing was saved yet. Every rank of the group calls it.
 
@@ -136,7 +124,7 @@ def load(
             f"with {found.world_size}, or pass reshard=True to go on without what was each rank's own"
         )
     states: list[dict[str, Any]] = []
-    wanted = any(isinstance(part, Sharded) for part in parts.values())
+    wanted = any(isinstance(part, of_parts.Sharded) for part in parts.values())
     if same:
         everywhere(lambda: states.extend(_read(path, [SHARED, rank_file(rank)])))
         same = not (reshard and wanted) or all(everywhere(lambda: _fits(parts, states)))
@@ -144,15 +132,15 @@ def load(
         names = [rank_file(other) for other in range(found.world_size if wanted else 0)]
         everywhere(lambda: states.__setitem__(slice(None), _read(path, [SHARED, *names])))
     shared, *owns = states
-    everywhere(lambda: check_fit(parts, shared, owns))
-    everywhere(lambda: take_up(parts, shared, owns, own=owns[0] if same else None))
+    everywhere(lambda: of_parts.check_fit(parts, shared, owns))
+    everywhere(lambda: of_parts.take_up(parts, shared, owns, own=owns[0] if same else None))
     return everywhere(lambda: Resumed(shared["step"], shared["data_position"], path, same))[0]
 
 
-def _fits(parts: Parts, states: list[dict[str, Any]]) -> bool:
+def _fits(parts: of_parts.Parts, states: list[dict[str, Any]]) -> bool:
     """Return whether this rank's own file is all that it needs; under a different plan it needs other ranks' files."""
     try:
-        check_fit(parts, states[0], states[1:])
+        of_parts.check_fit(parts, states[0], states[1:])
     except ValueError:
         return False
     return True
@@ -162,7 +150,7 @@ def agreed_contents(
     everywhere: Callable[[Callable[[], Any]], list[Any]],
     step: int,
     keep: int,
-    parts: Parts,
+    parts: of_parts.Parts,
     data_position: Any,
     *,
     begin: Callable[[dict[str, Any]], Any] = lambda _: None,
@@ -181,19 +169,19 @@ def agreed_contents(
             raise ValueError(f"step is {step!r}; pass the number of updates made so far")
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep is {keep!r}; pass at least 1, or every checkpoint would be deleted")
-        refuse_shards(parts)
-        shared, own = shared_state(parts), own_state(parts)
-        require_plain({"data_position": data_position, **shared, **own["hooks"], **own["shards"]})
+        of_parts.refuse_shards(parts)
+        shared, own = of_parts.shared_state(parts), of_parts.own_state(parts)
+        of_parts.require_plain({"data_position": data_position, **shared, **own["hooks"], **own["shards"]})
         kinds = {name: type(one).__name__ for name, one in parts.items() if isinstance(one, torch.optim.Optimizer)}
         facts = {"step": step, "data_position": data_position, "kinds": kinds}
         kept.append({SHARED: {**facts, "parts": shared}, OWN: own})
-        return step, repr(data_position), sums_of(parts), begin(kept[0])
+        return step, repr(data_position), of_parts.sums_of(parts), begin(kept[0])
 
     looks = everywhere(look)
     if len({(step, place) for step, place, *_ in looks}) > 1:
         differ = ", ".join(f"rank {r}: {s} and {d}" for r, (s, d, *_) in enumerate(looks))
         raise ValueError(f"ranks save different steps or data positions ({differ}); call save at the same step")
-    require_equal([sums for _, _, sums, _ in looks])
+    of_parts.require_equal([sums for _, _, sums, _ in looks])
     return kept[0], [begun for *_, begun in looks]
 
 

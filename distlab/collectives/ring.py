@@ -86,11 +86,7 @@ def plain_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None 
 
 
 def ring_all_reduce(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: str = "sum",
-    piece_bytes: int = PIECE_BYTES,
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, op: str = "sum", piece_bytes: int = PIECE_BYTES
 ) -> torch.Tensor:
     """Reduce over all ranks in place; every rank ends with the same bits.
 
@@ -113,11 +109,7 @@ def ring_all_reduce(
 
 
 def ring_reduce_scatter(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: str = "sum",
-    piece_bytes: int = PIECE_BYTES,
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, op: str = "sum", piece_bytes: int = PIECE_BYTES
 ) -> torch.Tensor:
     """Reduce over all ranks, leaving each rank with its own chunk of the result.
 

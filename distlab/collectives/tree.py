@@ -77,11 +77,7 @@ def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 
 
 def double_tree_all_reduce(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: str = "sum",
-    piece_bytes: int = PIECE_BYTES,
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, op: str = "sum", piece_bytes: int = PIECE_BYTES
 ) -> torch.Tensor:
     """Reduce over all ranks in place up and down two binary trees that carry half of the tensor each.
 

@@ -209,10 +209,7 @@ class WholeGradients(GradientAveraging):
 
 
 def _replicas(
-    dense: Mapping[str, nn.Parameter],
-    experts: Mapping[str, nn.Parameter],
-    layout: Layout,
-    spans: SpanWriter | None,
+    dense: Mapping[str, nn.Parameter], experts: Mapping[str, nn.Parameter], layout: Layout, spans: SpanWriter | None
 ) -> Iterator[tuple[DataParallel, int]]:
     """Yield an averager for each group of copies, and a further divisor of its means."""
     for named, group, divisor in ((dense, layout.copies, 1), (experts, layout.expert_copies, layout.plan.expert)):

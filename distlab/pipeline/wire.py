@@ -172,10 +172,5 @@ class Wire:
             return nullcontext()
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         return self._spans.span(
-            str(action),
-            action.kind,
-            lane=lane,
-            num_bytes=num_bytes,
-            stage=action.stage,
-            microbatch=action.microbatch,
+            str(action), action.kind, lane=lane, num_bytes=num_bytes, stage=action.stage, microbatch=action.microbatch
         )

@@ -37,9 +37,7 @@ class MasterWeights:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        self, parameters: Iterable[nn.Parameter], make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ) -> None:
         once = {id(p): p for p in parameters if p.requires_grad}
         self._pairs = [(p, nn.Parameter(p.detach().float()) if p.dtype in HALF else p) for p in once.values()]

@@ -142,7 +142,7 @@ def _train(lab: Lab[Settings], corpus: ByteCorpus, way: Way) -> tuple[dict[str, 
     losses = [trainer.update(corpus, step) for step in range(2)]
     with track_memory(model) as memory:
         for master in trainer.masters:
-            memory.mark(master, "master weights")
+            memory.guess(master, "master weights")
         losses.append(trainer.update(corpus, 2))
     for step in range(3, settings.updates):
         start_ns = lab.now_ns()

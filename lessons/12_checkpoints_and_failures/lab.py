@@ -1,4 +1,4 @@
-"""Lab 12: kill ranks under torchrun, go on from checkpoints, and compare every bit; then go on with another number."""
+"""Lab 12: kill ranks under torchrun, go on from checkpoints, and compare every bit; then go on with fewer."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def none_skipped(average):
             parameter.grad = torch.full_like(parameter, dist.get_rank() + 1)
     average(model)
     means = [parameter.grad[0].item() for parameter in model if parameter.grad is not None]
-    return Found(NUM_RANKS, f"4 ranks came back. The means are {means}.", means == [2.5, 2.0, 2.5])
+    return Found(NUM_RANKS, f"Ranks back: 4. The means are {means}.", means == [2.5, 2.0, 2.5])
 
 
 def accumulate(model, batches, optimizer, steps):

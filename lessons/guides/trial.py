@@ -113,9 +113,9 @@ def judged(one: Trial, snippet: Callable[..., Any]) -> Found:
         results = ranks.run(one.measure, snippet)
         return one.told(results, "") if one.told else results[0]
     except RankError as error:
-        back = ranks.world_size - len(error.failures or range(ranks.world_size))
-        sentence = f"{back} of {ranks.world_size} ranks came back.\n{who(error)}"
-        return one.told([], who(error)) if one.told else Found(back, sentence, False)
+        stuck = error.failures or {*re.findall(r"rank \d+ waits in (?!no)", str(error))} or range(ranks.world_size)
+        back = ranks.world_size - len(stuck)
+        return one.told([], who(error)) if one.told else Found(back, f"Ranks back: {back}.\n{who(error)}", False)
 
 
 def close() -> None:

@@ -23,18 +23,7 @@ from numpy.typing import NDArray
 
 from distlab.plan import AXES, Cluster, Link, Plan
 from distlab.plan.mesh import check_order
-from simulator.hardware.cost import (
-    all_gather_s,
-    all_reduce_steps,
-    all_to_all_s,
-    hierarchical_all_reduce_s,
-    hierarchical_all_to_all_s,
-    library_all_reduce_s,
-    message_s,
-    reduce_scatter_s,
-    reduce_scatter_steps,
-    ring_over_nodes_s,
-)
+from simulator.hardware import cost
 from simulator.units import to_ns
 
 Ints = NDArray[np.int64]
@@ -45,10 +34,10 @@ Links = Mapping[str, Link]
 NO_LINKS: Links = MappingProxyType({})
 
 _COSTS = {
-    "all_reduce": (library_all_reduce_s, hierarchical_all_reduce_s),
-    "all_gather": (all_gather_s, ring_over_nodes_s),
-    "reduce_scatter": (reduce_scatter_s, ring_over_nodes_s),  # the same steps, the other way round
-    "all_to_all": (all_to_all_s, hierarchical_all_to_all_s),
+    "all_reduce": (cost.library_all_reduce_s, cost.hierarchical_all_reduce_s),
+    "all_gather": (cost.all_gather_s, cost.ring_over_nodes_s),
+    "reduce_scatter": (cost.reduce_scatter_s, cost.ring_over_nodes_s),  # the same steps, the other way round
+    "all_to_all": (cost.all_to_all_s, cost.hierarchical_all_to_all_s),
 }
 
 
@@ -94,18 +83,20 @@ class Group(NamedTuple):
         if per_node := self.ranks_per_node:
             links = {"intra_node": intra, "inter_node": inter}
             if kind == "all_to_all":
-                return to_ns(hierarchical_all_to_all_s(whole, per_node, self.num_nodes, **links, crossing=crossing))
+                return to_ns(
+                    cost.hierarchical_all_to_all_s(whole, per_node, self.num_nodes, **links, crossing=crossing)
+                )
             return to_ns(many(whole, per_node, self.num_nodes, **links))
         return to_ns(max(one(whole, num_ranks, link) for link in (intra, inter)))
 
     def hop_ns(self, num_bytes: float) -> int:
         """Return the time in which every rank sends num_bytes to the next one in a ring: the slowest message's."""
         if (own := self.links.get("send")) is not None:
-            return to_ns(message_s(num_bytes, own))
+            return to_ns(cost.message_s(num_bytes, own))
         links = [self.cluster.inter_node] * (not self.is_in_one_node)
         if self.is_in_one_node or not self.ranks_per_node or self.ranks_per_node > 1:
             links.append(self.cluster.intra_node)
-        return to_ns(max(message_s(num_bytes, link) for link in links))
+        return to_ns(max(cost.message_s(num_bytes, link) for link in links))
 
     def sent_bytes(self, kind: str, num_bytes: float, crossing: float = 1.0) -> float:
         """Return what a rank sends for a call with num_bytes on each rank, by a ring; of an all-to-all, what leaves."""
@@ -115,8 +106,8 @@ class Group(NamedTuple):
             stays = (1 - crossing) * (self.num_ranks - self.ranks_per_node) if self.num_nodes > 1 else 0.0
             return (self.num_ranks - 1 - stays) / self.num_ranks * num_bytes
         if kind == "reduce_scatter":
-            return reduce_scatter_steps(self.num_ranks).bytes_factor * num_bytes
-        return all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
+            return cost.reduce_scatter_steps(self.num_ranks).bytes_factor * num_bytes
+        return cost.all_reduce_steps(self.num_ranks).bytes_factor * num_bytes
 
 
 class GroupPlacement(NamedTuple):

@@ -6,18 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from distlab.plan import (
-    SCHEDULES,
-    ActionTimes,
-    Layer,
-    Plan,
-    Schedule,
-    Sharding,
-    Work,
-    Workload,
-    zb_1p,
-    zb_2p,
-)
+from distlab.plan import SCHEDULES, ActionTimes, Layer, Plan, Schedule, Sharding, Work, Workload, zb_1p, zb_2p
 from simulator.hardware.cost import library_all_reduce_s
 from simulator.hardware.presets import cluster, link
 from simulator.memory.memory import KINDS, memory_of

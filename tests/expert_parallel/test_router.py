@@ -5,15 +5,7 @@ import torch
 from torch import nn
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.expert_parallel import (
-    MixtureOfExperts,
-    Router,
-    Routing,
-    assign,
-    balance_loss,
-    capacity_of,
-    switch_loss,
-)
+from distlab.expert_parallel import MixtureOfExperts, Router, Routing, assign, balance_loss, capacity_of, switch_loss
 from distlab.expert_parallel.assign import combine
 from distlab.expert_parallel.router import load_sums
 from distlab.rng import generator

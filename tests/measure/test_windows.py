@@ -2,7 +2,6 @@
 
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -97,9 +96,7 @@ def predicted(rounds):
 def test_a_step_is_as_long_as_on_its_slowest_rank_and_the_one_nearest_the_median_is_drawn():
     reports = [report([10, 11, 12, 13]), report([20, 8, 8, 8], rank=1, late_ms=3)]
     calls = [Span(0, "communication", "send", "send", at * MS, (at + 1) * MS) for at in (500, 2001, 2010, 2012, 3001)]
-    calls.append(
-        Span(1, "communication", "barrier", "barrier", 2001 * MS, 2002 * MS)
-    )  # it agreed on the begin too late
+    calls.append(Span(1, "communication", "barrier", "barrier", 2001 * MS, 2002 * MS))  # agreed on the begin too late
     overlay = overlay_of(reports, predicted, calls=Trace.from_spans(calls))
     assert overlay.measured_s == [0.020, 0.011, 0.012, 0.013]
     assert overlay.measured.duration_s == pytest.approx(0.012)
@@ -108,16 +105,13 @@ def test_a_step_is_as_long_as_on_its_slowest_rank_and_the_one_nearest_the_median
     assert overlay.trouble == ""
     drawn = overlay.measured.select(overlay.measured.is_word("lane", "communication"))
     assert sorted(drawn.start_ns.tolist()) == [1 * MS, 10 * MS], "the calls of the drawn step, and no others"
-    bare = replace(report([10, 13, 12, 11]), trace=Trace.from_spans([]))
-    alone = overlay_of([bare], predicted, calls=Trace.from_spans(calls)).measured
-    assert (alone.duration_s, len(alone)) == (pytest.approx(0.012), 4), "two calls, and waits before and after"
 
 
 def test_steps_beside_a_busy_process_do_not_count_where_others_do_and_rounds_around_a_window_predict_it():
     overlay = overlay_of([report([10, 11, 90, 91], taken=(0.0, 0.0, 0.9))], predicted)
     assert (overlay.measured_s, overlay.trouble) == ([0.010, 0.011], "")
     overlay = overlay_of([report([10, 11, 12, 13], taken=(0.5, 0.5, 0.5), late_ms=3)], predicted)
-    assert overlay.measured.duration_s == pytest.approx(0.011), "the drawn step begins where the timed one did"
+    assert overlay.measured.start_ns.tolist() == [3 * MS], "the clock of the drawn step begins where the timed one did"
     assert (len(overlay.measured_s), overlay.trouble) == (4, busy_sentence(0.5))
     overlay = overlay_of([report([10, 10, 10, 10], rounds=(9, 10, 14))], predicted)
     assert overlay.predicted_s == pytest.approx([0.011, 0.009, 0.012, 0.011, 0.0095, 0.014])

@@ -2,8 +2,8 @@
 
 At each node of the syntax tree `of_node` gives the changes that mutation testing knows, and those of this field:
 operators, constants, comparisons, dropped statements; swapped arguments such as ranks, a dropped `wait`, `clone` or
-`group=`, a fixed dtype. The library's functions get two more: a condition turned, None returned; `draw` draws such
-mutations by a seed, `find` finds them again, `changed_source` makes them.
+`group=`, a fixed dtype. The library's functions get two more: a condition turned, None returned; `find` finds
+such mutations in a tree, `changed_source` makes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import random
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -172,9 +171,6 @@ def short(text: str) -> str:
     return text if len(text) <= SHORT else text[: SHORT - 3] + "..."
 
 
-SEED = 20261129
-
-
 @dataclass
 class Mutation:
     """One change: in a function, the nth statement or expression with this text becomes a different one."""
@@ -236,25 +232,6 @@ def changes(piece: ast.stmt | ast.expr) -> list[str]:
     if hasattr(piece, "is_condition") and not isinstance(piece, ast.UnaryOp):
         made.append(f"not ({ast.unparse(piece)})")
     return made
-
-
-def draw(root: Path, folders: tuple[str, ...], name: str, how_many: int) -> list[Mutation]:
-    """Draw mutations by the seed: a statement first, then one change."""
-    found: list[tuple[Mutation, list[str]]] = []
-    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
-        for function, node in functions(ast.parse(path.read_text(encoding="utf-8"))):
-            seen: list[str] = []
-            for piece in pieces(node.body):
-                text = ast.unparse(piece)
-                if made := changes(piece):
-                    found.append(
-                        (Mutation(path.relative_to(root).as_posix(), function, text, seen.count(text), ""), made)
-                    )
-                seen.append(text)
-    chance = random.Random(f"{SEED} {name}")
-    for mutation, made in (chosen := chance.sample(found, min(how_many, len(found)))):
-        mutation.new = chance.choice(made)
-    return [mutation for mutation, _ in chosen]
 
 
 def find(root: Path, mutation: Mutation) -> tuple[Path, ast.AST] | None:

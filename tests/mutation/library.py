@@ -1,13 +1,10 @@
 """Change one place of the library at a time and see whether the tests nearest to it notice: `make mutations`.
 
-    python tests/mutation/library.py            # go on with the baseline until every mutation of it has been run
-    python tests/mutation/library.py --again    # whether the tree of today notices what the baseline's tests noticed
-
 `baseline.json` names a commit and holds mutations that were drawn from it by a seed. Each is kept as a function's name,
 the text of one statement (or of the expression after if, while, for and with) and what replaces it, so that it is found
-again where files have moved. It is run in a copy of the tree. `by` says what noticed it: a test, or "time", "import",
-"end of the process"; "" stands for one that survived, and null for one that was not run yet. With --again, one that was
-noticed and now survives is a failure; one whose text has gone is listed for a person to check.
+again where files have moved. It is run in a copy of the tree. `by` says what noticed it then: a test, or "time",
+"import", "end of the process"; "" stands for one that survived. One that was noticed and now survives is a failure; one
+whose text has gone is listed for a person to check.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import contextlib
 import ctypes
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -27,13 +23,12 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
 import psutil
-from generate import SEED, Mutation, changed_source, draw, find
+from generate import Mutation, changed_source, find
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = Path(__file__).with_name("baseline.json")
@@ -41,13 +36,6 @@ EACH = 25
 FILES = 4  # test files that are near
 ELSEWHERE = ("architecture", "browser", "lessons", "mutation", "styles")
 TEST_S, LIMIT_S = 60, 600  # for one test, and for a mutation's: only a hang reaches them
-PACKAGES = {  # precision and large_batch share a row: together they are as long as the next small one
-    **{name: (f"distlab/{name}",) for name in ("collectives", "data_parallel", "compression", "sharding")},
-    **{name: (f"distlab/{name}",) for name in ("tensor_parallel", "pipeline", "context_parallel", "expert_parallel")},
-    "precision and large_batch": ("distlab/precision", "distlab/large_batch"),
-    **{name: (f"distlab/{name}",) for name in ("hybrid", "comm", "plan/schedules", "grading", "measure")},
-    **{name: (name,) for name in ("simulator/engine", "simulator/memory")},
-}
 
 
 class Near:
@@ -116,13 +104,8 @@ def _imports(path: Path) -> Iterator[tuple[str, str]]:
             yield from ((node.module, alias.name) for alias in node.names)
 
 
-def take(commit: str | None, place: Path) -> Path:
-    """Put the files of a commit in a folder, or those of the working tree as they are."""
-    place.mkdir()
-    if commit:
-        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
-        subprocess.run(["tar", "-x", "-C", str(place)], input=packed, check=True)
-        return place
+def take(place: Path) -> Path:
+    """Put the files of the working tree in a folder."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
@@ -171,82 +154,39 @@ def noticed(copy: Path, tests: list[str]) -> str:
     return "" if process.returncode in (0, 5) else "end of the process"
 
 
-def load() -> dict[str, Any]:
-    """Read the baseline, or begin one at the commit of now."""
-    if BASELINE.exists():
-        return dict(json.loads(BASELINE.read_text(encoding="utf-8")))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    with tempfile.TemporaryDirectory() as place:
-        tree = take(commit.stdout.strip(), Path(place) / "tree")
-        drawn = {name: draw(tree, folders, name, EACH) for name, folders in PACKAGES.items()}
-    import torch
-
-    return {
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "seed": SEED,
-        "packages": {name: [asdict(one) | {"by": None} for one in rows] for name, rows in drawn.items()},
-    }
-
-
-def save(record: dict[str, Any]) -> None:
-    """Write the baseline, a mutation a line."""
-    head = {key: value for key, value in record.items() if key != "packages"}
-    rows = [
-        f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(one, ensure_ascii=False) for one in mutations) + "\n]"
-        for name, mutations in record["packages"].items()
-    ]
-    text = json.dumps(head, indent=1)[:-2] + ',\n "packages": {\n' + ",\n".join(rows) + "\n}}\n"
-    BASELINE.with_suffix(".new").write_text(text, encoding="utf-8")
-    BASELINE.with_suffix(".new").replace(BASELINE)
-
-
-def run(record: dict[str, Any], again: bool, workers: int, most: int) -> list[str]:
-    """Run what is to be run; return a line for each change that was noticed once and now is not."""
-    rounds = [rows[k] for k in range(min(EACH, most)) for rows in record["packages"].values() if k < len(rows)]
+def run(packages: dict[str, Any], workers: int, most: int) -> list[str]:
+    """Run what was noticed once; return a line for each change that now is not."""
+    rounds = [rows[k] for k in range(min(EACH, most)) for rows in packages.values() if rows[k]["by"]]
     lost: list[str] = []
     with tempfile.TemporaryDirectory(prefix="m") as place, Pool(workers) as pool:
-        tree = take(None if again else record["commit"], Path(place) / "tree")
+        tree = take(Path(place) / "tree")
         near, rows, jobs = Near(tree), [], []
         for row in rounds:
             mutation = Mutation(**{key: row[key] for key in ("module", "function", "text", "nth", "new")})
-            if bool(row["by"]) is not again or (not again and row["by"] is not None):
-                continue
             if found := find(tree, mutation):
-                files = near.files(found[0], mutation.function)
-                tests = [
-                    path.relative_to(tree).as_posix()
-                    for path in dict.fromkeys([*near.with_test(row["by"] or ""), *files])
-                ]
+                tests = dict.fromkeys([*near.with_test(row["by"]), *near.files(found[0], mutation.function)])
                 rows.append(row)
-                jobs.append((tree, mutation, tests))
+                jobs.append((tree, mutation, [path.relative_to(tree).as_posix() for path in tests]))
             else:
                 print(f"gone: {row['module']} {row['function']}: {row['text']!r} (was noticed by {row['by']})")
         for row, (by, took_s) in zip(rows, pool.imap(trial, jobs), strict=True):
             where = f"{row['module']} {row['function']}"
             print(f"{took_s:5.1f} s  {where}: {by or 'survived'}", flush=True)
-            if again and not by:
+            if not by:
                 lost.append(f"{where}: {row['text']} -> {row['new']} (by {row['by']})")
-            elif not again:
-                row["by"] = by
-                save(record)
     return lost
 
 
 def main() -> int:
-    """Go on with the baseline, or compare with it; print what each package's tests noticed."""
+    """Compare with the baseline; print what each package's tests noticed then, and what is not noticed any more."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="run what was noticed once, on the tree of now")
     parser.add_argument("--workers", type=int, default=1, help="how many at a time (default: 1)")
     parser.add_argument("--most", type=int, default=EACH, help="run only the first so many of each package")
     given = parser.parse_args()
-    record = load()
-    lost = run(record, given.again, given.workers, given.most)
-    for name, rows in record["packages"].items():
-        done = [row["by"] for row in rows if row["by"] is not None]
-        print(f"{name}: {sum(map(bool, done))} of {len(done)} noticed, {len(rows) - len(done)} not run yet")
+    packages = json.loads(BASELINE.read_text(encoding="utf-8"))["packages"]
+    lost = run(packages, given.workers, given.most)
+    for name, rows in packages.items():
+        print(f"{name}: {sum(bool(row['by']) for row in rows)} of {len(rows)} were noticed")
     print("".join(f"LOST: {line}\n" for line in lost), end="")
     return 1 if lost else 0
 

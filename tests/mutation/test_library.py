@@ -1,4 +1,4 @@
-"""Changes of the library are drawn, found again and made in one place; generated wrong answers are rejected."""
+"""Changes of the library are made, found again and made in one place; generated wrong answers are rejected."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from generate import Mutation, changed_source, changes, draw, find, functions, pieces, slips
-from library import BASELINE, EACH, PACKAGES, Near
+from generate import Mutation, changed_source, changes, find, functions, pieces, slips
+from library import BASELINE, EACH, Near
 from mutation_run import SUMMARY, equivalents, exercises, run, said, sample_of, summary
 
 from distlab.course.grading import Exercise, reference_of
@@ -49,15 +49,6 @@ def test_each_usual_change_is_made_and_no_words_are_touched() -> None:
     assert made["Holder.keep"] == {"pass"}
 
 
-def test_the_same_seed_draws_the_same_changes(tmp_path: Path) -> None:
-    (tmp_path / "distlab").mkdir()
-    (tmp_path / "distlab" / "one.py").write_text(SOURCE)
-    first = draw(tmp_path, ("distlab",), "a name", 4)
-    assert first == draw(tmp_path, ("distlab",), "a name", 4)
-    assert first != draw(tmp_path, ("distlab",), "a different name", 4)
-    assert len({(one.function, one.text, one.nth) for one in first}) == 4
-
-
 @pytest.mark.parametrize("home", ["distlab/course/one.py", "simulator/two.py"])
 def test_a_change_is_found_where_its_function_moved_and_leaves_other_lines_alone(tmp_path: Path, home: str) -> None:
     mutation = Mutation("distlab/one.py", "outer", "size < rank and wide", 0, "size < rank or wide")
@@ -87,12 +78,8 @@ def test_the_nearest_tests_import_the_function_and_an_earlier_killer_is_found_by
 
 def test_the_baseline_is_whole() -> None:
     packages = json.loads(BASELINE.read_text(encoding="utf-8"))["packages"]
-    assert list(packages) == list(PACKAGES)
-    assert len(packages) == 16
-    assert all(len(rows) == EACH for rows in packages.values())
-    done = [[row["by"] is not None for row in rows] for rows in packages.values()]
-    assert all(len({*column}) == 1 for column in zip(*done, strict=True)), "each package has the same first ones run"
-    assert done[0][0]
+    assert [len(rows) for rows in packages.values()] == [EACH] * 16
+    assert all(isinstance(row["by"], str) for rows in packages.values() for row in rows)
 
 
 EXERCISES = [pytest.param(exercise, id=exercise.name) for exercise in exercises()]

@@ -23,20 +23,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from distlab.comm import device
+from distlab.comm.record import operations
 from distlab.comm.record.file import ASIDE, DONE, FAILED, ISSUED, WAITING, RecordWriter
-from distlab.comm.record.operations import (
-    OPERATIONS,
-    Operation,
-    Terms,
-    is_dense_block,
-    reduction_of,
-    refuse_itself,
-    refuse_layouts,
-    refused_peer,
-    splits_of,
-    tensors_in,
-    terms_of,
-)
 from distlab.comm.shared_memory.forms import OTHER_NAMES, Unmoved, with_options
 from distlab.comm.shared_memory.group import SharedGroup
 from distlab.comm.shared_memory.work import SharedWork, untraced
@@ -116,7 +104,7 @@ class FrontEnd:
     def _install(self) -> None:
         dist.Work.wait = self.watch_waits(dist.Work.wait)  # type: ignore[method-assign]
         library = torch.library.Library("c10d", "IMPL")
-        for operation in OPERATIONS:
+        for operation in operations.OPERATIONS:
             packet = getattr(torch.ops.c10d, operation.operator, None)
             if packet is not None:
                 kernel = self._operator(packet.default, operation)
@@ -131,7 +119,7 @@ class FrontEnd:
         for sink in self.sinks:
             sink.group(event, what)
 
-    def _operator(self, op: Any, operation: Operation) -> Callable[..., Any]:
+    def _operator(self, op: Any, operation: operations.Operation) -> Callable[..., Any]:
         """Make the kernel of one operator: it records the call and passes it on."""
         arguments = [argument.name for argument in op._schema.arguments]
         group_at = arguments.index("process_group")
@@ -150,9 +138,9 @@ class FrontEnd:
                 return passes_on(keys.remove(key), *args)
             peer = -1 if root_at is None else args[root_at]
             if root_at is not None and not 0 <= peer < group.size():
-                raise refused_peer(operation.op, peer, group.size(), frame)
-            reduction = "" if reduction_at is None else reduction_of(frame)
-            terms = Terms(peer, 0 if tag_at is None else args[tag_at], reduction)
+                raise operations.refused_peer(operation.op, peer, group.size(), frame)
+            reduction = "" if reduction_at is None else operations.reduction_of(frame)
+            terms = operations.Terms(peer, 0 if tag_at is None else args[tag_at], reduction)
             tokens = self.begin(operation, group, args, terms, frame)
             try:
                 result = passes_on(keys.remove(key), *args)
@@ -166,26 +154,30 @@ class FrontEnd:
 
         return kernel
 
-    def begin(self, operation: Operation, group: Any, args: Any, terms: Terms, frame: FrameType | None) -> list[Token]:
+    def begin(
+        self, operation: operations.Operation, group: Any, args: Any, terms: operations.Terms, frame: FrameType | None
+    ) -> list[Token]:
         """Hand a call that is about to be made to the recorders that are on."""
         data = args[operation.data] if operation.data >= 0 else ()
         if type(data) is list and len(data) == 1 and type(data[0]) is Tensor:
             data = data[0]
         for index in operation.raw:
             tensors = data if index == operation.data else args[index]
-            if type(tensors) is not Tensor or not is_dense_block(tensors):
-                refuse_layouts(operation.op, tensors, frame)
+            if type(tensors) is not Tensor or not operations.is_dense_block(tensors):
+                operations.refuse_layouts(operation.op, tensors, frame)
         if operation.op in ("send", "recv") and terms.peer == group.rank():
-            refuse_itself(operation.op, group, frame)
+            operations.refuse_itself(operation.op, group, frame)
         if operation.op == "all_to_all":
-            terms = Terms(splits=splits_of(args, group.size()))
+            terms = operations.Terms(splits=operations.splits_of(args, group.size()))
         if self._unwaited:
             self._look()
         site = find_site(frame)
         aside = threading.get_ident() != self._main and not blocks_rank()
         return [sink.call(operation, group, data, terms, site, aside) for sink in self.sinks]
 
-    def follow(self, operation: Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool) -> None:
+    def follow(
+        self, operation: operations.Operation, work: Any, tokens: list[Token], args: Any, waits_itself: bool
+    ) -> None:
         """Remember the Work of a call until the program waits for it, or until it is seen to be over."""
         if work is None:  # over when it returned
             self.close(tokens, DONE)
@@ -198,7 +190,7 @@ class FrontEnd:
                 self._forget(next(iter(self._live)))
         elif not waits_itself:
             self._unwaited.append(weakref.ref(work))
-            first = next(tensors_in(args[0]), None)
+            first = next(operations.tensors_in(args[0]), None)
             if first is not None and first.layout is torch.strided:
                 address = first.data_ptr()
                 self._works[address], self._addresses[work] = work, address
@@ -286,7 +278,7 @@ class FrontEnd:
 # Methods of the group: the operators' own names, and newer ones. What a rank contributes stands where it stands in the
 # operator's arguments. No argument is "raw": this backend reads and writes tensors that lie scattered in memory.
 NEWER = {name: f"{old}_" for old, name in OTHER_NAMES.items()} | {"recv_anysource": "recv_any_source_"}
-_BY_OPERATOR = {operation.operator: operation for operation in OPERATIONS}
+_BY_OPERATOR = {operation.operator: operation for operation in operations.OPERATIONS}
 _NAMES = {operator.removesuffix("_"): operator for operator in _BY_OPERATOR} | NEWER
 METHODS = tuple(
     _BY_OPERATOR[operator]._replace(operator=name, raw=())
@@ -311,7 +303,7 @@ def tap_shared_memory(front: Any) -> Callable[[], None]:
     return restore
 
 
-def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
+def _method(front: Any, operation: operations.Operation, real: Callable[..., Any]) -> Callable[..., Any]:
     """Make the method of one operation: it records the call and passes it on."""
     is_pair = operation.op in ("send", "recv")
     main = threading.main_thread().ident
@@ -321,9 +313,9 @@ def _method(front: Any, operation: Operation, real: Callable[..., Any]) -> Calla
         frame = sys._getframe(1)
         args = with_options(operation.operator, args, named)
         opts = args[-1]
-        terms = terms_of(operation, args, opts)
+        terms = operations.terms_of(operation, args, opts)
         if terms.peer >= group.size():
-            raise refused_peer(operation.op, terms.peer, group.size(), frame)
+            raise operations.refused_peer(operation.op, terms.peer, group.size(), frame)
         is_waiting = not is_pair and not getattr(opts, "asyncOp", True)
         tokens = front.begin(operation, group, args, terms, frame)
         if is_waiting:

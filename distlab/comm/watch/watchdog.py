@@ -16,16 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from distlab.comm.record import matching
 from distlab.comm.record.file import DONE, FAILED, OPS, RECV, SEND, WAITING, RecordHeader
-from distlab.comm.record.matching import (
-    CallLedger,
-    absences,
-    explain,
-    groups_differ,
-    groups_of,
-    ledger_of,
-    left_by_some,
-)
 from distlab.comm.record.read import RankRecord, RecordReader, Records, call_of, group_ranks, is_pair
 
 NEED_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -67,7 +59,7 @@ def blocked_in(record: RankRecord) -> Any:
     return waiting[0] if len(waiting) else None
 
 
-def waits_of(records: Mapping[int, RankRecord], ledger: CallLedger) -> dict[int, Wait]:
+def waits_of(records: Mapping[int, RankRecord], ledger: matching.CallLedger) -> dict[int, Wait]:
     """Return what each rank waits in; ranks whose calls are all over are left out.
 
     A rank that is blocked in no call may have collectives that are not over: then the first that lacks a rank counts.
@@ -76,7 +68,7 @@ def waits_of(records: Mapping[int, RankRecord], ledger: CallLedger) -> dict[int,
     for rank, record in records.items():
         if number := record.header.making:
             absent = [other for other, one in sorted(records.items()) if one.header.groups_begun < number]
-            group = (groups_of(record.header, record.names) or [""])[-1]
+            group = (matching.groups_of(record.header, record.names) or [""])[-1]
             found[rank] = Wait(f"dist.new_group #{number} {group}", absent, 0.0, "it", True, "new_group")
             continue
         row, names, is_blocked = blocked_in(record), record.names, True
@@ -92,7 +84,7 @@ def waits_of(records: Mapping[int, RankRecord], ledger: CallLedger) -> dict[int,
     return found
 
 
-def waits_for(rank: int, row: Any, names: list[str], ledger: CallLedger) -> list[int]:
+def waits_for(rank: int, row: Any, names: list[str], ledger: matching.CallLedger) -> list[int]:
     """Return the ranks without which this call cannot go on; empty where what others have called may be enough.
 
     Only what is certain counts: a broadcast may reach a rank as soon as its root has called, while an all_reduce needs
@@ -122,7 +114,7 @@ def _may_be_served(rank: int, row: Any, records: Mapping[int, RankRecord]) -> bo
 
 def describe(records: Records, world_size: int) -> list[str]:
     """Return one line per rank: where it stands and which ranks it waits for."""
-    waits = waits_of(records.by_rank, ledger_of(records))
+    waits = waits_of(records.by_rank, matching.ledger_of(records))
     return [f"rank {rank} {_line(rank, records.by_rank, waits)}" for rank in range(world_size)]
 
 
@@ -154,7 +146,9 @@ def _instead(rank: int, records: Mapping[int, RankRecord]) -> str:
     return f": its last call was {call_of(rank, record.rows[-1], record.names)}"
 
 
-def find_deadlock(records: Mapping[int, RankRecord], ledger: CallLedger, finished: Collection[int] = ()) -> str | None:
+def find_deadlock(
+    records: Mapping[int, RankRecord], ledger: matching.CallLedger, finished: Collection[int] = ()
+) -> str | None:
     """Return why no rank can ever move again, or None while one may; `finished`: ranks whose function has returned.
 
     A slow job must never be ended. So each rank must have returned or be blocked in a call that no call of the others
@@ -165,7 +159,7 @@ def find_deadlock(records: Mapping[int, RankRecord], ledger: CallLedger, finishe
         wait = waits.get(rank)
         if wait is None or records[rank].header.aside or not wait.is_forever(finished):
             return None
-        why = ", ".join(absences(wait.absent, finished, wait.lacks))
+        why = ", ".join(matching.absences(wait.absent, finished, wait.lacks))
         is_group = wait.op == "new_group"
         lasted, rule = ("", f"; {_ALL_MAKE}") if is_group else (f" for {wait.since_s:.1f} s", "")
         lines.append(f"  rank {rank} waits in {wait.call}{lasted}: {why}{rule}")
@@ -182,7 +176,7 @@ def is_settled(records: Records, ranks: Collection[int]) -> bool:
     """
     if any(rank not in records.by_rank or records.dropped(rank) for rank in ranks):
         return False
-    ledger, own = CallLedger(), [records.by_rank[rank] for rank in ranks]
+    ledger, own = matching.CallLedger(), [records.by_rank[rank] for rank in ranks]
     for rank, record in zip(ranks, own, strict=True):
         ledger.add(rank, record.rows, record.names)
     is_over = all((record.rows["state"] == DONE).all() for record in own)
@@ -238,7 +232,7 @@ class Watchdog:
         self.folder, self.ranks, self.since_ns = Path(folder), range(world_size), since_ns
         self._readers: dict[int, RecordReader] = {}
         self._followers: dict[int, _Follower] = {}
-        self._ledger = CallLedger()
+        self._ledger = matching.CallLedger()
         self._mismatch_at: float | None = None
         self._num_groups = 0
         self._still: tuple[object, float] = (None, 0.0)
@@ -288,19 +282,21 @@ class Watchdog:
         self._mismatch_at = self._mismatch_at or now
         if patient and len(found[0]) < found[0][0]["parties"] and now - self._mismatch_at < MISMATCH_GRACE_S:
             return None
-        return explain(self._ledger, *found)
+        return matching.explain(self._ledger, *found)
 
     def groups(self, *, is_over: bool = False) -> str:
         """Return where the ranks do not make the same groups, or ""; `is_over`: no rank will make a further one."""
         self.follow()
         headers = {rank: follower.reader.header() for rank, follower in sorted(self._followers.items())}
-        begun = {rank: groups_of(header, self._readers[rank].read_names()) for rank, header in headers.items()}
-        return groups_differ(begun, is_over=is_over)
+        begun = {rank: matching.groups_of(header, self._readers[rank].read_names()) for rank, header in headers.items()}
+        return matching.groups_differ(begun, is_over=is_over)
 
     def left(self) -> dict[int, str]:
         """Say of each rank that destroyed a group which others still had what it did."""
         self.follow()
-        return left_by_some({r: f.reader.read_names()[f.reader.header().left_text] for r, f in self._followers.items()})
+        return matching.left_by_some(
+            {r: f.reader.read_names()[f.reader.header().left_text] for r, f in self._followers.items()}
+        )
 
     def failed(self, rank: int) -> str:
         """Say which ranks had no part in the call of a rank that failed last, or ""."""
@@ -313,7 +309,7 @@ class Watchdog:
         last, names = rows[-1], self._ledger.names.get(rank, [""])
         absent = waits_for(rank, last, names, self._ledger)
         done = [other for other, one in self._followers.items() if one.header.is_finished]
-        reasons = ", ".join(absences(absent, done))
+        reasons = ", ".join(matching.absences(absent, done))
         return f"rank {rank} failed in {call_of(rank, last, names)}: {reasons}" if absent else ""
 
     def is_finished(self, rank: int) -> bool:
@@ -337,6 +333,6 @@ class Watchdog:
         here = {rank for rank, header in headers.items() if header.start_ns >= self.since_ns}
         if any(headers[rank].job != follower.header.job for rank, follower in self._followers.items()):
             # Ranks that had just joined, seen before they took up the job: their record begins with it anew.
-            self._followers, self._ledger, self._mismatch_at = {}, CallLedger(), None
+            self._followers, self._ledger, self._mismatch_at = {}, matching.CallLedger(), None
         for rank in here - set(self._followers):
             self._followers[rank] = _Follower(self._readers[rank], headers[rank])

@@ -30,18 +30,9 @@ from distlab.comm import Nodes, node_groups, run
 from distlab.comm.command import runnable
 from distlab.comm.device import nccl_version, total_bytes
 from distlab.measure.count.module import count_layers
+from distlab.measure.machine import ranks as on_ranks
 from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.fit import fit_nonnegative, median_of
-from distlab.measure.machine.ranks import (
-    Starter,
-    device_of,
-    largest_over_ranks,
-    mean_over_ranks,
-    now,
-    on_first_rank,
-    shared_cores,
-    time_calls,
-)
 from distlab.measure.machine.rates import best_gpu
 from distlab.plan import Cluster, Contention, Device, Link, Protocol, Work
 from simulator import compute_s, fit_link
@@ -127,14 +118,14 @@ def measure_round(
     """
     works = {} if works is None else works
     if not works:
-        works |= on_first_rank(lambda: _count_references(device))
-    starter = Starter(device)
+        works |= on_ranks.on_first_rank(lambda: _count_references(device))
+    starter = on_ranks.Starter(device)
     observations = [row for reference in REFERENCES for row in _time_reference(reference, starter, works)]
     groups = [None] if nodes is None else [nodes["local"], nodes["node"]]
     sizes = MESSAGE_BYTES[: max(LEAST_SIZES, 1 + sum(size < largest_bytes for size in MESSAGE_BYTES))]
     times = [_time_all_reduce(size, device, group) for group in groups for size in sizes]
     speeds = _time_contention(device)
-    means = mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device)
+    means = on_ranks.mean_over_ranks([*(row.seconds for row in observations), *times, *speeds], device)
     observations = [replace(row, seconds=mean) for row, mean in zip(observations, means, strict=False)]
     contention = Contention(max(1.0, 1 / means[-2]), max(1.0, 1 / means[-1]))
     found = tuple(means[len(observations) : -2])
@@ -194,7 +185,7 @@ def _count_references(device: torch.device) -> dict[str, Work]:
     return works
 
 
-def _time_reference(reference: Reference, starter: Starter, works: dict[str, Work]) -> list[Observation]:
+def _time_reference(reference: Reference, starter: on_ranks.Starter, works: dict[str, Work]) -> list[Observation]:
     """Time forward, backward and update of one reference on this rank: take the mean over ranks of what this returns.
 
     A rank's wait for a core is part of each phase. And a synchronous step ends when the slowest rank ends, so each
@@ -205,17 +196,17 @@ def _time_reference(reference: Reference, starter: Starter, works: dict[str, Wor
     rows = []
     for _ in range(REPEATS + 1):
         optimizer.zero_grad(set_to_none=False)
-        begin, moments = starter.begin(), [now(device)]
+        begin, moments = starter.begin(), [on_ranks.now(device)]
         value = loss()
-        moments.append(now(device))
+        moments.append(on_ranks.now(device))
         value.backward()
-        moments.append(now(device))
+        moments.append(on_ranks.now(device))
         optimizer.step()
-        moments.append(now(device))
+        moments.append(on_ranks.now(device))
         rows.append(np.diff(moments) * (moments[-1] - begin) / (moments[-1] - moments[0]))
     phases_s = np.array(rows[1:])  # [repeats, phases]; the first warms up
     own = phases_s.sum(axis=1)
-    slowest = np.array(largest_over_ranks(own.tolist(), device))
+    slowest = np.array(on_ranks.largest_over_ranks(own.tolist(), device))
     found = np.median(phases_s * (slowest / own)[:, None], axis=0).tolist()
     return [Observation(key, works[key], seconds) for key, seconds in zip(reference.phases, found, strict=True)]
 
@@ -223,10 +214,10 @@ def _time_reference(reference: Reference, starter: Starter, works: dict[str, Wor
 def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
     """Time one all-reduce, from a run of several that follow one another."""
     tensor = torch.zeros(num_bytes // 4, device=device)
-    cores = shared_cores(device)
+    cores = on_ranks.shared_cores(device)
     crowd = 1 if cores is None else max(1, dist.get_world_size() // (4 * cores))  # 64 ranks on two cores: 8
     repeats = max(1, max(FEW, min(MANY, 16_000_000 // num_bytes)) // crowd)
-    return time_calls(lambda: dist.all_reduce(tensor, group=group), repeats, device)
+    return on_ranks.time_calls(lambda: dist.all_reduce(tensor, group=group), repeats, device)
 
 
 def _time_contention(device: torch.device) -> tuple[float, float]:
@@ -243,24 +234,24 @@ def _time_contention(device: torch.device) -> tuple[float, float]:
 
     compute()
     dist.barrier()
-    start = now(device)
+    start = on_ranks.now(device)
     compute()
-    compute_s = now(device) - start
+    compute_s = on_ranks.now(device) - start
     dist.barrier()
-    start = now(device)
+    start = on_ranks.now(device)
     for work in communicate(4):
         work.wait()
-    one_s = (now(device) - start) / 4
-    (agreed,) = largest_over_ranks([max(4, min(200, round(1.5 * compute_s / one_s)))], device)
+    one_s = (on_ranks.now(device) - start) / 4
+    (agreed,) = on_ranks.largest_over_ranks([max(4, min(200, round(1.5 * compute_s / one_s)))], device)
     count = int(agreed)
     dist.barrier()
-    start = now(device)
+    start = on_ranks.now(device)
     works = communicate(count)
     compute()
-    computed_s = now(device) - start
+    computed_s = on_ranks.now(device) - start
     for work in works:
         work.wait()
-    both_s = now(device) - start
+    both_s = on_ranks.now(device) - start
     left_s = both_s - computed_s  # communication that went on after computing had ended
     done_s = count * one_s - left_s  # what it had done by then, in seconds of its speed alone
     return compute_s / computed_s, min(1.0, max(done_s / computed_s, 0.05))
@@ -336,7 +327,7 @@ def load_calibration(path: Path) -> Calibration:
 
 def _measure_rounds(device_kind: str, num_nodes: int, seconds: float) -> list[Round]:
     """Run on every rank: take rounds until `seconds` have passed."""
-    device = device_of(device_kind, dist.get_rank())
+    device = on_ranks.device_of(device_kind, dist.get_rank())
     nodes = node_groups() if num_nodes > 1 else None
     start = time.monotonic()
     rounds: list[Round] = []

@@ -21,15 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distlab.measure.machine.ranks import (
-    MAX_TAKEN_CORES,
-    OtherProcesses,
-    Starter,
-    busy_sentence,
-    largest_over_ranks,
-    now,
-    on_first_rank,
-)
+from distlab.measure.machine import ranks as on_ranks
 from distlab.plan import Workload
 from distlab.trace import SpanWriter, Trace
 
@@ -54,7 +46,7 @@ class Window:
     @property
     def busy(self) -> bool:
         """Whether other processes took so much of the cores that the ranks waited for them."""
-        return self.taken_cores > MAX_TAKEN_CORES
+        return self.taken_cores > on_ranks.MAX_TAKEN_CORES
 
     @property
     def calm(self) -> bool:
@@ -166,7 +158,7 @@ def trouble_of(windows: Sequence[Window]) -> str:
     """
     taken = [window.taken_cores for window in windows if window.busy]
     if len(taken) > len(windows) / 2:
-        return busy_sentence(float(np.median(taken)))
+        return on_ranks.busy_sentence(float(np.median(taken)))
     said = [window.predicted_s for window in windows if not window.busy]
     early, late = np.median(said[: (len(said) + 1) // 2]), np.median(said[len(said) // 2 :])
     if abs(late / early - 1) <= MAX_CHANGE:
@@ -188,14 +180,14 @@ def time_window(
         The mean seconds of a step, the same on every rank; and start and end of each step on this rank, in nanoseconds
         of the machine's monotonic clock.
     """
-    seconds, step_ns, starter = [], [], Starter(device)
+    seconds, step_ns, starter = [], [], on_ranks.Starter(device)
     for _ in range(num_steps):
         begin = starter.begin()
         step()
-        seconds.append(now(device) - begin)
+        seconds.append(on_ranks.now(device) - begin)
         end_ns = time.monotonic_ns()
         step_ns.append((end_ns - round(1e9 * seconds[-1]), end_ns))
-    return float(np.mean(largest_over_ranks(seconds, device))), step_ns
+    return float(np.mean(on_ranks.largest_over_ranks(seconds, device))), step_ns
 
 
 def time_beside(
@@ -220,14 +212,16 @@ def time_beside(
         budget_s: seconds after which no window starts; one window is always timed.
     """
     report, device = RankReport(), device or torch.device("cpu")
-    deadline, others, measured_s = time.monotonic() + budget_s, OtherProcesses(), report.measured_s
+    deadline, others, measured_s = time.monotonic() + budget_s, on_ranks.OtherProcesses(), report.measured_s
 
     def take_round() -> None:
         report.rounds.append(calibrate())
         report.taken_cores.append(others.taken())
 
     take_round()
-    while not measured_s or (len(measured_s) < num_windows and on_first_rank(lambda: time.monotonic() < deadline)):
+    while not measured_s or (
+        len(measured_s) < num_windows and on_ranks.on_first_rank(lambda: time.monotonic() < deadline)
+    ):
         step()  # a warm cache, as in the middle of training
         seconds, step_ns = time_window(step, steps_per_window, device)
         measured_s.append(seconds)
