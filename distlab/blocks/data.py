@@ -129,8 +129,7 @@ class ByteCorpus:
         if self._order.seed != seed:
             self._order = SampleOrder(self.num_samples, seed)
         windows = self._order.samples(step * batch_size + start, step * batch_size + stop)
-        starts = torch.from_numpy(windows) * self.context
-        chunk = self._bytes[starts[:, None] + torch.arange(self.context + 1)].long()
+        chunk = self._bytes[(torch.from_numpy(windows) * self.context)[:, None] + torch.arange(self.context + 1)].long()
         return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
 
 

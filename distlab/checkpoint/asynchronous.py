@@ -84,8 +84,7 @@ class AsyncSaves(AbstractContextManager["AsyncSaves"]):
         taken: list[dict[str, Any]] = []
 
         def begin(contents: dict[str, Any]) -> Path | None:
-            mine = contents if self._rank == 0 else {OWN: contents[OWN]}
-            taken.append(self._snapshot.begin(mine, at_once=buffers))
+            taken.append(self._snapshot.begin(contents if self._rank == 0 else {OWN: contents[OWN]}, at_once=buffers))
             return files.begin(self._directory, step) if self._rank == 0 else None
 
         try:
@@ -177,8 +176,7 @@ class _Writing:
             self.copied.set()
             records = write(self.prepared, self._contents, rank)
             if rank != 0:
-                note = json.dumps(asdict(records[0])).encode()
-                files.write_bytes(self.prepared, f".{_note(rank)}", note)
+                files.write_bytes(self.prepared, f".{_note(rank)}", json.dumps(asdict(records[0])).encode())
                 (self.prepared / f".{_note(rank)}").rename(self.prepared / _note(rank))
             self.written.set_result(records)
             self.published.set_result(self._saves._complete(self, records) if rank == 0 else None)

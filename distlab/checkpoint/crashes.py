@@ -118,8 +118,7 @@ class _Seen:
                 continue
             self._unflushed.add(number)
             if self._alone and had is not None and len(data) > len(had) + 1:
-                half = data[: (len(had) + len(data)) // 2]
-                self._add(f"half of {after}", {**new, name: (number, half)})
+                self._add(f"half of {after}", {**new, name: (number, data[: (len(had) + len(data)) // 2])})
         self._files = new
         self._add(after, new)
         time.sleep(self._pause_s)

@@ -94,11 +94,6 @@ def sums_of(parts: Parts) -> dict[str, tuple[str, int]]:
     return {name: (_shape(one), next(added[one.device])) for name, one in named.items()}
 
 
-def kinds_of(parts: Parts) -> dict[str, str]:
-    """Return the names of plain optimizers' classes: their states do not say whose they are."""
-    return {name: type(part).__name__ for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
-
-
 def moments_of(parts: Parts) -> dict[str, torch.Tensor]:
     """Return the tensors of plain optimizers' states, by words that name them: `exp_avg of optimizer's parameter 3`."""
     return {

@@ -171,10 +171,10 @@ def agreed_contents(
         of_parts.refuse_shards(parts)
         shared, own = of_parts.shared_state(parts), of_parts.own_state(parts)
         of_parts.require_plain({"data_position": data_position, **shared, **own["hooks"], **own["shards"]})
-        facts = {"step": step, "data_position": data_position, "kinds": of_parts.kinds_of(parts)}
+        kinds = {name: type(one).__name__ for name, one in parts.items() if isinstance(one, torch.optim.Optimizer)}
+        facts = {"step": step, "data_position": data_position, "kinds": kinds}
         kept.append({SHARED: {**facts, "parts": shared}, OWN: own})
-        sums = of_parts.sums_of(parts)
-        return step, repr(data_position), sums, begin(kept[0])
+        return step, repr(data_position), of_parts.sums_of(parts), begin(kept[0])
 
     looks = everywhere(look)
     if len({(step, place) for step, place, *_ in looks}) > 1:

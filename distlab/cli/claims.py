@@ -145,6 +145,5 @@ def validate(arguments: argparse.Namespace) -> int:
     tables = report.derived()
     if arguments.page:
         report.write_page(arguments.page, families, tables)
-    as_json = arguments.json
-    print(json.dumps(report.facts(families, tables), indent=2) if as_json else report.text(families, tables))
+    print(json.dumps(report.facts(families, tables), indent=2) if arguments.json else report.text(families, tables))
     return 0

@@ -56,8 +56,7 @@ def positive_number(text: str) -> float:
 
 def counts_of_devices(text: str) -> tuple[int, ...]:
     """Convert a list of numbers of devices, for argparse's `type`."""
-    one = number(least=1, most=100_000)
-    return tuple(dict.fromkeys(one(part) for part in text.split(",")))
+    return tuple(dict.fromkeys(map(number(least=1, most=100_000), text.split(","))))
 
 
 def check_output(flag: str, path: Path | None, *, folder: bool = False, picture: bool = False) -> None:

@@ -58,8 +58,7 @@ def check(arguments: argparse.Namespace) -> int:
         if path.suffix == ".ipynb" and path.is_file():  # later changes in the browser are not checked
             at = datetime.fromtimestamp(path.stat().st_mtime)
             saved = f", saved at {at:%H:%M:%S} (save again to check what you see now)"
-        whose = f"Lesson {lesson.number}, {lesson.title}: answers of {impl}{saved}"
-        print("\n".join([whose, *notes]), flush=True)
+        print("\n".join([f"Lesson {lesson.number}, {lesson.title}: answers of {impl}{saved}", *notes]), flush=True)
     start = path.resolve().parent if path.is_file() else Path.cwd()  # its folder keeps the progress
     reports: list[Report] = []
     told: list[str] = []
@@ -84,8 +83,7 @@ def _actions(command: argparse.ArgumentParser) -> None:
     """Declare the actions of `distlab lesson`."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     start = actions.add_parser("start", help="open the lessons in JupyterLab")
-    port = number(least=1, most=65535)
-    start.add_argument("--port", type=port, help="default: the first free one from 8888")
+    start.add_argument("--port", type=number(least=1, most=65535), help="default: the first free one from 8888")
     start.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
     listing = actions.add_parser("list", help="show the lessons and how far you are")
     page = actions.add_parser("page", help="write what you have passed as an HTML page, to print")

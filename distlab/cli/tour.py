@@ -91,8 +91,7 @@ def run_training(
         f"(about {training.budget_s:.0f} s)"
     )
     with Ranks(num_ranks, timeout_s=600.0, backend=backend, echo=echo) as ranks:
-        reports = ranks.run(time_training, training, data)
-        return one_process, reports, ranks.records()
+        return one_process, ranks.run(time_training, training, data), ranks.records()
 
 
 def _facts(result: RunResult, one_process: RankReport, records: Records, overlay: Overlay) -> dict[str, Any]:

@@ -104,14 +104,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
         self._started: list[Agent] = []
 
     def start(
-        self,
-        name: str,
-        script: str | Path,
-        arguments: Sequence[str] = (),
-        *,
-        ranks: int = 1,
-        flags: Sequence[str] = (),
-        port: int | None = None,
+        self, name: str, script: str | Path, arguments: Sequence[str] = (), *, ranks: int = 1, flags: Sequence[str] = ()
     ) -> Agent:
         """Start an agent; one of the same name may have been there before.
 
@@ -121,11 +114,10 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             arguments: of the script.
             ranks: how many it starts.
             flags: more of torchrun's, such as --nnodes 2; what is given here counts.
-            port: where it looks for the others; None: in the store of this object.
         """
         folder = Path(self._folder.name) / f"{len(self._started)}-{name}"
         folder.mkdir()
-        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:{port or self.port}", "--rdzv-id", "job"]
+        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{LOOPBACK}:{self.port}", "--rdzv-id", "job"]
         words += ["--rdzv-conf", "is_host=0", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks)]
         words += ["--monitor-interval", "0.1", "--log-dir", str(folder), *flags]
         agent = [sys.executable, "-m", "distlab.elastic.agents", str(os.getpid()), str(folder)]

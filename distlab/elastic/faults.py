@@ -55,8 +55,7 @@ def plan_faults(
     Raises:
         ValueError: a kind is unknown, or a number is out of range.
     """
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
+    if [kind for kind in kinds if kind not in KINDS] or not kinds:
         raise ValueError(f"kinds is {list(kinds)}; pass some of {', '.join(KINDS)}")
     if min(count, within_s) < 0 or min(num_steps, world_size) < 1:
         raise ValueError(

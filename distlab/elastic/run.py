@@ -251,8 +251,7 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
         self._together(lambda: self._check_place(place))
         self.position = place["position"]
         if not self.resumed.is_own:  # generators were not loaded: they are at the run's beginning
-            seed = derive_seed(self.work.seed, self.number, f"on {self._world_size} ranks")
-            seed_rank(seed, self._rank)
+            seed_rank(derive_seed(self.work.seed, self.number, f"on {self._world_size} ranks"), self._rank)
 
     def _check_place(self, place: Any) -> None:
         assert self.resumed is not None
@@ -281,8 +280,7 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
             if lr is not None and isinstance(part, torch.optim.Optimizer):
                 for group in part.param_groups:
                     group["lr"] = lr * group.get("lr_scale", 1.0)
-        weight = loss_weight(stop - start, batch, self._world_size)
-        return Step(self.number, self.position, batch, samples, weight, lr)
+        return Step(self.number, self.position, batch, samples, loss_weight(stop - start, batch, self._world_size), lr)
 
     def _is_any_asked(self) -> bool:
         asked = self._notice.asked.is_set()

@@ -140,8 +140,7 @@ def _gradients(model: nn.Module, read: Read) -> Read:
     first = next((one for name, one in read if name == OUTPUT), None)
     if first is not None and first.requires_grad:
         first.backward(torch.arange(first.numel()).to(first).cos().view_as(first))
-    named = every_parameter(model)
-    return [(GRADIENT + name, one.grad.to_dense()) for name, one in named if one.grad is not None]
+    return [(GRADIENT + name, one.grad.to_dense()) for name, one in every_parameter(model) if one.grad is not None]
 
 
 @torch.no_grad()

@@ -75,8 +75,7 @@ class VocabularyParallelEmbedding(nn.Module):
             return self.local_compute(tokens)
         index, here = own_tokens(tokens, len(self.weight), self.group)
         x = self.local_compute(index) * here.unsqueeze(-1)  # [..., S, H], zero for others' tokens
-        end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
-        return end(x, self.group)
+        return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks)(x, self.group)
 
     def local_compute(self, tokens: Tensor) -> Tensor:
         """Look rows of this rank up; see `LocalCompute`."""

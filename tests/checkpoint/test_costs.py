@@ -21,12 +21,10 @@ def test_a_save_beside_training_exchanges_outcomes_and_threads_send_nothing(rank
         torch.manual_seed(0)
         parts = {"model": torch.nn.Linear(400, 400)}
         first = calls_of(lambda: saves.save(1, parts=parts))
-        second = calls_of(lambda: saves.save(2, parts=parts))
-        return first, second, calls_of(saves.wait)
+        return first, calls_of(lambda: saves.save(2, parts=parts)), calls_of(saves.wait)
 
     for first, second, last in ranks(2).run(measure):
-        assert [op for op, _ in first] == EXCHANGE
-        assert [op for op, _ in second] == 3 * EXCHANGE
+        assert ([op for op, _ in first], [op for op, _ in second]) == (EXCHANGE, 3 * EXCHANGE)
         assert [op for op, _ in last] == 2 * EXCHANGE
         assert all(num_bytes < 2_000 for _, num_bytes in first + second + last), "no tensor travels"
 

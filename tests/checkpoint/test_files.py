@@ -203,15 +203,6 @@ def test_nothing_saved_is_none_and_everything_damaged_is_an_error(tmp_path):
         newest(tmp_path)
 
 
-def test_an_unknown_version_is_refused_not_skipped(tmp_path, monkeypatch):
-    two_rank_checkpoint(tmp_path, 1)
-    monkeypatch.setattr(manifest, "VERSION", 2)
-    two_rank_checkpoint(tmp_path, 2)
-    monkeypatch.setattr(manifest, "VERSION", 1)
-    with pytest.raises(UnknownVersionError, match="step-0000000002 has version 2; this distlab reads version 1"):
-        newest(tmp_path)
-
-
 FOREIGN = ["{}", "[]", "null", '{"format": "other", "version": 1}', "[" * 100_000, "\xff"]
 
 

@@ -3,11 +3,13 @@
 import os
 import random
 import signal
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
 import torch.distributed as dist
-from killing import require_kill, same_bits, twice
+from killing import DiskThat, require_kill, same_bits, twice
 from ways import REPLICAS, SCHEDULES, SHARDED, Coarse, train
 
 from distlab.checkpoint import files, load, newest, save
@@ -15,6 +17,7 @@ from distlab.comm import RankError
 from distlab.rng import generator, seed_rank
 from distlab.sharding import FullyShard, ShardedState, full_state_dict
 
+OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "close", "listdir")
 FEW = (*REPLICAS[:3], "as it is", "ZeRO-2")
 
 
@@ -56,36 +59,20 @@ def test_a_rank_that_holds_an_empty_piece_of_a_unit_resumes_as_the_others_do(ran
             assert same_bits(ranks(world_size).run(run, name, False, reshard), expected[:world_size])
 
 
-class DyingDisk:
-    """Stands for `os`: kills the process at one operation of a save."""
-
-    def __init__(self, stop_at):
-        self.left = stop_at
-
-    def __getattr__(self, name):
-        real = getattr(os, name)
-        if name not in ("open", "write", "fsync", "mkdir", "rename", "close", "listdir"):
-            return real
-
-        def operation(*arguments):
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments)
-
-        return operation
-
-
 def save_and_die(directory, step, victim, stop_at):
     torch.manual_seed(0)
     module = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(module.weight, step)
-    if dist.get_rank() == victim:
-        files.os = DyingDisk(stop_at)
-    try:
+    operations = count(1)
+
+    def operation(real, *arguments):
+        if next(operations) == stop_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    mine = OPERATIONS if dist.get_rank() == victim else ()
+    with DiskThat(files, **{name: partial(operation, getattr(os, name)) for name in mine}):
         save(directory, step, parts={"model": module}, keep=2)
-    finally:
-        files.os = os
     return module.weight[0, 0].item()
 
 

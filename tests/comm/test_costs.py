@@ -6,32 +6,27 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from equal import heard
 
-from distlab.comm import clock_offsets_ns, recorded
+from distlab.comm import clock_offsets_ns
 from distlab.comm.clocks import measure_offset_ns
 from distlab.comm.p2p import Receive, Send, exchange, require_same, send_receive, start
 from distlab.measure import on_first_rank
 
 
-def calls_of(function):
-    with recorded() as seen:
-        value = function()
-    return value, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
-
-
 def measure():
     rank, n = dist.get_rank(), dist.get_world_size()
     received = torch.zeros(5)
-    _, ring = calls_of(lambda: send_receive(torch.full((5,), float(rank)), (rank + 1) % n, received, (rank - 1) % n))
-    _, same = calls_of(lambda: require_same(torch.zeros(3, 4)))
-    _, once = calls_of(lambda: on_first_rank(lambda: "made"))
+    _, ring = heard(lambda: send_receive(torch.full((5,), float(rank)), (rank + 1) % n, received, (rank - 1) % n))
+    _, same = heard(lambda: require_same(torch.zeros(3, 4)))
+    _, once = heard(lambda: on_first_rank(lambda: "made"))
     return received[0].item(), ring, same, once
 
 
 def test_messages_comparisons_and_results_of_one_rank(ranks):
     for rank, (received, ring, same, once) in enumerate(ranks(3).run(measure)):
         assert received == (rank - 1) % 3
-        assert sorted(ring) == [("recv", 20), ("send", 20)]
+        assert ring == [("send", 20)]
         assert same == [("all_gather", 40)]
         assert [op for op, _ in once] == ["broadcast", "broadcast"]
         assert once[0] == ("broadcast", 8)  # the length of what follows

@@ -66,8 +66,7 @@ ends soon: True False
 def test_a_script_without_a_guard_runs_once_with_its_names_and_its_fork_server_is_replaced_when_it_has_gone(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-W", "default", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-W", "default", str(script)], capture_output=True, text=True, timeout=280)
     assert (done.stdout, done.stderr) == (EXPECTED, "")  # nor a warning: of sockets, or of forks beside threads
 
 

@@ -32,8 +32,7 @@ def test_after_a_failure_the_next_call_has_fresh_ranks_and_the_records_stay():
         assert pool.pids == ()
         assert pool.records().ops(0) == ("barrier",)
         assert not set(before) & set(pool.run(os.getpid))
-        pids = pool.pids
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pool.pids[1], signal.SIGKILL)
         time.sleep(0.2)
         with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
             pool.run(total, 1.0)

@@ -207,8 +207,7 @@ def test_functional_collectives_are_waited_for_by_their_tensor():
         total = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD) + 1
     assert total.tolist() == [2, 2, 2, 2]
     (call,) = seen.records
-    assert call.op == "all_reduce"
-    assert call.state == "done"
+    assert (call.op, call.state) == ("all_reduce", "done")
     assert call.wait_ns > 0
 
 
@@ -267,10 +266,8 @@ def with_torchs_products():
         wrapped(torch.ones(2, 3)).sum().backward()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with recorded() as of_fsdp:
-        model = fully_shard(torch.nn.Linear(6, 6), mesh=mesh)
-        model(torch.ones(2, 6)).sum().backward()
-        column = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(1)])
-        row = column.redistribute(placements=[Shard(0)])
+        fully_shard(torch.nn.Linear(6, 6), mesh=mesh)(torch.ones(2, 6)).sum().backward()
+        row = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(1)]).redistribute(placements=[Shard(0)])
         whole = row.t().redistribute(placements=[Replicate()]).to_local().sum().item()
     rank = dist.get_rank()
     return set(of_ddp.records.ops(rank)), set(of_fsdp.records.ops(rank)), whole

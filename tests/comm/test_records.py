@@ -14,8 +14,7 @@ def known(writer, op="all_reduce", num_bytes=8, ring_bytes=6, channel=1):
 
 def test_rows_come_back_in_words(tmp_path):
     writer = RecordWriter(tmp_path, 3, 16)
-    n = writer.begin(known(writer), False)
-    writer.end(n, DONE)
+    writer.end(writer.begin(known(writer), False), DONE)
     (call,) = read_records(tmp_path)
     assert call.end_ns >= call.start_ns > 0
     assert (call.rank, call.op, call.number, call.num_bytes, call.group) == (3, "all_reduce", 1, 8, (0, 1))
@@ -68,8 +67,7 @@ def test_half_written_rows_are_left_out(tmp_path):
 
 def test_texts_of_several_lines_and_other_alphabets_keep_their_numbers(tmp_path):
     writer = RecordWriter(tmp_path, 0, 8)
-    numbers = [writer.text(text) for text in ("a\nb", "größe.py:1", "c", "a\nb")]
-    assert numbers == [1, 2, 3, 1]
+    assert [writer.text(text) for text in ("a\nb", "größe.py:1", "c", "a\nb")] == [1, 2, 3, 1]
     reader = RecordReader(tmp_path / "rank0.rec")
     assert reader.read_names() == ["", "a b", "größe.py:1", "c"]
     assert reader.read_names() == ["", "a b", "größe.py:1", "c"]

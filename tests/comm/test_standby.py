@@ -130,8 +130,7 @@ HOLD = """
 
 
 def test_whichever_process_is_killed_torchrun_starts_the_rank_again_and_nothing_stays(tmp_path):
-    flags = ["--nproc-per-node", "1", "--max-restarts", "3"]
-    with started(tmp_path, HOLD, [*RUN, *flags]) as process:
+    with started(tmp_path, HOLD, [*RUN, "--nproc-per-node", "1", "--max-restarts", "3"]) as process:
         seen = []
         for start, victim in enumerate(("rank", "server", "torchrun")):
             wait_for((tmp_path / f"pids{start}").exists)

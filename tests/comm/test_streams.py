@@ -64,8 +64,7 @@ def sharded_optimizer(gpu, **options):
 
 def pipeline(gpu):
     rank = dist.get_rank()
-    schedule = one_f_one_b(dist.get_world_size(), 4)
-    run = Pipeline({rank: net()[rank]}, schedule, loss=nn.functional.mse_loss)
+    run = Pipeline({rank: net()[rank]}, one_f_one_b(dist.get_world_size(), 4), loss=nn.functional.mse_loss)
     x = torch.randn(8, 6)
     for _ in range(NUM_STEPS):
         gpu.forget()
@@ -111,8 +110,7 @@ PROGRAMS = {  # a program, and the call of c10d for which nobody waits where a r
 
 
 def test_nothing_races_and_the_host_waits_for_the_flag_of_replicas_alone(ranks):
-    right = {name: (call[0], None, *call[2:]) for name, call in PROGRAMS.items()}
-    for found in ranks(2).run(all_of, right):
+    for found in ranks(2).run(all_of, {name: (call[0], None, *call[2:]) for name, call in PROGRAMS.items()}):
         assert {name: one["races"] for name, one in found.items()} == dict.fromkeys(PROGRAMS, [])
         replicas = found["replicas"]
         assert replicas["waits"] == ["_local_scalar_dense"]
@@ -151,8 +149,7 @@ def test_spans_of_a_gpu_end_when_its_events_do(ranks):
 
     def draw():
         with fake_gpu() as gpu:
-            clock = GpuClock(torch.device("cpu"))
-            spans = SpanWriter(dist.get_rank(), clock)
+            spans = SpanWriter(dist.get_rank(), GpuClock(torch.device("cpu")))
             call = spans.call()
             work = dist.all_reduce(x := torch.ones(3), async_op=True)
             call.follow(work)

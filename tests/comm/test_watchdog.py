@@ -27,8 +27,7 @@ class Job:
         texts = (writer.text(f"train{rank}.py:{line}"), 0, writer.text(f"{dtype.removeprefix('torch.')}{list(shape)}"))
         meets = channel_of(text, op, rank, peer, tag), fingerprint_of(op, peer, [(shape, dtype)])
         num_bytes, parties = (4 * int(np.prod(shape)), 0), (2 if peer >= 0 else 0) if pair else len(members)
-        known = Known.of(op, *meets, num_bytes, (*texts, writer.text(text)), peer, parties)
-        return writer.begin(known, aside)
+        return writer.begin(Known.of(op, *meets, num_bytes, (*texts, writer.text(text)), peer, parties), aside)
 
     def wait(self, rank, op, *args, **named):
         number = self.issue(rank, op, *args, **named)

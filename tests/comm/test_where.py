@@ -243,8 +243,7 @@ def test_a_process_that_starts_or_ends_or_may_not_be_read_is_told_in_words(tmp_p
     ):
         spy.write_text(f"#!/bin/sh\n{said_by_spy}\n")
         spy.chmod(0o700)
-        rank = JobRank(0, main, False, None, None, {})
-        place = str(place_of(stacks.stacks_of([rank])[0]))
+        place = str(place_of(stacks.stacks_of([JobRank(0, main, False, None, None, {})])[0]))
         assert place.endswith(words), place
 
 

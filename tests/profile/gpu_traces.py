@@ -47,7 +47,6 @@ def draw(random: np.random.Generator) -> GpuJob:
     """Draw a run whose kernels take longer than launching them, with buckets that backward hides."""
     layers, kernels = int(random.integers(6, 16)), int(random.integers(4, 9))
     kernel_us, buckets = random.uniform(40, 200), int(random.integers(4, 7))
-    backward_us = 2 * layers * kernels * kernel_us
     return GpuJob(
         num_ranks=int(random.choice([2, 4, 8])),
         num_steps=int(random.integers(4, 8)),
@@ -56,7 +55,7 @@ def draw(random: np.random.Generator) -> GpuJob:
         kernel_us=kernel_us,
         launch_us=random.uniform(5, 12),
         num_buckets=buckets,
-        bucket_us=backward_us * random.uniform(0.2, 0.7) / buckets,
+        bucket_us=2 * layers * kernels * kernel_us * random.uniform(0.2, 0.7) / buckets,
         data_us=random.uniform(20, 150),
         noise=random.uniform(0.005, 0.04),
     )
@@ -140,12 +139,10 @@ def _passes(one: _Rank, job: GpuJob, marked: bool) -> list[float]:
     for _ in range(job.num_layers * job.kernels_per_layer):
         begin = one.host
         full.append(one.launch("gemm_backward", AUTOGRAD, 2 * job.kernel_us))
-        name = "autograd::engine::evaluate_function: MmBackward0"
-        one.add(name, "cpu_op", AUTOGRAD, begin - 1, one.host)
+        one.add("autograd::engine::evaluate_function: MmBackward0", "cpu_op", AUTOGRAD, begin - 1, one.host)
     if marked:
         one.add("## backward ##", "user_annotation", MAIN, before, one.host)
-    places = np.linspace(0, len(full), job.num_buckets + 1).round().astype(int)[1:] - 1
-    return [full[place] for place in places]
+    return [full[place] for place in np.linspace(0, len(full), job.num_buckets + 1).round().astype(int)[1:] - 1]
 
 
 def document_of(one: _Rank) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def break_it(job: Job, fault: str, random: np.random.Generator) -> tuple[Job, tu
         )
     if fault == "missing overlap":
         faster = replace(job, overlaps=False)
-        while _travel_ns(faster) < 0.25 * step_ns:
+        while len(job.bucket_bytes) * job.latency_ns + sum(job.bucket_bytes) * faster.ns_per_byte < 0.25 * step_ns:
             faster = replace(faster, ns_per_byte=faster.ns_per_byte * 1.3)
         return faster, ()
     if fault == "small buckets":
@@ -105,10 +105,6 @@ def break_it(job: Job, fault: str, random: np.random.Generator) -> tuple[Job, tu
         latency_ns = round(step_ns * random.uniform(0.9, 1.6) / count)
         return replace(job, bucket_bytes=sizes, latency_ns=latency_ns, ns_per_byte=0.05 * latency_ns / 12_000), ()
     return job, ()
-
-
-def _travel_ns(job: Job) -> float:
-    return len(job.bucket_bytes) * job.latency_ns + sum(job.bucket_bytes) * job.ns_per_byte
 
 
 def simulate_job(job: Job, random: np.random.Generator) -> Trace:
@@ -171,8 +167,7 @@ def _passes(
         for _ in range(parts):
             layers.append(graph.add(rank, COMPUTE, round(2 * duration / parts * slow * _noise(job, random))))
             notes.append(("B", "compute", rank, step, layers[-1], -1, 0))
-    places = np.linspace(1, len(layers), len(job.bucket_bytes)).round().astype(int) - 1
-    return [layers[place] for place in places]
+    return [layers[place] for place in np.linspace(1, len(layers), len(job.bucket_bytes)).round().astype(int) - 1]
 
 
 def _noise(job: Job, random: np.random.Generator) -> float:
@@ -201,8 +196,7 @@ def seeded(number: int) -> Seeded:
         healthy = draw(random)
         job, ranks = break_it(healthy, fault, random)
         trace = simulate_job(job, random)
-        without = simulate_job(cured(job, healthy, fault), random)
-        share = 1 - without.duration_s / trace.duration_s
+        share = 1 - simulate_job(cured(job, healthy, fault), random).duration_s / trace.duration_s
         if fault == "none" or share >= LEAST_COST:
             break
     if number % 2:

@@ -105,8 +105,7 @@ def many(num, seed):
         layer = chance.choice([2, 4] if place == "gradient" else [0, 2, 4])
         value = chance.choice([math.nan, math.inf, -math.inf])
         text = train((place, victim, when, layer, value, chance.randrange(99)), every=chance.choice([1, 3, 4]))
-        words = expected(place, layer, abs(value))
-        if not re.match(rf"step {when}: rank {victim}: {words}", text):
+        if not re.match(rf"step {when}: rank {victim}: {expected(place, layer, abs(value))}", text):
             wrong.append((place, victim, when, layer, value, text))
     return wrong
 

@@ -101,8 +101,7 @@ def of_two_ranks(*rows):
 def test_where_chance_decides_who_is_last_no_rank_is_blamed():
     for number in range(6):
         random = np.random.default_rng([21, number])
-        job = replace(draw(random), spread=0.6)
-        for finding in find(Profile.of(simulate_job(job, random))):
+        for finding in find(Profile.of(simulate_job(replace(draw(random), spread=0.6), random))):
             assert finding.ranks == (), f"{number}: {finding}"
 
 
@@ -118,13 +117,11 @@ def test_sums_that_the_next_layer_needs_are_no_missing_overlap():
 
 def test_of_a_pipeline_the_rank_with_the_longest_stages_is_named():
     trace = of_two_ranks(("compute", "F", 0, 10, 0), ("compute", "B", 10, 30, 0), ("compute", "optimizer", 30, 31, 0))
-    even = Profile.of(trace)
-    assert find(even) == []
+    assert find(Profile.of(trace)) == []
     longer = Trace.from_spans(
         span._replace(end_ns=span.end_ns + 10_000_000) if span.rank == 1 and span.kind == "B" else span
         for span in trace
     )
     (finding,) = find(Profile.of(longer))
-    assert finding.kind == "imbalance"
-    assert finding.ranks == (1,)
+    assert (finding.kind, finding.ranks) == ("imbalance", (1,))
     assert "the stages of rank 1 take 1.1x the mean" in finding.text

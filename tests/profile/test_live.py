@@ -110,8 +110,7 @@ MODEL = GPTConfig(context=16, num_layers=2, num_heads=2, hidden_size=32, tied=Fa
 def test_the_sections_of_real_ranks_are_what_they_slept(ranks):
     """Most bytes of buckets in backward are hidden, and none of one call after it; a late rank is waited for idle."""
     profile, flat, slow = (ranks(2).run(profile_fault, fault)[0] for fault in ("none", "missing overlap", "straggler"))
-    assert profile.ranks == (0, 1)
-    assert profile.num_steps == NUM_STEPS
+    assert (profile.ranks, profile.num_steps) == ((0, 1), NUM_STEPS)
     for row in profile.mean_s().values():
         assert FORWARD_S <= row["forward"] < 3 * FORWARD_S
         assert 2 * FORWARD_S <= row["backward"] < 6 * FORWARD_S
@@ -142,8 +141,7 @@ def profile_program(kind: str, folder: str) -> object:
     if kind == "pipeline":
         schedule = make_schedule("one_f_one_b", dist.get_world_size(), 2)
         stages = split_gpt(model, schedule.num_stages)
-        own = {dist.get_rank(): stages[dist.get_rank()]}
-        pipeline = Pipeline(own, schedule, loss=GPT.loss, spans=profiler.spans)
+        pipeline = Pipeline({dist.get_rank(): stages[dist.get_rank()]}, schedule, loss=GPT.loss, spans=profiler.spans)
         for inputs, targets in profiler.steps([(tokens[:, :-1], tokens[:, 1:])] * 4):
             pipeline.step(inputs, targets)
             pipeline.zero_grad()

@@ -113,8 +113,7 @@ def test_of_calls_alone_it_is_said_that_nothing_is_known(tmp_path, capsys):
 def write_kineto(folder: str) -> None:
     """Run on each rank: three steps of torch's DDP under torch.profiler, without any mark."""
     torch.manual_seed(0)
-    layers = [nn.Linear(64, 64) for _ in range(4)]
-    model = DistributedDataParallel(nn.Sequential(*layers))
+    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]))
     optimizer = torch.optim.AdamW(model.parameters())
     from torch.profiler import profile, schedule
 
@@ -135,8 +134,7 @@ def write_kineto(folder: str) -> None:
 def test_torch_profilers_traces_of_ddp_are_taken_apart_without_marks(ranks, tmp_path):
     ranks(2).run(write_kineto, str(tmp_path))
     profile = read_files([tmp_path]).measured
-    assert profile.ranks == (0, 1)
-    assert profile.num_steps == 3
+    assert (profile.ranks, profile.num_steps) == ((0, 1), 3)
     for row in profile.mean_s().values():
         assert min(row["forward"], row["backward"], row["optimizer"]) > 0
     sums = profile.calls.spans.is_word("kind", "all_reduce")
@@ -251,12 +249,10 @@ def test_the_command_lays_a_prediction_beside_and_saves_pictures(tmp_path, capsy
     ]
     paths = written(tmp_path, HEALTHY)
     assert main(["profile", *map(str, paths), "--plan", str(plan), *flags]) == 0
-    said = capsys.readouterr().out
-    assert "\npredicted" in said
+    assert "\npredicted" in capsys.readouterr().out
     assert (tmp_path / "sections.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert main(["profile", str(tmp_path / "save.json")]) == 0
     assert "\npredicted" in capsys.readouterr().out
     assert main(["profile", *map(str, paths), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told) == {"step_s", "sections_s", "findings", "notes"}
+    assert set(json.loads(capsys.readouterr().out)) == {"step_s", "sections_s", "findings", "notes"}

@@ -116,8 +116,7 @@ def test_steps_are_those_that_all_ranks_have_and_updates_end_them_without_marks(
 def test_a_simulated_step_is_taken_apart_as_a_measured_one():
     sizes = {"num_layers": 8, "hidden_size": 1024, "num_heads": 8, "sequence_length": 512, "vocab_size": 32_000}
     step = simulate(gpt_workload(**sizes), cluster("dgx-a100"), Plan(data=8))
-    profile = Profile.of(step.trace)
-    row = profile.mean_s()[0]
+    row = Profile.of(step.trace).mean_s()[0]
     assert sum(row.values()) == pytest.approx(step.duration_s)
     assert row["sync"] == pytest.approx(step.exposed_communication_s, rel=0.05)
     assert set(row) <= set(SECTIONS)

@@ -100,9 +100,7 @@ def test_zero_on_one_screen_broadcasts_each_parameter_and_keeps_a_share_of_the_s
         optimizer = sharding.PlainSharded(model.parameters(), adam)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        calls = calls_of(optimizer.step)
-        moments = [one["exp_avg"].numel() for one in optimizer.optimizer.state.values()]
-        return calls, sum(moments)
+        return calls_of(optimizer.step), sum(one["exp_avg"].numel() for one in optimizer.optimizer.state.values())
 
     for calls, moments in ranks(3).run(measure):
         assert calls == [("broadcast", 8 * 8 * 4)] * 6

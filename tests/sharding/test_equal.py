@@ -46,8 +46,7 @@ def pieces(stage, split="elements", each=False, by_module=False):
 
         if by_module:
             made.zero_grad = model.zero_grad
-        no_sync = summed if each else made.no_sync
-        return Way(model, made, made.synchronize, no_sync, clip=made.clip_gradients_)
+        return Way(model, made, made.synchronize, summed if each else made.no_sync, clip=made.clip_gradients_)
 
     return technique
 
@@ -143,5 +142,4 @@ def test_the_plainest_shards_equal_one_process(ranks):
     results = ranks(3).run(sharded_plainly)
     for index, module in enumerate(model):
         row = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-        found = torch.cat([shards[index] for shards in results])[: len(row)]
-        assert (found - row).abs().max() <= 1e-10
+        assert (torch.cat([shards[index] for shards in results])[: len(row)] - row).abs().max() <= 1e-10

@@ -181,8 +181,7 @@ def by_hand(wrap, zeroes):
         if zeroes:
             optimizer.zero_grad()
         parameters = list(model.parameters())
-        gradients = torch.autograd.grad(loss_of(model, step), parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss_of(model, step), parameters), strict=True):
             parameter.grad = gradient
         synchronize()
         optimizer.step()

@@ -135,8 +135,7 @@ def fail_in_many_ways():
     attempt("ranks disagree on optimizer", lambda: build(make=adam if rank else lambda p: torch.optim.SGD(p, lr=0.1)))
     whole = 'Adafactor looks at whole tensors, and split="elements" cuts them'
     attempt(whole, lambda: build(make=torch.optim.Adafactor))
-    at_once = "LBFGS looks at all parameters at once"
-    attempt(at_once, lambda: build(nn.Linear(2, 2), torch.optim.LBFGS, split="tensors"))
+    attempt("LBFGS looks at all parameters at once", lambda: build(nn.Linear(2, 2), torch.optim.LBFGS, split="tensors"))
     for stage in (1, 2):
         optimizer = build(stage=stage)
         attempt("got no gradient on some rank of the group: spare.bias (rank 1); ", step(optimizer, skip=rank == 1))

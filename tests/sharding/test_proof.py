@@ -24,8 +24,7 @@ def adam(parameters):
 def shard(stage, module):
     """Return what to call, what finishes gradients, and what updates."""
     if stage == 0:
-        replicas = DataParallel(module, bucket_bytes=16_384, first_bucket_bytes=16_384)
-        return module, replicas, adam(module.parameters())
+        return module, DataParallel(module, bucket_bytes=16_384, first_bucket_bytes=16_384), adam(module.parameters())
     if stage == 3:
         model = FullyShard(module)
         return model, model, adam(model.parameters())

@@ -114,8 +114,7 @@ def test_a_saved_shard_loads_without_running_code():
         file = io.BytesIO()
         torch.save(one.to_dict(), file)
         file.seek(0)
-        back = SavedShard.from_dict(torch.load(file, weights_only=True))
-        assert str(back.to_dict()) == str(one.to_dict())
+        assert str(SavedShard.from_dict(torch.load(file, weights_only=True)).to_dict()) == str(one.to_dict())
 
 
 def test_what_one_part_holds_is_a_view_only_where_it_may_be():

@@ -31,8 +31,7 @@ def awkward(seed=0, hidden_size=12):
 
 def sharded(seed=0, *, units=None, dtype=torch.float32, optimizer="adamw", **options):
     model = FullyShard(awkward(seed).to(dtype), units=units, **options)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, OPTIMIZERS[optimizer](trained)
+    return model, OPTIMIZERS[optimizer]([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
 def train(model, optimizer, steps):
@@ -103,8 +102,7 @@ def test_four_ranks_two_three_and_one_hold_the_same_and_go_on(ranks, tmp_path, o
 
 
 def test_either_set_of_shards_of_hybrid_sharding_loads_anywhere_and_the_own_shard_is_enough(ranks, tmp_path):
-    results = ranks(4).run(lambda: save(tmp_path, "adamw", hybrid=True))
-    saved, later = results[0]
+    saved, later = ranks(4).run(lambda: save(tmp_path, "adamw", hybrid=True))[0]
     ways = [{"ranks": [2, 3], "hybrid": True}, {"own": True, "hybrid": True}]
     for found in ranks(4).run(lambda: [load(tmp_path, 4, "adamw", **how) for how in ways]):
         for before, after in found:

@@ -20,18 +20,16 @@ def workload_of(milliseconds, sizes=None, *, ends=0):
 
     blocks = [layer(f"block {i}", ms, size) for i, (ms, size) in enumerate(zip(milliseconds, sizes, strict=True))]
     edge = [layer("embedding", 1.0, ends), layer("head", 1.0, ends)] if ends else []
-    layers = (*edge[:1], *blocks, *edge[1:])
-    return Workload("w", layers, 4, Work(memory_bytes=8e7, num_kernels=4))
+    return Workload("w", (*edge[:1], *blocks, *edge[1:]), 4, Work(memory_bytes=8e7, num_kernels=4))
 
 
 def plan_of(stage, *, data=4, microbatches=1, recompute="none", **options):
-    sharding = Sharding(stage, **options)
     return Plan(
         data=data,
         num_microbatches=microbatches,
         bucket_bytes=200_000,
         first_bucket_bytes=100_000,
-        sharding=sharding,
+        sharding=Sharding(stage, **options),
         recompute=recompute,
     )
 

@@ -154,8 +154,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_told_as_a_reason():
         found = sim.search(
             sim.Question(sim.ModelDescription(hidden_size=64, num_layers=2, num_heads=8), machine_of(80e9), batch)
         )
-        told = [reason.part for reason in sim.reasons(found, found.best()[0])]
-        assert (f"batch = {batch}" in told) == is_told
+        assert (f"batch = {batch}" in [reason.part for reason in sim.reasons(found, found.best()[0])]) == is_told
     with pytest.raises(ValueError, match="no plan divides 7 samples among 16 devices"):
         sim.search(
             sim.Question(replace(SMALL, num_layers=1, num_heads=1, sequence_length=255), machine_of(80e9, 16), 7)

@@ -94,8 +94,7 @@ def test_every_figure_has_a_source_with_a_year_and_every_device_a_cluster_with_a
     for row in [*PRESETS["devices"].values(), *PRESETS["links"].values()]:
         for part in (row, row.get("measured")):
             assert part is None or "20" in part["source"] or "no data sheet" in part["source"]
-    used = {row["device"] for row in PRESETS["clusters"].values()}
-    assert set(simulator.names("devices")) - used == {"tpu-v3"}
+    assert set(simulator.names("devices")) - {row["device"] for row in PRESETS["clusters"].values()} == {"tpu-v3"}
     assert [name for name, row in PRESETS["clusters"].items() if "stack" not in row] == ["laptop"]
 
 
@@ -125,8 +124,7 @@ POWERS = [2**power for power in range(12, 30)]
 def test_times_of_two_protocols_give_the_protocols_back(num_ranks, algorithm):
     link = Link("two", (Protocol(2e-6, 1e10), Protocol(3e-5, 2e11)))
     times = [all_reduce_s(size, num_ranks, link, algorithm) for size in POWERS]
-    fitted = fit.fit_link(POWERS, times, num_ranks, algorithm)
-    for found, true in zip(fitted.protocols, link.protocols, strict=True):
+    for found, true in zip(fit.fit_link(POWERS, times, num_ranks, algorithm).protocols, link.protocols, strict=True):
         assert found.latency_s == pytest.approx(true.latency_s, rel=1e-3)
         assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-3)
 
@@ -134,5 +132,4 @@ def test_times_of_two_protocols_give_the_protocols_back(num_ranks, algorithm):
 def test_one_disturbed_measurement_does_not_move_the_line():
     times = [1e-5 + size / 1e9 for size in POWERS]
     times[9] *= 5
-    link = fit.fit_steps(POWERS, times, Steps(1, 1.0))
-    assert link.protocols[-1].bytes_per_s == pytest.approx(1e9, rel=0.02)
+    assert fit.fit_steps(POWERS, times, Steps(1, 1.0)).protocols[-1].bytes_per_s == pytest.approx(1e9, rel=0.02)

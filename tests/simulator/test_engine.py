@@ -228,11 +228,9 @@ def test_one_rank_is_the_sum_of_its_work():
 
 def test_overlapped_buckets_start_when_ready_and_one_after_the_other():
     workload = workload_of(*[((50_000,), (10,))] * 4)
-    plan = plans.Plan(data=4, bucket_bytes=1, first_bucket_bytes=1)
-    step = simulate(workload, cluster_of(4), plan)
+    step = simulate(workload, cluster_of(4), plans.Plan(data=4, bucket_bytes=1, first_bucket_bytes=1))
     spans = [span for span in step.trace if span.kind == "all_reduce" and span.rank == 0]
-    sizes = [size * 4 for layer in workload.layers for size in layer.parameter_sizes]
-    buckets = plans.assign_buckets(sizes, 1, 1)
+    buckets = plans.assign_buckets([size * 4 for layer in workload.layers for size in layer.parameter_sizes], 1, 1)
     assert [span.num_bytes for span in spans] == [bucket.num_bytes for bucket in buckets]
     free, ready = 0, to_ns(0.004)
     copies = iter(step.stages[0].buckets)
@@ -244,8 +242,7 @@ def test_overlapped_buckets_start_when_ready_and_one_after_the_other():
             assert span.start_ns == max(ready, free)
             free = span.start_ns + to_ns(all_reduce_s(sync.num_bytes, 4, LINK))
             assert span.end_ns == free
-    optimizer = next(span for span in step.trace if span.kind == "optimizer")
-    assert optimizer.start_ns == max(free, ready)
+    assert next(span for span in step.trace if span.kind == "optimizer").start_ns == max(free, ready)
 
 
 @settings(deadline=None, max_examples=50)
@@ -264,8 +261,7 @@ def test_whole_passes_equal_passes_run_layer_by_layer(seed):
         assert np.array_equal(getattr(whole, name), getattr(in_layers, name)), name
     assert whole.layers is None
     assert (np.diff(in_layers.rows[:, 0]) >= 0).all()
-    assert whole.buckets == in_layers.buckets
-    assert whole.optimizer == in_layers.optimizer
+    assert (whole.buckets, whole.optimizer) == (in_layers.buckets, in_layers.optimizer)
     assert whole.calls == in_layers.calls
 
 

@@ -50,8 +50,7 @@ def test_groups_of_a_layout_follow_its_order():
 
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 def test_waits_in_a_trace_of_layers_are_those_that_the_axes_expose(kind):
-    plan = Plan(tensor=2, context=2, pipeline=2, num_microbatches=3, context_kind=kind)
-    step = sim.simulate(SMALL, TWO_NODES, plan)
+    step = sim.simulate(SMALL, TWO_NODES, Plan(tensor=2, context=2, pipeline=2, num_microbatches=3, context_kind=kind))
     spans = [span for span in step.layer_trace if span.rank == 0 and span.lane == "compute"]
     waits = [span for span in spans if span.kind == "wait"]
     exposed = sum(step.exposed_by_axis[axis] for axis in ("tensor", "context"))
@@ -202,8 +201,7 @@ def test_stages_have_as_many_blocks_each_whatever_they_cost():
     assert [len(stage.layers) for stage in even.stages] == [3, 2, 2, 3]
     assert len(by_time.stages[-1].layers) < 3  # the head is as much work as some blocks
     assert by_time.duration_s < even.duration_s
-    kept = [stage.kept.shape[0] for stage in sim.memory_of(heavy, even.plan).stages]
-    assert kept == [3, 2, 2, 3]
+    assert [stage.kept.shape[0] for stage in sim.memory_of(heavy, even.plan).stages] == [3, 2, 2, 3]
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -220,7 +218,6 @@ def test_recompute_that_stops_early_leaves_a_layers_last_product_out(tensor):
     if tensor == 1:
         assert saved == pytest.approx(product_s, rel=1e-3)
     else:
-        calls = (step.sent_bytes_by_axis["tensor"] for step in (whole, less, none))
-        sent, sent_early, sent_once = calls
+        sent, sent_early, sent_once = (step.sent_bytes_by_axis["tensor"] for step in (whole, less, none))
         assert sent_early - sent_once == pytest.approx((sent - sent_once) / 2)  # one of a block's two sums
         assert saved > product_s

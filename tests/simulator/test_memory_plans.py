@@ -53,8 +53,7 @@ def test_each_stage_of_sharding_divides_what_it_says(ranks):
     ],
 )
 def test_precision_counts_bytes_a_parameter(precision, per_parameter):
-    memory = held(Plan(precision=precision))
-    assert sum(memory.of(kind) for kind in KINDS[:4]) == per_parameter * PSI
+    assert sum(map(held(Plan(precision=precision)).of, KINDS[:4])) == per_parameter * PSI
 
 
 def test_recompute_keeps_inputs_and_makes_the_rest_of_one_layer_again():
@@ -82,8 +81,7 @@ def test_tensor_parallelism_divides_matrices_but_not_norms():
 def test_one_f_one_b_holds_what_lies_between_a_stage_and_the_end(stages, microbatches):
     workload = workload_of(*range(10, 17))
     for schedule in ("gpipe", "one_f_one_b"):
-        plan = Plan(pipeline=stages, num_microbatches=microbatches, schedule=schedule)
-        memory = held(plan, workload)
+        memory = held(Plan(pipeline=stages, num_microbatches=microbatches, schedule=schedule), workload)
         for stage in range(stages):
             most = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
             assert memory.of("activations", stage) == most * 1000 * len(memory.stages[stage].kept)
@@ -124,8 +122,7 @@ def test_stage_two_fills_one_bucket_while_another_travels():
 
 
 def test_offload_moves_bytes_to_the_host():
-    plan = Plan(data=4, sharding=Sharding(3))
-    stays = held(plan)
+    stays = held(Plan(data=4, sharding=Sharding(3)))
     optimizer, everything = (held(Plan(data=4, sharding=Sharding(3, offload=what))) for what in ("optimizer", "all"))
     states = [stays.of(kind) for kind in KINDS[:4]]
     assert stays.host_bytes == 0
@@ -215,8 +212,7 @@ def refusal(plan, on, workload=WORKLOAD):
 
 
 def test_one_byte_too_little_is_refused_with_everything_said():
-    need = size_of(data=4)
-    error = refusal(Plan(data=4), device(need - 1))
+    error = refusal(Plan(data=4), device(size_of(data=4) - 1))
     assert isinstance(error, ValueError)
     text = str(error)
     assert text.startswith("ranks 0 to 3: the plan needs ")
@@ -256,8 +252,7 @@ def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
 
 def test_micro_batches_are_cut_where_nothing_else_fits_and_keep_their_work():
     half = split_samples(FOUR, 2)
-    room = memory_of(half, Plan(num_microbatches=2)).max_bytes
-    error = refusal(Plan(), device(room), FOUR)
+    error = refusal(Plan(), device(memory_of(half, Plan(num_microbatches=2)).max_bytes), FOUR)
     assert (error.change.split, error.change.plan.num_microbatches) == (2, 2)
     assert "micro-batches half as large and num_microbatches=2" in str(error)
     assert (half.samples, half.num_parameters) == (2, FOUR.num_parameters)

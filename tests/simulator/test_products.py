@@ -142,8 +142,7 @@ def nodes_by_counting(experts, top_k, nodes, groups=1, most=1):
     [(8, 2, 4, None), (8, 2, 2, None), (12, 5, 3, None), (4, 1, 4, None), (8, 2, 4, (4, 2)), (16, 3, 8, (4, 2))],
 )
 def test_on_how_many_nodes_a_tokens_experts_are(experts, top_k, nodes, groups):
-    mixture = sim.Mixture(experts, top_k, most_groups=groups)
-    sizes = sim.LlamaSizes(HX, 1, 4, 4, FX, 128, mixture=mixture)
+    sizes = sim.LlamaSizes(HX, 1, 4, 4, FX, 128, mixture=sim.Mixture(experts, top_k, most_groups=groups))
     found = sim.llama_workload(sizes, sequence_length=SX).layers[1].experts.nodes_of_a_token(nodes)
     assert found == pytest.approx(nodes_by_counting(experts, top_k, nodes, *(groups or ())))
 
@@ -151,9 +150,8 @@ def test_on_how_many_nodes_a_tokens_experts_are(experts, top_k, nodes, groups):
 def test_a_token_crosses_to_a_node_once():
     """Four ranks on two nodes: of two experts both are in the other node one time in six, and one is four times."""
     machine = replace(sim.cluster("dgx-h100", 16, stack="best-case"), devices_per_node=2)
-    plan = Plan(expert=4)
     twice, once = (
-        sim.simulate(MIXED, replace(machine, software=replace(machine.software, dispatches_once=on)), plan)
+        sim.simulate(MIXED, replace(machine, software=replace(machine.software, dispatches_once=on)), Plan(expert=4))
         .stages[0]
         .calls[0][1]
         for on in (False, True)

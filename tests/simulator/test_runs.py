@@ -100,8 +100,7 @@ def test_drawn_failures_and_drawn_runs_have_the_computed_goodput_and_repeat():
 
 
 def test_the_published_table_is_the_rate_and_its_sum():
-    rows = read_table("llama3_table5_interruptions")
-    assert sum(int(row["count"]) for row in rows) == 419
+    assert sum(int(row["count"]) for row in read_table("llama3_table5_interruptions")) == 419
     failures = sim.Failures("llama-3")
     assert failures.mtbf_s(16_384) == pytest.approx(54 * DAY / 419)
     assert failures.mtbf_s(16_384) / HOUR == pytest.approx(3.1, abs=0.05)  # "one failure every three hours"
@@ -116,8 +115,7 @@ def test_llama_3_trains_for_more_than_90_percent_of_54_days():
 
     The paper does not print the time of a restart: with 10 minutes the printed figure follows, and with 15 it does not.
     """
-    model = sim.model_by_name("llama-3-405b")
-    save_s = sim.checkpoint_bytes(model, Plan()) / 2e12
+    save_s = sim.checkpoint_bytes(sim.model_by_name("llama-3-405b"), Plan()) / 2e12
     assert 2 < save_s < 4
     found = sim.Failures("llama-3-all", restart_s=600).goodput(16_384, save_s)
     assert 0.90 < found.useful < 0.93
@@ -134,8 +132,7 @@ def test_days_and_dollars_follow_from_the_step():
     step = step_of()
     batch = 2 * 8 * GPT.samples
     plain = sim.bill(step, sim.Run(batch * 256 * 1000, price=2.0))
-    assert plain.num_steps == 1000
-    assert plain.days == pytest.approx(1000 * step.steady_s / DAY)
+    assert (plain.num_steps, plain.days) == (1000, pytest.approx(1000 * step.steady_s / DAY))
     assert plain.dollars == pytest.approx(plain.days * 24 * 4 * 2.0)
     assert plain.goodput.useful == 1
     failing = sim.bill(step, sim.Run(batch * 256 * 1000, 2.0, sim.Failures(1e-2, save_s=5, restart_s=60)))

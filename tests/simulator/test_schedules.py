@@ -17,8 +17,7 @@ TIMES = ActionTimes(1.0, 1.0, 1.0)
 def random_schedule(generator):
     name = str(generator.choice(NAMES))
     ranks, microbatches = int(generator.integers(1, 6)), int(generator.integers(1, 13))
-    loop = int(generator.integers(1, 4))
-    stages = {"loop": loop, "v": 2}.get(SCHEDULES[name].placement, 1)
+    stages = {"loop": int(generator.integers(1, 4)), "v": 2}.get(SCHEDULES[name].placement, 1)
     return make_schedule(name, ranks, microbatches, stages_per_rank=stages)
 
 
@@ -43,8 +42,7 @@ def test_any_schedule_equals_a_plain_event_loop_bit_for_bit(seed):
 
 def test_the_figures_of_a_run():
     run = simulate_schedule(one_f_one_b(4, 4), ActionTimes(1, 1, 1, 0.25))
-    assert run.work_s == pytest.approx(4 * 4 * 3e-3)
-    assert run.ideal_s == pytest.approx(12e-3)
+    assert (run.work_s, run.ideal_s) == (pytest.approx(4 * 4 * 3e-3), pytest.approx(12e-3))
     alone = simulate_schedule(one_f_one_b(4, 4), TIMES)
     assert alone.duration_s == pytest.approx((4 + 3) * 3e-3)
     assert alone.duration_s + 2 * 3 * 0.25e-3 <= run.duration_s <= alone.duration_s + 4 * 3 * 0.25e-3
@@ -123,8 +121,7 @@ def plain_ends(schedule, times, slow=1):
     columns = np.broadcast_arrays(*times, np.zeros(schedule.num_stages))[:4]
     forward, inputs, weights, handover = (column.astype(np.int64) for column in columns)
     table = np.stack([forward, inputs + weights, inputs, weights], axis=1)
-    backward = np.isin(order.kind, (1, 2))
-    sender = np.clip(order.stage + np.where(backward, 1, -1), 0, schedule.num_stages - 1)
+    sender = np.clip(order.stage + np.where(np.isin(order.kind, (1, 2)), 1, -1), 0, schedule.num_stages - 1)
     duration = table[order.stage, order.kind]
     duration[: order.offsets[1]] *= slow
     return plain_event_loop(order, duration, handover[sender])

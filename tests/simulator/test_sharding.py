@@ -16,8 +16,7 @@ from simulator.units import to_ns
 
 
 def test_units_are_blocks_and_what_is_left_is_the_root():
-    workload = workload_of([1, 1, 1], ends=7)
-    units = units_of(workload.layers, 2)
+    units = units_of(workload_of([1, 1, 1], ends=7).layers, 2)
     assert [(u.name, u.layers, u.is_root) for u in units] == [
         ("unit 0", (0, 4), True),
         ("unit 1", (1, 2), False),
@@ -168,8 +167,7 @@ def test_hybrid_sharding_keeps_gathers_inside_a_node():
 
 @pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (3, "optimizer"), (3, "all")])
 def test_offload_copies_shards_over_the_hosts_link(stage, offload):
-    workload = workload_of([1, 1])
-    step = simulate(workload, cluster_of(4), plan_of(stage, offload=offload))
+    step = simulate(workload_of([1, 1]), cluster_of(4), plan_of(stage, offload=offload))
     host = spans_of(step, "host")
     update = next(span for span in host if span.kind == "optimizer")
     assert update.end_ns - update.start_ns == to_ns(8e7 / 4 / 1e9)
@@ -225,8 +223,7 @@ WORKLOAD = workload_of([3.0] * 12, [40_000] * 12, ends=1000)
 def test_each_size_is_a_step_of_its_own():
     cluster, plan = cluster_of(4), plan_of(3)
     sweep = sweep_units(WORKLOAD, cluster, plan)
-    assert sweep.unit_layers == (1, 2, 3, 4, 6, 12)
-    assert sweep.num_units == (12, 6, 4, 3, 2, 1)
+    assert (sweep.unit_layers, sweep.num_units) == ((1, 2, 3, 4, 6, 12), (12, 6, 4, 3, 2, 1))
     for index, layers in enumerate(sweep.unit_layers):
         step = simulate(WORKLOAD, cluster, with_unit_layers(plan, layers))
         assert sweep.duration_s[index] == step.duration_s
@@ -251,11 +248,6 @@ def step_of(stage, schedule, stages_per_rank, num_layers=8, **sharding):
     return simulate(workload_of([1] * num_layers, ends=1000), cluster_of(4), plan)
 
 
-def passes_of(step, rank):
-    found = [span for span in step.trace if span.rank == rank and span.kind in ("F", "B")]
-    return sorted(found, key=lambda span: span.start_ns)
-
-
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("one_f_one_b", 1), ("interleaved", 2)])
 def test_stage_3_gathers_in_every_pass_and_scatters_in_a_stages_last_backward(schedule, stages_per_rank):
     step = step_of(3, schedule, stages_per_rank)
@@ -266,11 +258,11 @@ def test_stage_3_gathers_in_every_pass_and_scatters_in_a_stages_last_backward(sc
         assert len(gathers) == 2 * M * num_units
         assert set(Counter(span.microbatch for span in gathers).values()) == {2 * num_units}
         assert len(scatters) == num_units
-        passes = passes_of(step, 2 * rank)
+        computing = [span for span in step.trace if span.rank == 2 * rank and span.kind in ("F", "B")]
+        passes = sorted(computing, key=lambda span: span.start_ns)
         assert len(passes) == 2 * M * len(own)
         assert gathers[0].end_ns <= passes[0].start_ns, "a stage computes with what it has gathered"
-        update = spans_of(step, "compute", 2 * rank)[-1]
-        assert max(span.end_ns for span in scatters) <= update.start_ns
+        assert max(span.end_ns for span in scatters) <= spans_of(step, "compute", 2 * rank)[-1].start_ns
     arrived = spans_of(step, "recv forward", 2)[0].end_ns
     assert spans_of(step, "gather", 2)[0].start_ns >= arrived, "a stage asks for parameters when its input has come"
     kept = step_of(3, schedule, stages_per_rank, reshard_after_forward=False)

@@ -31,8 +31,7 @@ def seconds(work, factor=1.0):
 
 
 def outside(name):
-    inside = sum((getattr(region, name) for region in BLOCK.regions), Work())
-    return getattr(BLOCK, name).without(inside)
+    return getattr(BLOCK, name).without(sum((getattr(region, name) for region in BLOCK.regions), Work()))
 
 
 def near(nanoseconds, expected_s):
@@ -109,13 +108,11 @@ def test_experts_exchange_rows_twice_forward_and_twice_backward():
     travel += sim.all_reduce_s(pieces[0].num_bytes, ranks, LINK)
     fewer = replace(block.forward, num_kernels=block.forward.num_kernels - 2 * block.experts.kernels_each)
     assert near(stage.forward_ns[1], sim.compute_s(fewer, DEVICE) + travel)
-    back = [piece.num_bytes for piece in stage.calls[1][1] if piece.axis == "expert"]
-    assert back == [rows, rows, 8 * (2 * 4 + 1)]
+    assert [piece.num_bytes for piece in stage.calls[1][1] if piece.axis == "expert"] == [rows, rows, 8 * (2 * 4 + 1)]
 
 
 def test_experts_are_divided_and_have_fewer_copies():
-    plan = Plan(data=2, expert=2)
-    step = step_of(plan, MIXED)
+    step = step_of(Plan(data=2, expert=2), MIXED)
     experts = sum(layer.expert_parameters for layer in MIXED.layers)
     assert step.stages[0].num_parameters == MIXED.num_parameters - experts // 2
     dense = (MIXED.num_parameters - experts) * 2
@@ -182,8 +179,7 @@ def _bytes(shapes):
 
 
 def test_a_bucket_is_encoded_when_full_then_sent_then_decoded():
-    compression = Compression("quantize", bits=4)
-    step = sim.simulate(WORKLOAD, cluster_of(4), plan_of(compression))
+    step = sim.simulate(WORKLOAD, cluster_of(4), plan_of(Compression("quantize", bits=4)))
     spans = [span for span in step.layer_trace if span.rank == 0]
     passes = {span.name: span for span in spans}
     for index, sync in enumerate(step.stages[0].buckets):
@@ -262,10 +258,9 @@ def test_the_break_even_of_what_hides_nothing_is_the_closed_form():
     work = sim.codec_work(compression, ((1000, 1000),), num_ranks=n)
     expected = saved / (sim.compute_s(work.encode, DEVICE) + sim.compute_s(work.decode, DEVICE))
     assert sim.break_even_bytes_per_s(workload, machine, plan, compression) == pytest.approx(expected, rel=1e-4)
-    codec = sim.MeasuredCodec(compression, n, 1e-3, 1e-8, 2e-3, 3e-8)
     coded, counted = (
         sim.simulate(workload, machine, replace(plan, compression=compression), measured=each)
-        for each in (sim.Measured(codec), sim.Measured())
+        for each in (sim.Measured(sim.MeasuredCodec(compression, n, 1e-3, 1e-8, 2e-3, 3e-8)), sim.Measured())
     )
     both = sim.compute_s(work.encode, DEVICE) + sim.compute_s(work.decode, DEVICE)
     assert coded.duration_s - counted.duration_s == pytest.approx(3e-3 + 4e-8 * 4e6 - both, abs=5e-9)

@@ -37,8 +37,7 @@ def test_errors_biases_and_choices():
     assert found.tau == 1
     assert (found.choices, found.choice_cost, found.choice_tau) == (1, 0, 1)
     wrong = score([2.0, 1.0, 3.0], [1.0, 1.5, 2.0], ["a", "a", "a"])
-    assert wrong.choice_cost == pytest.approx(0.5)
-    assert wrong.choice_tau == pytest.approx(1 / 3)
+    assert (wrong.choice_cost, wrong.choice_tau) == (pytest.approx(0.5), pytest.approx(1 / 3))
     known = [([1, 2, 3], [6, 5, 4], -1), ([1, 1, 2], [1, 2, 3], 2 / 6**0.5), ([1, 1], [1, 2], None)]
     for one, other, tau in known:  # ties count for neither order
         assert kendall_tau(one, other) == (tau if tau is None else pytest.approx(tau))
@@ -50,8 +49,7 @@ def test_a_fit_finds_the_constants_that_made_the_times():
     cases = [replace(case, measured_s=case.predict_s(true)) for case in list(zero_bubble())[::3]]
     found = fit_stack(cases, stack("megatron"), [CONSTANTS["matmul_fraction"], CONSTANTS["memory_fraction"]])
     assert found.matmul_fraction == pytest.approx(0.7, rel=0.02)
-    assert found.memory_fraction == pytest.approx(0.5, rel=0.02)
-    assert found.kernel_s == true.kernel_s
+    assert (found.memory_fraction, found.kernel_s) == (pytest.approx(0.5, rel=0.02), true.kernel_s)
     cases = [replace(case, measured_s=case.measured_s / 10) for case in cases[:2]]
     found = fit_stack(cases, stack("megatron"), [CONSTANTS["matmul_fraction"], CONSTANTS["kernel_s"]])
     assert (found.matmul_fraction, found.kernel_s) == (CONSTANTS["matmul_fraction"].high, 0)  # in their bounds
@@ -77,8 +75,7 @@ def test_validate_prints_scores_and_json(few, capsys, tmp_path):
     assert main(["validate", "--json", "--page", str(page)]) == 0
     written = capsys.readouterr()
     assert f"--page {page}: made the folder {page.parent}\n" in written.err
-    facts = json.loads(written.out)
-    own = facts["families"]["zero-bubble"]
+    own = json.loads(written.out)["families"]["zero-bubble"]
     assert set(own["scores"]) == set(report.MODES)
     assert own["scores"]["calibrated"]["error"] < own["scores"]["data sheet"]["error"]
     assert len(own["rows"]) == len(few)
@@ -100,8 +97,7 @@ def test_memory_and_collectives_are_judged_too():
 
     tables = row("a, GiB", 1.03) | row("b, GiB", 1.01) | row("days", 2.0)
     tables |= row("all-reduce, c, us, smaller", 1.06) | row("all-reduce, c, us, from 64 MiB", 1.06)
-    said = report.short_tables(tables)
-    assert said == [
+    assert report.short_tables(tables) == [
         "a, GiB: falls short: error 3.0% > 2%",
         "all-reduce, c, us, from 64 MiB: falls short: error 6.0% > 4%",
     ]

@@ -68,8 +68,7 @@ class GradientSlots:
     @property
     def is_touched(self) -> bool:
         """Whether a gradient that is on its way was replaced or forgotten."""
-        lost = (comes and not self.has_mark(slot) for slot, comes in enumerate(self.comes))
-        return self.was_touched or any(lost)
+        return self.was_touched or any(comes and not self.has_mark(slot) for slot, comes in enumerate(self.comes))
 
     @property
     def full(self) -> bool:

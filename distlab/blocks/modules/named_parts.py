@@ -156,13 +156,12 @@ class SavedShard:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, numbers and tensors: what loads without running code."""
-        parts = {name: part.to_dict() for name, part in self.parts.items()}
         return {
             "format": FORMAT,
             "version": VERSION,
             "shard": self.shard,
             "num_shards": self.num_shards,
-            "parts": parts,
+            "parts": {name: part.to_dict() for name, part in self.parts.items()},
             "groups": None if self.groups is None else [dict(group) for group in self.groups],
             "buffers": dict(self.buffers or {}),
             **({"aliases": dict(self.aliases)} if self.aliases else {}),

@@ -58,8 +58,7 @@ class ReportRow(NamedTuple):
             return f"must be {_text(self.expected, self.unit)}" if self.wrong else ""
         if self.predicted is None:
             return ""
-        error = f" ({self.error:+.0%})" if self.error is not None else ""
-        return _text(self.predicted, self.unit) + error
+        return _text(self.predicted, self.unit) + (f" ({self.error:+.0%})" if self.error is not None else "")
 
 
 @dataclass
@@ -156,8 +155,7 @@ def read_reference(path: Path, section: str, settings: str) -> tuple[dict[str, s
     """Return a section's values by row, and a sentence that says where they come from or why there are none."""
     if not path.is_file():
         return {}, "No output of a different machine is kept for this lab."
-    text = path.read_text(encoding="utf-8")
-    parts = re.split(r"^## ", text, flags=re.M)
+    parts = re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.M)
     body = next((part for part in parts[1:] if part.splitlines()[0].strip() == section), None)
     if body is None or "| |" not in body:
         return {}, f"No output of a different machine is kept for {section}."

@@ -313,8 +313,7 @@ def write_page(lessons: Path, work: Path) -> Path:
     if work_folder(work) is None:
         raise ValueError(f"{work} has no working copies: `distlab lesson start` makes them, --work names their folder")
     progress = load_progress(work)
-    text = page(rows(lessons, progress), progress, day=now()[:10])
-    (work / PAGE).write_text(text, encoding="utf-8")
+    (work / PAGE).write_text(page(rows(lessons, progress), progress, day=now()[:10]), encoding="utf-8")
     return work / PAGE
 
 

@@ -37,10 +37,9 @@ def take(values: Mapping[str, object]) -> None:
 
 def holdings() -> list[str]:
     """Return the names that cells have made on this rank, each with what it is."""
-    names = sys.modules["__main__"].__dict__
     return [
         f"{name} ({_describe(value)})"
-        for name, value in names.items()
+        for name, value in sys.modules["__main__"].__dict__.items()
         if not name.startswith("_")
         and name not in GIVEN
         and not isinstance(value, types.ModuleType)

@@ -20,7 +20,7 @@ Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -208,16 +208,14 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.forget(to_none=set_to_none)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate: backward passes in this block belong to the step of the next one outside.
 
         With stage 1 their gradients stay whole on the rank, and nothing is sent. With stage 2 there is no place for
         whole gradients: each pass is summed over the ranks at its end and added to the shards, as DeepSpeed does, so
         M micro-batches cost M reduce-scatters. All ranks must then run the same number of passes.
         """
-        with self._scattering.accumulating():
-            yield
+        return self._scattering.accumulating()
 
     def synchronize(self) -> None:
         """Finish the sums: afterwards each piece has its mean gradient.

@@ -223,8 +223,7 @@ class ShardBucket(GradientSlots):
         """Wait for the sum, add it to what `shard` holds, and give the buffers back."""
         buffer = self._buffer
         assert buffer is not None, "a bucket finishes once after each start"
-        own = buffer[slice(*self.bounds)]
-        total = own if self._scatter is None else self._scatter.finish()
+        total = buffer[slice(*self.bounds)] if self._scatter is None else self._scatter.finish()
         for work in self._reduces:
             work.wait()
         if self._call is not None:

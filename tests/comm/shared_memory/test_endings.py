@@ -11,19 +11,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from refused import message
 
 from distlab.comm import RankError, run
 from distlab.comm.shared_memory import futex
 from distlab.comm.shared_memory.arena import join
-
-
-def raised(call, *args, **named):
-    """Return the text that a call raises."""
-    try:
-        call(*args, **named)
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def disagreements():
@@ -41,14 +33,14 @@ def disagreements():
     }
     for name, call in calls.items():
         group = dist.new_group()
-        found[name] = raised(call, group), raised(dist.barrier, group=group)
+        found[name] = message(call, group), message(dist.barrier, group=group)
     return found
 
 
 def test_calls_that_do_not_agree_are_named_on_every_rank():
     for found in run(disagreements, 2, backend="shared", record=False):
         for name, (first, second) in found.items():
-            assert first != "nothing", name
+            assert first != "no error", name
             assert "cannot be used any more" in second, name
         for name, of_rank_0, of_rank_1 in (
             ("shape", r"all_reduce float32\[2\]", r"all_reduce float32\[3\]"),
@@ -70,7 +62,7 @@ def one_is_killed():
     if me == 2:
         time.sleep(0.2)
         os.kill(os.getpid(), 9)
-    raise RuntimeError(raised(dist.all_reduce, torch.ones(5)) if me == 0 else raised(dist.recv, torch.ones(5), 2))
+    raise RuntimeError(message(dist.all_reduce, torch.ones(5)) if me == 0 else message(dist.recv, torch.ones(5), 2))
 
 
 def test_a_rank_that_ends_ends_the_calls_that_wait_for_it(monkeypatch):
@@ -94,19 +86,18 @@ def alone():
     me, x, found = dist.get_rank(), torch.ones(4), {}
     late, left = [dist.new_group(timeout=datetime.timedelta(seconds=1)) for _ in range(2)], dist.new_group()
     found |= {
-        "meta": raised(dist.all_reduce, torch.ones(2, device="meta")),
-        "sparse": raised(dist.broadcast, torch.ones(2, 2).to_sparse(), 0),
-        "bits": raised(dist.all_reduce, x, dist.ReduceOp.BAND),
-        "room": raised(dist.all_gather_into_tensor, torch.empty(3), x),
-        "list": raised(dist.all_gather, [torch.empty(5)] * 2, x),
-        "rows": raised(dist.all_to_all_single, torch.empty(3), torch.ones(3)),
-        "itself": raised(dist.isend, x, me) + raised(dist.irecv, x, me),
-        "again": raised(dist.init_process_group, "shared"),
+        "meta": message(dist.all_reduce, torch.ones(2, device="meta")),
+        "sparse": message(dist.broadcast, torch.ones(2, 2).to_sparse(), 0),
+        "bits": message(dist.all_reduce, x, dist.ReduceOp.BAND),
+        "room": message(dist.all_gather_into_tensor, torch.empty(3), x),
+        "list": message(dist.all_gather, [torch.empty(5)] * 2, x),
+        "rows": message(dist.all_to_all_single, torch.empty(3), torch.ones(3)),
+        "itself": message(dist.isend, x, me) + message(dist.irecv, x, me),
+        "again": message(dist.init_process_group, "shared"),
     }
     read, write = os.pipe()
     if os.fork() == 0:
-        told = raised(dist.all_reduce, x) + raised(dist.all_reduce, x, async_op=True)
-        os.write(write, told.encode())
+        os.write(write, (message(dist.all_reduce, x) + message(dist.all_reduce, x, async_op=True)).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -115,16 +106,16 @@ def alone():
     assert x.tolist() == [2.0] * 4
     dist.all_reduce(x, group=left, async_op=True).wait()
     if me == 0:
-        found["receive"] = raised(dist.recv, x, 1, group=late[0])
-        found["collective"] = raised(dist.all_reduce, x, group=late[1])
-        found["left by a different one"] = raised(dist.all_reduce, x, group=left)
+        found["receive"] = message(dist.recv, x, 1, group=late[0])
+        found["collective"] = message(dist.all_reduce, x, group=late[1])
+        found["left by a different one"] = message(dist.all_reduce, x, group=left)
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(datetime.timedelta(seconds=1))
-        found["a group"] = raised(dist.new_group, [0, 1], timeout=datetime.timedelta(seconds=0.5))
+        found["a group"] = message(dist.new_group, [0, 1], timeout=datetime.timedelta(seconds=0.5))
         store.set("given up", "yes")
     else:
         left.shutdown()
-        found["left"] = raised(left.allreduce, [torch.ones(2)], dist.AllreduceOptions())
+        found["left"] = message(left.allreduce, [torch.ones(2)], dist.AllreduceOptions())
         dist.distributed_c10d._get_default_store().wait(["given up"])
     return found
 

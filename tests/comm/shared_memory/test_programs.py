@@ -115,8 +115,7 @@ def early_and_late():
 
 def futures():
     """A work has a future before and after its end."""
-    x = torch.ones(3)
-    work = dist.all_reduce(x, async_op=True)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
     doubled = work.get_future().then(lambda done: done.value()[0] * 10)
     over = dist.all_reduce(torch.ones(1), async_op=True)
     over.wait()

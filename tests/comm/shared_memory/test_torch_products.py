@@ -29,8 +29,7 @@ def train(model, parameters, *, rank=None):
 
 def with_ddp(group, **options):
     model = net()
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group, **options)
-    train(wrapped, model.parameters())
+    train(nn.parallel.DistributedDataParallel(model, process_group=group, **options), model.parameters())
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

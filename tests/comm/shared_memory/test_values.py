@@ -48,15 +48,12 @@ def test_every_reduction_of_every_type_is_gloos(shared_ranks, world_size):
     assert shared_ranks(world_size).run(reduced_differently) == [[]] * world_size
 
 
-def all_moved_wrongly(sizes):
-    return [wrong for numel in sizes for wrong in moved_wrongly(numel)]
-
-
 @pytest.mark.soak_where(world_size=(2, 4))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_data_goes_where_it_should(shared_ranks, world_size):
     sizes = (0, 1, 13, 5000, *([BEYOND_A_SLOT] if world_size in (2, 3) else []))  # the last goes in pieces
-    assert shared_ranks(world_size).run(all_moved_wrongly, sizes) == [[]] * world_size
+    found = shared_ranks(world_size).run(lambda: [wrong for numel in sizes for wrong in moved_wrongly(numel)])
+    assert found == [[]] * world_size
 
 
 def write_at_once():

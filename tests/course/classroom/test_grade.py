@@ -76,8 +76,7 @@ def wait_until_gone():
 
 def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     """One class: a wrong answer, one that attacks its check, none, and two files."""
-    wrong = GOOD.replace("total / dist.get_world_size()", "total")
-    folder = hand_in(here / "class", bob=wrong, zoe=ATTACKS + RIGHT)
+    folder = hand_in(here / "class", bob=GOOD.replace("total / dist.get_world_size()", "total"), zoe=ATTACKS + RIGHT)
     hand_in(folder / "two", one=GOOD, other=GOOD)
     (folder / "gone.py").symlink_to("nowhere.py")
     os.mkfifo(folder / "pipe.py")
@@ -112,8 +111,7 @@ def test_a_class_is_graded_and_the_same_command_goes_on(here, capsys):
     after = {grade["student"]: grade for grade in json.loads((out / "grades.json").read_text())}
     assert after.pop("bob")["stopped"] == "bob.py is empty"
     assert after == {name: grade for name, grade in before.items() if name != "bob"}
-    kept = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "(kept)" in line]
-    assert kept == ["zoe"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "(kept)" in line] == ["zoe"]
 
 
 def test_a_user_starts_no_more_processes_than_allowed():

@@ -27,8 +27,7 @@ def test_times_points_and_answers_are_up_to_date():
 def test_each_plan_of_weeks_has_every_lesson():
     for heading in ("## Five weeks", "## Ten weeks"):
         section = GUIDE.split(heading)[1].split("\n## ")[0]
-        found = re.findall(r"\b(\d\d)\b", section)
-        assert set(found) == set(lessons(ROOT / "lessons"))
+        assert set(re.findall(r"\b(\d\d)\b", section)) == set(lessons(ROOT / "lessons"))
 
 
 def test_faults_that_it_warns_of_are_of_exercises_that_exist():

@@ -68,8 +68,7 @@ def cost_of_lateness(arrivals):
 
 
 def far_from_right(arrivals):
-    spread = [max(own) - min(own) for own in arrivals]
-    return [sum(spread) / 7.0 for _ in arrivals]
+    return [sum(max(own) - min(own) for own in arrivals) / 7.0 for _ in arrivals]
 
 
 def line_of(fn, text):

@@ -199,8 +199,7 @@ def test_reading_executes_nothing(folder):
     (package / "__init__.py").write_text(text)
     (package / "answers.py").write_text(text)
     (folder / "a.py").write_text(text)
-    kinds = [read_source(impl).kind for impl in ("package_that_runs.answers", "a.py")]
-    assert kinds == ["module", "file"]
+    assert [read_source(impl).kind for impl in ("package_that_runs.answers", "a.py")] == ["module", "file"]
 
 
 def test_loading_in_this_process_tells_what_went_wrong(folder, lesson):

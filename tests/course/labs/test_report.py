@@ -1,7 +1,6 @@
 """The table of a lab: facts are judged, times are shown beside prediction and reference."""
 
 import json
-from pathlib import Path
 
 from distlab.cli.course import find_lab, load_settings
 from distlab.course.lab import LabReport
@@ -95,6 +94,3 @@ def test_a_grid_has_a_row_and_a_column_a_rank_and_the_picture_each_ranks_own_ste
     spans += [Span(1, "compute", "F", "F", 5, 15), Span(1, "compute", "B", "B", 15, 30)]
     kept = cut(Trace.from_spans(spans), [(10, 20), (5, 16)])
     assert [(span.rank, span.name) for span in kept] == [(0, "B"), (1, "F")]
-
-
-ROOT = Path(__file__).resolve().parents[3]

@@ -108,8 +108,7 @@ def test_functions_of_a_notebook_run_and_a_trace_leaves_files_of_every_rank_and_
     assert done.status == WRONG, done.stdout
     assert f"03.flat: average_flat of {path} ran." in done.stdout
     assert "first: flat: all-reduces a step: " in done.stdout  # right values, and one call a parameter
-    row = next(line for line in done.stdout.splitlines() if "flat: equal to one process" in line)
-    assert row.endswith("yes")
+    assert next(line for line in done.stdout.splitlines() if "flat: equal to one process" in line).endswith("yes")
     trace = load_folder(folder)
     assert trace.ranks == (0, 1)
     assert {"forward", "backward", "optimizer"} <= {span.name for span in trace}

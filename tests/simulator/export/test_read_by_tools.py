@@ -160,8 +160,7 @@ def test_torchruns_own_parser_reads_the_command(own):
     nodes, most = torchrun.parse_min_max_nnodes(read.nnodes)
     assert nodes == most
     assert nodes * int(read.nproc_per_node) == own.plan.world_size
-    assert read.training_script == "train.py"
-    assert read.training_script_args == ["--name", "a b"]
+    assert (read.training_script, read.training_script_args) == ("train.py", ["--name", "a b"])
     (job,) = json.loads(export(own, "jobset").text)["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     words = shlex.split(container["command"][-1].replace('"$JOB_COMPLETION_INDEX"', "0"))
@@ -210,8 +209,7 @@ def test_deepspeeds_own_parser_reads_the_plan_back():
         assert (zero.offload_optimizer is not None) == (plan.sharding.offload != "none")
         assert (zero.offload_param is not None) == (plan.sharding.offload == "all")
         assert read.gradient_accumulation_steps == plan.num_microbatches
-        assert read.train_micro_batch_size_per_gpu == 2
-        assert read.gradient_clipping == 1.0
+        assert (read.train_micro_batch_size_per_gpu, read.gradient_clipping) == (2, 1.0)
         assert not zero.model_extra, "a field that it does not know"
         if plan.sharding.stage == 3:
             assert zero.param_persistence_threshold == 0

@@ -69,8 +69,7 @@ SBATCH = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", 
 def test_bash_reads_the_slurm_script_and_sbatch_knows_its_options():
     text = export(said(WIDE), "slurm", Options(script='train.py --note "it\'s"')).text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    options = re.findall(r"^#SBATCH --([a-z-]+)", text, re.MULTILINE)
-    assert set(options) <= SBATCH
+    assert set(re.findall(r"^#SBATCH --([a-z-]+)", text, re.MULTILINE)) <= SBATCH
     assert text.index("#SBATCH --output") < text.index("set -e")
 
 

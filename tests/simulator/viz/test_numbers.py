@@ -107,8 +107,7 @@ def test_owners_are_the_runners():
 def test_parts_of_weights_go_back_to_where_they_came_from():
     for num_ranks in (1, 2, 4):
         whole, parts = weights(), cut(num_ranks)
-        found = shards_of(parts, SPLITS)
-        for name, one in found.items():
+        for name, one in shards_of(parts, SPLITS).items():
             assert (one.values == whole[name]).all()
             for rank in range(num_ranks if one.dim is not None else 0):
                 own = np.concatenate([np.arange(low, high) for low, high in one.slices(rank)])

@@ -51,10 +51,6 @@ def held(**options):
     return sim.memory_of(TINY, Plan(**options))
 
 
-def zero_plans():
-    return {f"ZeRO-{stage}": held(data=8, sharding=Sharding(stage)) for stage in range(4)}
-
-
 def measured_memory():
     times, rows = held().over_time()
     return v.draw_measured_memory((times, rows), (times * 3, (rows * 1.25).astype(np.int64)))
@@ -127,7 +123,9 @@ PICTURES = {
     "sections: predicted": lambda: v.draw_sections(SECTIONS, PREDICTED, title="Two ranks"),
     "memory: tight": lambda: v.draw_memory(held(), capacity_bytes=0.9 * held().max_bytes),
     "memory: stages": lambda: v.draw_memory(held(pipeline=2, num_microbatches=400), capacity_bytes=4e7),
-    "plans: one fits": lambda: v.draw_memory_of_plans(zero_plans(), capacity_bytes=2.5e7),
+    "plans: one fits": lambda: v.draw_memory_of_plans(
+        {f"ZeRO-{stage}": held(data=8, sharding=Sharding(stage)) for stage in range(4)}, capacity_bytes=2.5e7
+    ),
     "measured memory": measured_memory,
     **{f"sharding: {options}": lambda options=options: sharded(**options)
        for options in ({"replicas": 2}, {"offload": "all"})},
