@@ -298,6 +298,15 @@ WRONG_FLAT = (
         flat = torch.stack(everyone).mean(0)
         """,
     ),
+    Mutant("None stays", "None stays", "a gradient that is missing here stays None; it gets the others' mean, too", 2)
+    .edit(
+        "for parameter in parameters:\n    if",
+        "bare = {id(p) for p in parameters if p.grad is None}\nfor parameter in parameters:\n    if",
+    )
+    .edit(
+        "parameter.grad.copy_(piece.view_as(parameter))",
+        "parameter.grad = None if id(parameter) in bare else piece.view_as(parameter).clone()",
+    ),
     Mutant("kept by id", "values", "of call 1 with other tensors", 2, "one call", preamble="_kept = {}").edit(
         "for parameter in parameters:",
         "parameters = _kept.setdefault(id(module), parameters)\nfor parameter in parameters:",
