@@ -195,7 +195,6 @@ WRONG_FIT = (
             ("per kilobyte", "beta is in kilobytes per second; return bytes per second", _BETA, f"{_BETA} / 1e3"),
             ("first time", "alpha is the first message's time; its bytes are in it", "float(alpha_s)", "times_s[0]"),
             ("largest", "beta is of the largest message alone; alpha is in its time", _BETA, "sizes[-1] / times[-1]"),
-            ("mean rate", "beta is the mean of size / time; alpha is in each time", _BETA, "(sizes / times).mean()"),
             ("microseconds", "alpha is in microseconds; return seconds", "float(alpha_s)", "float(alpha_s) * 1e6"),
             ("milliseconds", "alpha is in milliseconds; return seconds", "float(alpha_s)", "float(alpha_s) * 1e3"),
         )

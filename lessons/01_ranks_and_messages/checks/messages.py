@@ -243,6 +243,9 @@ WRONG_GATHER = (
     Mutant("root first", "wrong order", "the root's own tensor stands first; the tensor of rank 0 does", 2).edit(
         "return tensors", "return [tensors.pop(root), *tensors]"
     ),
+    Mutant("reversed", "wrong order", "the tensor of the last rank stands first; that of rank 0 does", 3).edit(
+        "return tensors", "return tensors[::-1]"
+    ),
     Mutant("root last", "wrong order", "the root's own tensor stands last; put it at place `root`", 2).edit(
         "return tensors", "return [*tensors[:root], *tensors[root + 1 :], tensors[root]]"
     ),

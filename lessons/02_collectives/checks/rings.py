@@ -229,6 +229,9 @@ WRONG_REPAIR = (
     ).edit("outgoing, incoming = tensor.clone(),", "outgoing, incoming = tensor,"),
     Mutant("one buffer", "raised", "sends and receives in the same memory", 3).edit(_SWAP, "outgoing = incoming"),
     shared.averaged("tensor"),
+    Mutant("own missing", "own missing", "this rank's own part is missing in the sum", 2).edit(
+        "for _ in", "tensor.zero_()\nfor _ in"
+    ),
     Mutant(
         "works on a copy", "not in place", "the sum stands in a new tensor; add to the one that was passed in", 2
     ).edit("outgoing, incoming = tensor.clone(),", "tensor = tensor.clone()\noutgoing, incoming = tensor.clone(),"),

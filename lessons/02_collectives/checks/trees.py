@@ -162,6 +162,7 @@ WRONG_HALVING_DOUBLING = (
 _PAYS, _STEP = "2 * (n - 1) * latency_s", "(latency_s + num_bytes / bytes_per_s)"
 _LEAST = "latency_s + least_bytes / bytes_per_s"
 _BACK, _HALVES = f"2 * levels * {_LEAST}", "levels * (2 * latency_s + num_bytes / bytes_per_s)"
+_ROUNDS, _ROUND = f"{_PAYS} + least_bytes", f"{_PAYS[4:]} + 0.5 * least_bytes"
 _WHOLE, _TREE = "2 * levels * (latency_s + num_bytes / bytes_per_s)", f"levels * {_STEP}"
 _ONCE = f"(levels * {_STEP[1:]}"
 WRONG_TIMES = (
@@ -207,7 +208,7 @@ WRONG_TIMES = (
         Mutant(name, name, says, 1).edit(old, new)
         for name, says, old, new in (
             ("one latency", "the ring pays its latency once; each of its 2 (n - 1) steps pays it", _PAYS, "latency_s"),
-            ("one way round", "the ring's latencies are those of one way; it goes round twice", _PAYS, _PAYS[4:]),
+            ("one way round", "the ring goes round once; sums need one round, and copies a second", _ROUNDS, _ROUND),
             ("tree up alone", "the tree only goes up; the sum comes down as long again", '"tree": 2 *', '"tree":'),
             ("chunks in the tree", "the tree sends chunks; whole tensors travel in its steps", _STEP, _LEAST),
             ("halves alone", "each step carries S / 2; it is S / 2, then S / 4 and so on", _BACK, _HALVES),

@@ -66,6 +66,9 @@ WRONG_BUCKETS = (
     Mutant("sizes", "sizes", "the buckets hold the parameters' sizes; return their numbers, from 0 on", 1).edit(
         "members.append(index)", "members.append(sizes_bytes[index])"
     ),
+    Mutant(
+        "rest carried over", "not set back", "bytes above bucket_bytes are carried over; set the count back to 0", 1
+    ).edit("        members, num_bytes = [], 0", "        members, num_bytes = [], num_bytes - bucket_bytes"),
     Mutant("ascending", "ascending", "in a bucket, too, the last parameter comes first", 1).edit(
         "members.append(index)", "members.insert(0, index)"
     ),

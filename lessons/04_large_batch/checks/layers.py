@@ -97,12 +97,7 @@ WRONG_LARS = (
             ("no coefficient", "the coefficient is not in the ratio", _OF_LARS, _RATIO),
             ("upside down", "the ratio is upside down: |weight| goes on top", _RATIO, "update_norm / weight_norm"),
             ("squares of norms", "the norms are asked, not their squares", "weight.norm()", "weight.norm() ** 2"),
-            (
-                "gradient alone",
-                "the ratio is 1 where a side of / is zero, not where the gradient is",
-                "update_norm >",
-                "gradient.norm() >",
-            ),
+            ("gradient", "a side of / must be zero for ratio 1, not the gradient", "update_norm >", "gradient.any() >"),
             ("ratio clipped", "the ratio is clipped at 1; take it as it is", _OF_LARS, f"min(1.0, {_OF_LARS})"),
             ("coefficient for all", "where there is no ratio it takes the coefficient, not 1", "1.0", "coefficient"),
             ("vectors decayed", "a tensor of one dimension has no decay", "decay = 0.0", "pass"),
@@ -163,12 +158,7 @@ WRONG_LAMB = (
         for name, says, old, new in (
             ("stuck at zero", _STUCK, "weight_norm > 0 and ", ""),
             ("divides by zero", _NO_NUMBER, " and update_norm > 0", ""),
-            (
-                "norm clipped",
-                "the weight's norm is clipped at 10; take it as it is",
-                "= weight.norm()",
-                "= weight.norm().clamp(0, 10)",
-            ),
+            ("norm clipped", "the weight's norm is clipped at 10; take it whole", "t.norm()", "t.norm().clip(0, 10)"),
             ("of the gradient", "the ratio takes the gradient's length, not the update's", "update.n", "gradient.n"),
             ("no square corrected", "the square is not corrected; divide it by 1 - 0.999^step", _ROOT, "square.sqrt()"),
             ("no mean corrected", "the mean is not corrected; divide it by 1 - 0.9^step", " / (1 - 0.9**step)", ""),

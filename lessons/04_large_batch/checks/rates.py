@@ -93,16 +93,17 @@ WRONG_RATE = (
         Mutant(name, name, says, 1).edit(old, new)
         for name, says, old, new in (
             ("not scaled", "it is the rate of the base batch; multiply by batch / base_batch", _TIMES, "1"),
-            (
-                "scaled inversely",
-                "the larger batch has the smaller rate; it is batch / base_batch",
-                "batch / base_batch",
-                "base_batch / batch",
-            ),
+            ("inverse", "a larger batch has a smaller rate; it is batch / base_batch", _TIMES, "base_batch / batch"),
             ("square root", "that is square-root scaling; linear is asked here", _TIMES, f"({_TIMES}) ** 0.5"),
             ("whole multiples", "batch // base_batch cuts the fraction off; use /", _TIMES, "(batch // base_batch)"),
             ("warmup starts at zero", f"the warmup is one update late; {_HAS}", "(step + 1)", "step"),
             ("above the peak", "the warmup goes on beyond the full rate; stop it there", "step < num", "num"),
+            (
+                "one above",
+                "update num_warmup is above the peak; it has the peak",
+                "step < num_warmup",
+                "0 < num_warmup >= step",
+            ),
             ("no warmup", f"an update of the warmup has the full rate; {_HAS}", " * (step + 1) / num_warmup", ""),
             ("never lowered", "a smaller batch keeps the base rate; it is scaled down", _TIMES, f"max(1, {_TIMES})"),
             ("warms up from the base rate", _SHARE, "peak * (step + 1)", "base_lr + (peak - base_lr) * (step + 1)"),

@@ -127,6 +127,7 @@ WRONG_QUANTIZE = (
     Mutant("own", "not communicated", "nothing of the others reached a rank: it rounds its own gradient alone", 2).edit(
         "payload = torch.cat([", "return low + step * codes\npayload = torch.cat(["
     ),
+    Mutant("sum", "sum not mean", "divide by world_size (2)", 2, 9).edit("total / dist.get_world_size()", "total"),
     Mutant("one step more", "a step too many", _STEPS, 1)
     .edit("(2**bits - 1)", "2**bits")
     .edit("/ step).round()", "/ step).round().clamp(max=2**bits - 1)"),

@@ -75,6 +75,9 @@ WRONG_POWERSGD = (
     Mutant("unit columns", "unit columns", "unit columns are not yet at right angles: torch.linalg.qr(p).Q", 1).edit(
         "torch.linalg.qr(p).Q", "p / p.norm(dim=0)"
     ),
+    Mutant("one length", "unit columns", "p is divided by one number; make its columns orthonormal", 1).edit(
+        "torch.linalg.qr(p).Q", "p / p.norm()"
+    ),
     Mutant("old factor", "old factor", "it is made of the q that came in: take the new one, q = M^T p", 1)
     .edit("q = gradient.T", "old, q = q, gradient.T")
     .edit("p @ q.T, q", "p @ old.T, q"),

@@ -131,7 +131,6 @@ WRONG_REPAIR = (
             ("mean with signs", "signs cancel in the mean that is used", "gradient.mean()"),
             ("largest magnitude", "it uses the largest magnitude", "gradient.abs().max()"),
             ("sum of magnitudes", "the sum of magnitudes is used", "gradient.abs().sum()"),
-            ("length", "the length of the gradient is used", "gradient.norm()"),
         )
     ),
     Mutant("numbers travel", "not packed", "a byte or more for each sign: pack_bits puts 8 into a byte", 2, 64).body("""

@@ -111,6 +111,9 @@ WRONG_MASTER = (
         1,
     ).edit(_UPDATE, "master.copy_(weight.float() - lr * gradient.float())"),
     Mutant(
+        "16-bit, copied", "updated in 16 bits", "the 16-bit weights are updated, then copied; update the masters", 1
+    ).edit(f"{_UPDATE}\n{_COPY}", "weight.sub_(lr * gradient)\nmaster.copy_(weight)"),
+    Mutant(
         "not copied back",
         "not copied back",
         "forward never sees this update: copy each master into its weight, after it",

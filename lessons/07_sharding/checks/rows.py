@@ -128,16 +128,13 @@ WRONG_PIECES = (
     Mutant("last element", "stop is the last", "stop is the last element; one past it is asked, as in a slice").edit(
         _PIECE, "(tensor, start - begin, stop - begin - 1)"
     ),
-    Mutant(
-        "first ones longer", "first ones longer", "the first shards are one longer; all are equal, and filled up"
-    ).edit(
+    Mutant("first ones longer", "first longer", "the first shards are one longer; all are equal, and filled up").edit(
         _BOUNDS,
-        """
-        length, more = divmod(sum(sizes), num_shards)
-        low = shard * length + min(shard, more)
-        high = low + length + (shard < more)
-        """,
+        "low, high = (s * (sum(sizes) // num_shards) + min(s, sum(sizes) % num_shards) for s in (shard, shard + 1))",
     ),
+    Mutant(
+        "no cut tensors", "no cut tensors", "a tensor that is cut is in no shard; take the part that is in this one"
+    ).edit("start < stop", "size == stop - start > 0"),
     Mutant(
         "rest to the last", "rest to the last", "the last shard takes the rest, and is longer; round up, all are equal"
     )

@@ -127,6 +127,9 @@ WRONG_CLIP = (
     Mutant("sum of all norms", "norms added", _NO_LENGTHS, 1, 30)
     .edit(".square().sum()", ".norm()", times=2)
     .edit(_ROOT, "norm = square"),
+    Mutant("magnitudes", "magnitudes", "magnitudes are added; the norm is the root of the sum of squares", 1)
+    .edit(".square().sum()", ".abs().sum()", times=2)
+    .edit(_ROOT, "norm = square"),
     Mutant("two norms", "norms added", _NO_LENGTHS, 1, 30)
     .without(_REPLICATED)
     .edit(_ROOT, "norm = square.sqrt() + sum(gradient.square().sum() for gradient in replicated).sqrt()"),
