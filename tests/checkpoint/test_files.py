@@ -10,7 +10,7 @@ import pytest
 import torch
 from killing import DiskThat, Evil
 
-from distlab.checkpoint import CheckpointError, UnknownVersionError, files, load, manifest, newest, save
+from distlab.checkpoint import CheckpointError, files, load, manifest, newest, save
 from distlab.checkpoint.crashes import crash_points
 
 
