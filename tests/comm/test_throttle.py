@@ -47,10 +47,8 @@ def test_no_call_is_over_before_its_bytes_are_through(ranks, world_size):
             )
         return found
 
-    one = {
-        op: link_s(op, NUM_BYTES, world_size, bytes_per_s=RATE, latency_s=LATENCY)
-        for op in ("all_reduce", "all_gather")
-    }
+    how = {"bytes_per_s": RATE, "latency_s": LATENCY}
+    one = {op: link_s(op, NUM_BYTES, world_size, **how) for op in ("all_reduce", "all_gather")}
     for found in ranks(world_size).run(body):
         assert found["all_reduce"] >= one["all_reduce"]
         assert found["all_gather"] >= one["all_gather"]

@@ -230,26 +230,16 @@ def torchrun(folder, num_ranks=4, *, standby=False, **changes):
             job.wait()
 
 
-def wait_for(condition, job, limit_s=60.0):
-    """Wait until a condition holds and return what it returned; name the job's status where it does not."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        if job.poll() is not None and not (found := condition()):
-            break
-        time.sleep(0.02)
-    raise AssertionError(f"it did not come to that; the job's status is {job.poll()}")
-
-
 def random_kills(folder, job, count, seed=0):
     """Kill random ranks, also those that stand by, at random moments; return the seconds of each recovery.
 
     It lasts from the kill until new ranks have made a step that was not made before.
     """
+    from waiting import wait_for  # here: the script that torchrun starts does not find it
+
     chance, times = random.Random(seed), []
     for _ in range(count):
-        wait_for(lambda: notes(folder), job)
+        wait_for(lambda: notes(folder))
         time.sleep(chance.uniform(0, 0.5))
         seen = notes(folder)
         last, tokens = max(number for _, _, number, *_ in seen), {token for _, token, *_ in seen}
@@ -258,7 +248,7 @@ def random_kills(folder, job, count, seed=0):
         killed_s = time.time()
         os.kill(chance.choice(sorted(alive)), signal.SIGKILL)
         new = lambda: [at for at, token, n, *_ in notes(folder) if n > last and token not in tokens]  # noqa: B023, E731
-        times.append(min(wait_for(new, job)) - killed_s)
+        times.append(min(wait_for(new)) - killed_s)
     return times
 
 

@@ -9,15 +9,7 @@ import torch.distributed as dist
 
 from distlab.comm import recorded
 from distlab.measure import RankReport, Window, judge, on_first_rank, overlay_of, time_beside
-from distlab.measure.machine.ranks import (
-    OtherProcesses,
-    Starter,
-    busy_s,
-    busy_sentence,
-    largest_over_ranks,
-    mean_over_ranks,
-    taken_cores,
-)
+from distlab.measure.machine import ranks as on_ranks
 from distlab.measure.runs.windows import time_window, trouble_of
 from distlab.trace import Span, SpanWriter, Trace
 
@@ -56,21 +48,21 @@ def test_noise_excuses_twice_its_size_and_no_more():
 
 def test_cores_that_the_ranks_leave_free_are_not_taken_from_them():
     for all_s, cores, num_ranks, taken in ((3.0, 2, 4, 1.0), (3.0, 4, 2, 0.0), (5.0, 4, 2, 1.0), (1.9, 2, 2, 0.0)):
-        assert taken_cores(all_s, 2.0, 1.0, cores=cores, num_ranks=num_ranks) == pytest.approx(taken)
+        assert on_ranks.taken_cores(all_s, 2.0, 1.0, cores=cores, num_ranks=num_ranks) == pytest.approx(taken)
 
 
 def test_busy_time_is_that_of_own_cores_and_grows_with_work(monkeypatch):
-    before, until = busy_s(), time.process_time() + 0.2
+    before, until = on_ranks.busy_s(), time.process_time() + 0.2
     while time.process_time() < until:
         pass
-    assert busy_s() - before > 0.1
+    assert on_ranks.busy_s() - before > 0.1
     monkeypatch.setitem(sys.modules, "psutil", None)
-    assert busy_s() is None, "as on a bare node"
+    assert on_ranks.busy_s() is None, "as on a bare node"
 
 
 def test_a_machine_that_is_busy_or_changes_its_speed_is_told():
     found = trouble_of([window(taken=0.6), window(taken=0.8), window(taken=0.0)])
-    assert found == busy_sentence(0.7)
+    assert found == on_ranks.busy_sentence(0.7)
     assert "took 0.7 of its cores" in found
     assert "differ by 30%" in trouble_of([window(1.0), window(1.3)])
     assert "differ by 50%" in trouble_of([window(1.0), window(1.0), window(0.5), window(0.5)])
@@ -112,7 +104,7 @@ def test_steps_beside_a_busy_process_do_not_count_where_others_do_and_rounds_aro
     assert (overlay.measured_s, overlay.trouble) == ([0.010, 0.011], "")
     overlay = overlay_of([report([10, 11, 12, 13], taken=(0.5, 0.5, 0.5), late_ms=3)], predicted)
     assert overlay.measured.start_ns.tolist() == [3 * MS], "the clock of the drawn step begins where the timed one did"
-    assert (len(overlay.measured_s), overlay.trouble) == (4, busy_sentence(0.5))
+    assert (len(overlay.measured_s), overlay.trouble) == (4, on_ranks.busy_sentence(0.5))
     overlay = overlay_of([report([10, 10, 10, 10], rounds=(9, 10, 14))], predicted)
     assert overlay.predicted_s == pytest.approx([0.011, 0.009, 0.012, 0.011, 0.0095, 0.014])
     assert overlay.predicted.duration_s == pytest.approx(0.011)
@@ -164,7 +156,7 @@ def on_three():
     with pytest.raises(ValueError, match="rank 0 cannot"):
         on_first_rank(refuse)
     own = [float(rank), 3.0 - rank]
-    return made, asked, mean_over_ranks(own, CPU), largest_over_ranks(own, CPU)
+    return made, asked, on_ranks.mean_over_ranks(own, CPU), on_ranks.largest_over_ranks(own, CPU)
 
 
 def test_one_rank_makes_it_and_means_and_largest_values_are_the_same_on_every_rank(ranks):
@@ -174,10 +166,10 @@ def test_one_rank_makes_it_and_means_and_largest_values_are_the_same_on_every_ra
 
 
 def sent():
-    others = OtherProcesses()
+    others = on_ranks.OtherProcesses()
     with recorded() as seen:
-        mean_over_ranks([1.0, 2.0, 3.0], CPU)
-        largest_over_ranks([1.0, 2.0], CPU)
+        on_ranks.mean_over_ranks([1.0, 2.0, 3.0], CPU)
+        on_ranks.largest_over_ranks([1.0, 2.0], CPU)
         taken = others.taken()
     return taken, [(call.op, call.num_bytes) for call in seen.records.calls(dist.get_rank())]
 
@@ -191,7 +183,7 @@ def test_one_call_of_8_bytes_per_value(ranks):
 
 
 def begin_twice():
-    starter, rank, moments = Starter(CPU), dist.get_rank(), []
+    starter, rank, moments = on_ranks.Starter(CPU), dist.get_rank(), []
     with recorded() as seen:
         for _ in range(2):
             time.sleep(0.02 * rank)  # the last one comes late: no rank begins without it

@@ -162,14 +162,8 @@ def check_configuration(seed):
         check_export(written, list(TOOLS)[seed % len(TOOLS)])
     if step is None:
         return False
-    figures = (
-        step.duration_s,
-        step.steady_s,
-        step.mfu,
-        step.bubble_fraction,
-        step.exposed_communication_s,
-        *step.exposed_by_axis.values(),
-    )
+    figures = [step.duration_s, step.steady_s, step.mfu, step.bubble_fraction, step.exposed_communication_s]
+    figures += step.exposed_by_axis.values()
     assert all(math.isfinite(figure) and figure >= 0 for figure in figures), f"seed {seed}: {figures}"
     assert 0 < step.steady_s <= step.duration_s, f"seed {seed}: {step.steady_s} in a run, {step.duration_s} alone"
     assert step.memory.max_bytes > 0, f"seed {seed}: {step.memory.max_bytes} bytes"

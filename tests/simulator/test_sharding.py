@@ -92,11 +92,8 @@ def test_optimizer_states_that_are_sharded_scatter_in_backward_and_gather_at_the
     step = simulate(workload, cluster_of(4), plan_of(stage))
     *scatters, faults = spans_of(step, "scatter")
     assert [span.name for span in scatters] == [f"reduce_scatter bucket {i}" for i in range(3)]
-    assert (faults.name, faults.num_bytes, faults.end_ns) == (
-        "all_reduce faults",
-        18,
-        spans_of(step, "compute")[-1].start_ns,
-    )
+    assert (faults.name, faults.num_bytes) == ("all_reduce faults", 18)
+    assert faults.end_ns == spans_of(step, "compute")[-1].start_ns
     assert [span.name for span in spans_of(step, "gather")] == [f"all_gather bucket {i}" for i in range(3)]
     update = spans_of(step, "compute")[-1]
     assert update.end_ns - update.start_ns == to_ns(8e7 / 4 / 1e11)

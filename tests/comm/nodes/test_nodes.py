@@ -31,12 +31,8 @@ def test_what_is_sent_goes_one_after_the_other():
 
 
 def test_ranks_fill_nodes_in_their_order():
-    assert Nodes(2).environment(5, 8) == {
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2",
-    }
+    expected = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    assert Nodes(2).environment(5, 8) == expected
     assert NodePlacement.of(range(8), 5, 4) == NodePlacement(((0, 1, 2, 3), (4, 5, 6, 7)), (4, 5, 6, 7))
     assert NodePlacement.of([1, 3, 4, 6], 2, 4) == NodePlacement(((0, 1), (2, 3)), (2, 3)), "numbers within the group"
     assert NodePlacement.of([1, 5], 0, 4).mates == (0,)

@@ -6,17 +6,8 @@ import torch.distributed as dist
 
 from distlab.collectives import ring_all_reduce
 from distlab.course.grading import Evidence
+from distlab.course.grading.diagnosis import traffic
 from distlab.course.grading.diagnosis.memory import peak_bytes
-from distlab.course.grading.diagnosis.traffic import (
-    calls,
-    in_megabytes,
-    native_collectives,
-    num_calls,
-    order,
-    over_budget,
-    sent_bytes,
-    sent_line,
-)
 
 SIZE = 120  # float64: 960 bytes
 
@@ -45,29 +36,35 @@ def test_bytes_and_calls_are_those_that_ranks_made(ranks, n):
         return Evidence(n, ranks(n).run(fn), ranks(n).records())
 
     run, wanted = seen(ring), 2 * (n - 1) / n * SIZE * 8
-    assert [sent_bytes(run, rank) for rank in range(n)] == [wanted] * n
-    assert native_collectives(run) == ()
-    assert over_budget(run, wanted, "a ring") is None
-    assert sent_line(run, wanted, "a ring") == "sent {0} a rank (a ring needs {0})".format(in_megabytes(wanted))
+    assert [traffic.sent_bytes(run, rank) for rank in range(n)] == [wanted] * n
+    assert traffic.native_collectives(run) == ()
+    assert traffic.over_budget(run, wanted, "a ring") is None
+    assert traffic.sent_line(run, wanted, "a ring") == "sent {0} a rank (a ring needs {0})".format(
+        traffic.in_megabytes(wanted)
+    )
     run = seen(native)
-    assert sent_bytes(run, 1) == wanted
-    assert native_collectives(run) == ("all_reduce",)
-    assert order(run, 0) == ["all_reduce", "barrier"]
-    assert (num_calls(run), num_calls(run, "all_reduce"), num_calls(run, "all_reduce", rank=1)) == (2 * n, n, 1)
+    assert traffic.sent_bytes(run, 1) == wanted
+    assert traffic.native_collectives(run) == ("all_reduce",)
+    assert traffic.order(run, 0) == ["all_reduce", "barrier"]
+    assert (
+        traffic.num_calls(run),
+        traffic.num_calls(run, "all_reduce"),
+        traffic.num_calls(run, "all_reduce", rank=1),
+    ) == (2 * n, n, 1)
     run = seen(whole_to_next)
-    fault = over_budget(run, SIZE * 8, "one pass")
+    fault = traffic.over_budget(run, SIZE * 8, "one pass")
     assert fault.code == "too many bytes"
     assert fault.message == "right result, but 1.9 kB sent per rank where one pass needs 960 bytes"
-    assert over_budget(run, 2 * SIZE * 8, "two passes") is None
-    assert len(calls(run, 0, "send")) == 2
+    assert traffic.over_budget(run, 2 * SIZE * 8, "two passes") is None
+    assert len(traffic.calls(run, 0, "send")) == 2
     run = seen(dist.get_rank)
-    assert order(run, 0) == []
-    assert over_budget(run, 0, "nothing") is None
+    assert traffic.order(run, 0) == []
+    assert traffic.over_budget(run, 0, "nothing") is None
 
 
 def test_bytes_in_words():
     words = {0: "0 bytes", 999: "999 bytes", 1500: "1.5 kB", 3e6: "3.0 MB", 12.04e9: "12040.0 MB"}
-    assert {num_bytes: in_megabytes(num_bytes) for num_bytes in words} == words
+    assert {num_bytes: traffic.in_megabytes(num_bytes) for num_bytes in words} == words
 
 
 def five_times(tensor):
