@@ -2,8 +2,8 @@
 
 Read in this order:
 
-1. `files`: a checkpoint is on the disk whole, or not at all.
-2. `manifest` and `find`: how damage is seen.
+1. `files`: a checkpoint is on the disk whole, or not at all, and the newest that is whole is found.
+2. `manifest`: how damage is seen.
 3. `parts`: what a run must remember, and which ranks write it.
 4. `resume`: `save` and `load`.
 5. `asynchronous` and `snapshot`: the same while training goes on; it hardly waits.
@@ -22,7 +22,7 @@ from distlab.faces import lazy
 if TYPE_CHECKING:
     from distlab.checkpoint.asynchronous import AsyncSaves as AsyncSaves
     from distlab.checkpoint.dcp import read_dcp as read_dcp, write_dcp as write_dcp
-    from distlab.checkpoint.find import Checkpoint as Checkpoint, newest as newest
+    from distlab.checkpoint.files import Checkpoint as Checkpoint, newest as newest
     from distlab.checkpoint.manifest import (
         CheckpointError as CheckpointError,
         UnknownVersionError as UnknownVersionError,

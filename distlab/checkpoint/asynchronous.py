@@ -119,14 +119,10 @@ class AsyncSaves(AbstractContextManager["AsyncSaves"]):
             raise
         return path
 
-    def close(self) -> None:
-        """Wait for the last save; every rank calls this."""
-        self.wait()
-
     def __exit__(self, kind: object, *_: object) -> None:
         """Wait for the last save; where training failed, leave what is not complete: other ranks may have ended."""
         if kind is None:
-            self.close()
+            self.wait()
         elif self._writing is not None:
             self._hook.remove()
             self._writing.stop()

@@ -18,7 +18,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from distlab.checkpoint import files, parts as of_parts
-from distlab.checkpoint.find import checked, newest, read_manifest
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
 from distlab.comm.together import place_in, together
 
@@ -114,7 +113,7 @@ def load(
     """
     rank, world_size = place_in(group)
     everywhere = partial(together, group=group, what=f"resume from {str(directory)!r}", failure=CheckpointError)
-    found = everywhere(lambda: newest(directory) if rank == 0 else None)[0]
+    found = everywhere(lambda: files.newest(directory) if rank == 0 else None)[0]
     if found is None:
         return None
     path, same = found.path, found.world_size == world_size
@@ -194,10 +193,10 @@ def write(prepared: Path, contents: dict[str, Any], rank: int) -> tuple[FileReco
 
 
 def _read(path: Path, names: list[str]) -> list[dict[str, Any]]:
-    records = {record.name: record for record in read_manifest(path).files}
+    records = {record.name: record for record in files.read_manifest(path).files}
     states = []
     for name in names:
-        with checked(path, records[name]) as file:
+        with files.checked(path, records[name]) as file:
             try:
                 states.append(torch.load(file, map_location="cpu", weights_only=True))
             except pickle.UnpicklingError:

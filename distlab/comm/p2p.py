@@ -88,8 +88,8 @@ def start(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -
     in the same order.
 
     Raises:
-        ValueError: a rank outside the group, this rank itself, or a tensor that cannot be sent as it lies in memory;
-            nothing has been sent then.
+        ValueError: a rank outside the group, this rank itself, a tensor that cannot be sent as it lies in memory, or
+            one that is received into while it is sent; nothing has been sent then.
     """
     rank, size = group_rank(group), dist.get_world_size(group)
     for operation in operations:
@@ -97,6 +97,9 @@ def start(*operations: Send | Receive, group: dist.ProcessGroup | None = None) -
     filled = [operation for operation in operations if operation.tensor.numel()]
     if not filled:
         return PendingCalls([], [], [])
+    into = [operation.tensor.data_ptr() for operation in filled if isinstance(operation, Receive)]
+    if any(isinstance(operation, Send) and operation.tensor.data_ptr() in into for operation in filled):
+        raise ValueError(f"rank {rank}: sends and receives in the same memory; receive into a place of its own")
     if needs_batches(filled[0].tensor, group):
         return _start_batch(filled, group)
     return _start_each(filled, group)
@@ -135,15 +138,13 @@ def send_receive(
     message is received before it receives.
 
     Raises:
-        ValueError: as `start`; or the two tensors lie on different devices, or share memory.
+        ValueError: as `start`; or the two tensors lie on different devices.
     """
     rank = group_rank(group)
     if send.device != receive.device:
         raise ValueError(
             f"rank {rank}: sends from {send.device} and receives on {receive.device}; put both on one device"
         )
-    if send.data_ptr() == receive.data_ptr() and send.numel() and receive.numel():
-        raise ValueError(f"rank {rank}: sends and receives in the same memory; receive into a different tensor")
     exchange(Receive(receive, from_), Send(send, to), group=group)
 
 

@@ -32,14 +32,7 @@ from distlab.blocks.modules.split import Split, is_replaced
 from distlab.blocks.replicate import broadcast_each, parameter_facts
 from distlab.comm import agree
 from distlab.comm.p2p import group_rank
-from distlab.tensor_parallel.functions import (
-    add_once,
-    copy_to_ranks,
-    gather_sequence,
-    join_features,
-    reduce_from_ranks,
-    reduce_scatter_sequence,
-)
+from distlab.tensor_parallel import functions
 from distlab.tensor_parallel.overlap import column_linear, row_linear
 
 
@@ -136,9 +129,9 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.overlap and not is_replaced(self):
             y = column_linear(x, self._rows, self.bias, self.group, sequence=self.sequence_parallel)
         else:
-            begin = gather_sequence if self.sequence_parallel else copy_to_ranks
+            begin = functions.gather_sequence if self.sequence_parallel else functions.copy_to_ranks
             y = self.local_compute(begin(x, self.group))  # [..., S, O/t]
-        return join_features(y, self.group)[..., : self.out_features] if self.join_output else y
+        return functions.join_features(y, self.group)[..., : self.out_features] if self.join_output else y
 
     def local_compute(self, x: Tensor) -> Tensor:
         """Make this rank's features of what the ranks begin with; see `LocalCompute`."""
@@ -187,12 +180,12 @@ class RowParallelLinear(_ParallelLinear):
         self._check_input(x, self.in_features // dist.get_world_size(self.group))
         if self.overlap and not self.sequence_parallel and not is_replaced(self):
             return row_linear(x, self._rows, self.bias, self.group, num_parts=self.num_parts)
-        end = reduce_scatter_sequence if self.sequence_parallel else reduce_from_ranks
+        end = functions.reduce_scatter_sequence if self.sequence_parallel else functions.reduce_from_ranks
         return end(self.local_compute(x), self.group)
 
     def local_compute(self, x: Tensor) -> Tensor:
         """Make this rank's summand of all features; see `LocalCompute`."""
-        return F.linear(x, self._rows, None if self.bias is None else add_once(self.bias, self.group))
+        return F.linear(x, self._rows, None if self.bias is None else functions.add_once(self.bias, self.group))
 
 
 def is_conv1d(layer: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto.
 
-Read `span` (`Trace`), `writer` (a rank notes what it does) and `chrome` (files in the format of ui.perfetto.dev, and
-one trace of all ranks).
+Read `span` (`Trace`; and `SpanWriter`: a rank notes what it does) and `chrome` (files in the format of ui.perfetto.dev,
+and one trace of all ranks).
 """
 
 from distlab.trace.chrome import (
@@ -13,5 +13,4 @@ from distlab.trace.chrome import (
     save_trace as save_trace,
     write_chrome as write_chrome,
 )
-from distlab.trace.span import Span as Span, Trace as Trace
-from distlab.trace.writer import OpenCall as OpenCall, SpanWriter as SpanWriter
+from distlab.trace.span import OpenCall as OpenCall, Span as Span, SpanWriter as SpanWriter, Trace as Trace

@@ -135,7 +135,7 @@ def test_a_second_save_waits_for_the_first_and_nothing_is_left(tmp_path, disk):
     assert newest(tmp_path) is None
     threading.Timer(0.3, disk.set).start()
     saves.save(2, parts={"model": model_of(2)})
-    saves.close()
+    saves.wait()
     assert [one and one.step for one in disk.seen] == [None, 1], "the first is complete before the second begins"
     assert sorted(os.listdir(tmp_path)) == ["step-0000000001", "step-0000000002"]
     assert threading.active_count() <= before + 1, "the timer at most"
@@ -161,7 +161,7 @@ def fail_on_one_rank(folder):
     found = newest(folder).step, sorted(os.listdir(folder))
     dist.barrier()
     saves.save(4, parts={"model": model_of(4)})
-    saves.close()
+    saves.wait()
     return str(caught.value), found, newest(folder).step
 
 

@@ -21,7 +21,7 @@ def test_a_save_beside_training_exchanges_outcomes_and_threads_send_nothing(rank
         torch.manual_seed(0)
         parts = {"model": torch.nn.Linear(400, 400)}
         first = calls_of(lambda: saves.save(1, parts=parts))
-        return first, calls_of(lambda: saves.save(2, parts=parts)), calls_of(saves.close)
+        return first, calls_of(lambda: saves.save(2, parts=parts)), calls_of(saves.wait)
 
     for first, second, last in ranks(2).run(measure):
         assert ([op for op, _ in first], [op for op, _ in second]) == (EXCHANGE, 3 * EXCHANGE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from killing import DiskThat, Evil
 
-from distlab.checkpoint import CheckpointError, files, find, load, manifest, newest, save
+from distlab.checkpoint import CheckpointError, files, load, manifest, newest, save
 from distlab.checkpoint.crashes import crash_points
 
 
@@ -208,15 +208,16 @@ FOREIGN = ["{}", "[]", "null", '{"format": "other", "version": 1}', "[" * 100_00
 
 def test_foreign_manifests_are_refused_and_none_points_outside_its_directory(tmp_path):
     path = two_rank_checkpoint(tmp_path, 1)
-    facts = find.read_manifest(path)
-    forged = manifest.Manifest(1, 2, (*facts.files[:2], manifest.FileRecord("../secret", 1, "0" * 64))).to_bytes()
+    facts = files.read_manifest(path)
+    outside = manifest.FileRecord("../secret", 1, "0" * 64)
+    forged = manifest.Manifest(1, 2, (*facts.files[:2], outside)).to_bytes()
     for data, words in [
         *((text.encode("latin-1"), "is not a manifest") for text in FOREIGN),
         (forged, "lists other files"),
     ]:
         (path / "manifest.json").write_bytes(data)
         with pytest.raises(ValueError, match=f"step-0000000001/manifest.json {words}"):
-            find.verified(path)
+            files.verified(path)
 
 
 def test_a_forged_checkpoint_runs_no_code(tmp_path, monkeypatch):
@@ -225,7 +226,7 @@ def test_a_forged_checkpoint_runs_no_code(tmp_path, monkeypatch):
     path = tmp_path / "run" / "step-0000000001"
     (path / "shared.pt").unlink()
     shared = files.write_tensors(path, "shared.pt", {"step": 1, "parts": Evil()})
-    own = find.read_manifest(path).files[1]
+    own = files.read_manifest(path).files[1]
     (path / "manifest.json").write_bytes(manifest.Manifest(1, 1, (shared, own)).to_bytes())
     with pytest.raises(ValueError, match="shared.pt holds more than plain values"):
         load(tmp_path / "run", parts={"model": model_of(0)})

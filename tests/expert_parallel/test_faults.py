@@ -9,21 +9,15 @@ from equal import calls_of, heard
 from refused import message
 from torch import nn
 
-from distlab.expert_parallel import (
-    ExpertParallel,
-    MixtureOfExperts,
-    Router,
-    clip_gradients_,
-    expert_parallel,
-    reduce_gradients,
-)
+from distlab import expert_parallel as ep
 from distlab.expert_parallel.exchange import Condition, exchange_rows, sum_over_ranks, trade_counts
 from distlab.rng import generator
 
 
 def full(hidden_size=4, num_experts=3, **options):
-    return MixtureOfExperts(
-        Router(hidden_size, num_experts, **options), [nn.Linear(hidden_size, hidden_size) for _ in range(num_experts)]
+    return ep.MixtureOfExperts(
+        ep.Router(hidden_size, num_experts, **options),
+        [nn.Linear(hidden_size, hidden_size) for _ in range(num_experts)],
     )
 
 
@@ -35,21 +29,24 @@ def wider():
 
 def lonely():
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
-    reduce_gradients(ExpertParallel.from_full(full(), groups[dist.get_rank()]))
+    ep.reduce_gradients(ep.ExpertParallel.from_full(full(), groups[dist.get_rank()]))
 
 
 SETTINGS = "the settings of ExpertParallel"
 BAD = [
-    (lambda: ExpertParallel.from_full(full(num_experts=3 + dist.get_rank())), "layers given to ExpertParallel"),
-    (lambda: ExpertParallel.from_full(full(top_k=1 + dist.get_rank())), SETTINGS),
-    (lambda: ExpertParallel.from_full(full(capacity_factor=None if dist.get_rank() else 1.5)), SETTINGS),
-    (lambda: ExpertParallel(Router(4, 2), {5 * dist.get_rank(): nn.Linear(4, 4)}), "holds experts [5], expected [1]"),
-    (lambda: ExpertParallel.from_full(full(), balance_over="everybody"), "balance_over is 'everybody'"),
-    (lambda: expert_parallel(nn.Linear(2, 2)), "no MixtureOfExperts"),
+    (lambda: ep.ExpertParallel.from_full(full(num_experts=3 + dist.get_rank())), "layers given to ExpertParallel"),
+    (lambda: ep.ExpertParallel.from_full(full(top_k=1 + dist.get_rank())), SETTINGS),
+    (lambda: ep.ExpertParallel.from_full(full(capacity_factor=None if dist.get_rank() else 1.5)), SETTINGS),
+    (
+        lambda: ep.ExpertParallel(ep.Router(4, 2), {5 * dist.get_rank(): nn.Linear(4, 4)}),
+        "holds experts [5], expected [1]",
+    ),
+    (lambda: ep.ExpertParallel.from_full(full(), balance_over="everybody"), "balance_over is 'everybody'"),
+    (lambda: ep.expert_parallel(nn.Linear(2, 2)), "no MixtureOfExperts"),
     (lonely, "and the group given has [0, 1]"),
-    (lambda: ExpertParallel.from_full(wider()), "expert 2 turns [0, 4] into [0, 5]"),
-    (lambda: ExpertParallel.from_full(full()).total_load(), "no batch has passed"),
-    (lambda: clip_gradients_(ExpertParallel.from_full(full()), 0.0), "max_norm is 0.0"),
+    (lambda: ep.ExpertParallel.from_full(wider()), "expert 2 turns [0, 4] into [0, 5]"),
+    (lambda: ep.ExpertParallel.from_full(full()).total_load(), "no batch has passed"),
+    (lambda: ep.clip_gradients_(ep.ExpertParallel.from_full(full()), 0.0), "max_norm is 0.0"),
 ]
 
 
@@ -58,7 +55,7 @@ def test_every_rank_hears_of_what_does_not_fit():
     for action, words in BAD:
         assert words in message(action)
     rank, x = dist.get_rank(), torch.ones(2, 4)
-    layer = ExpertParallel.from_full(full())
+    layer = ep.ExpertParallel.from_full(full())
     for bad, words in [
         (x[:, :3], "got [2, 3]"),
         (torch.tensor(1.0), "got []"),
@@ -76,10 +73,10 @@ def test_every_rank_hears_of_what_does_not_fit():
     assert "ranks disagree on the mode (train or eval): rank 0 True, rank 1 False" in text
     layer.train()
     layer(x).sum().backward()  # and it goes on
-    reduce_gradients(layer)
+    ep.reduce_gradients(layer)
     if rank == 1:
         next(iter(layer.experts.values())).bias.grad[0] = torch.nan
-    text = message(lambda: clip_gradients_(layer, 1.0))
+    text = message(lambda: ep.clip_gradients_(layer, 1.0))
     assert text.startswith("NotFiniteError")
     assert "experts.2.bias (rank 1)" in text
     if rank:
@@ -92,7 +89,7 @@ def test_every_rank_hears_of_what_does_not_fit():
 def test_fewer_experts_than_ranks():
     """One expert among all ranks, one of which has no tokens."""
     rank, tokens = dist.get_rank(), 0 + 1 + 2
-    layer = ExpertParallel.from_full(full(num_experts=1, top_k=1))
+    layer = ep.ExpertParallel.from_full(full(num_experts=1, top_k=1))
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(torch.ones(rank, 4, requires_grad=True))
     (y.sum() + layer.balance_loss).backward()
@@ -107,7 +104,7 @@ EXPERTS, HIDDEN = 3, 4
 @pytest.mark.on_ranks(2)
 def test_each_exchange_sends_what_it_says():
     rank, whole = dist.get_rank(), full()
-    layer, calls = heard(lambda: ExpertParallel.from_full(whole))
+    layer, calls = heard(lambda: ep.ExpertParallel.from_full(whole))
     broadcast = sorted(size for op, size in calls if op == "broadcast")
     assert broadcast == sorted(4 * tensor.numel() for tensor in whole.state_dict().values())
     x = torch.randn(6, HIDDEN, generator=generator(0, rank, "x"))
@@ -133,8 +130,8 @@ def test_each_exchange_sends_what_it_says():
     model[2].weight.grad = torch.ones(2, HIDDEN) if rank == 0 else None
     dense = [p for name, p in model.named_parameters() if ".experts." not in name]
     summed = 4 * (sum(p.numel() for p in dense) + len(dense))
-    assert calls_of(lambda: reduce_gradients(model)) == [("all_reduce", summed)]
-    assert calls_of(lambda: clip_gradients_(model, 1e6)) == [("all_reduce", 8)]
+    assert calls_of(lambda: ep.reduce_gradients(model)) == [("all_reduce", summed)]
+    assert calls_of(lambda: ep.clip_gradients_(model, 1e6)) == [("all_reduce", 8)]
     assert model[2].bias.grad is None
     assert torch.equal(model[2].weight.grad, torch.full((2, HIDDEN), 0.5))
 
@@ -143,9 +140,9 @@ def test_each_exchange_sends_what_it_says():
 def test_with_replicas_experts_are_summed_over_those():
     rank = dist.get_rank()
     own, others = ([dist.new_group(members) for members in sets] for sets in ([[0], [1]], [[0, 1]]))
-    layer = ExpertParallel.from_full(full(), own[rank], balance_over="rank")
+    layer = ep.ExpertParallel.from_full(full(), own[rank], balance_over="rank")
     layer(torch.ones(2, HIDDEN)).sum().backward()
-    calls = calls_of(lambda: reduce_gradients(layer, own[rank], replicas=others[0]))
+    calls = calls_of(lambda: ep.reduce_gradients(layer, own[rank], replicas=others[0]))
     experts = list(layer.experts.parameters())
     experts = 4 * (sum(p.numel() for p in experts) + len(experts))
     assert calls[-1] == ("all_reduce", experts)

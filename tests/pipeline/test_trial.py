@@ -2,7 +2,6 @@
 
 import collections
 import gc
-import itertools
 import threading
 from functools import partial
 
@@ -40,29 +39,28 @@ class TwoNames(nn.Module):
 
 
 class Changes(nn.Module):
-    """Fills caches at its first forward, counts in all ways, draws random numbers, and changes itself."""
+    """Fills caches at its first forward, counts, draws random numbers, and changes itself."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.own, self.mask = nn.BatchNorm1d(4), torch.Generator().manual_seed(1), None
-        self.calls, self.ids, self.numbers, self.seen = 0, itertools.count(), np.zeros(3), collections.deque(maxlen=2)
+        self.calls, self.numbers, self.seen = 0, np.zeros(3), collections.deque(maxlen=2)
         self.tables, self.to_drop = nn.ModuleList([nn.Embedding(4, 4, max_norm=0.1)]), nn.Linear(1, 1)
-        self.register_buffer("table", None)
 
     def forward(self, x):
         if self.mask is None:
             self.mask = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
-            self.table, self.late = self.mask * 2, nn.Parameter(self.mask * 4)
+            self.late = nn.Parameter(self.mask * 4)
             self.register_buffer("more", self.mask * 3, persistent=False)
         self.calls += 1
-        self.numbers += next(self.ids)
+        self.numbers += self.calls
         x = x + torch.rand(1, generator=self.own).to(x) + np.random.rand() + torch.rand(1).to(x)
         x = self.norm(x) + self.tables[0](torch.zeros(1, dtype=torch.long, device=x.device))
         self.norm.momentum, self.norm.weight.requires_grad = 0.5, False
         self.norm.eval()
         self.seen.append(x)
         del self.to_drop
-        return x * self.mask + self.table + self.more + self.late
+        return x * self.mask + self.more + self.late
 
 
 class Raises(Changes):
@@ -80,19 +78,11 @@ class ReadsNumbers(Changes):
         return y if x.sum().item() >= 0 else y + 1
 
 
-def facts(value):
-    """Describe what a module holds: tensors by identity and numbers, containers and modules by what is in them."""
-    if isinstance(value, torch.Tensor):
-        return id(value), value.requires_grad, value.tolist()
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, nn.Module):
-        return id(value), {name: facts(one) for name, one in vars(value).items()}
-    if isinstance(value, dict):
-        return {repr(key): facts(one) for key, one in value.items()}
-    if isinstance(value, list | collections.deque):
-        return [facts(one) for one in value]
-    return repr(value)
+def facts(module):
+    """Describe what a module and those in it hold, by their texts, and its tensors by identity and numbers."""
+    state = [(id(one), one.requires_grad, one.tolist()) for one in (*module.parameters(), *module.buffers())]
+    own = module.own.get_state().tolist() if hasattr(module, "own") else None
+    return state, own, [repr({name: str(value) for name, value in vars(one).items()}) for one in module.modules()]
 
 
 @pytest.mark.parametrize("kind", [TwoNames, Changes, ReadsNumbers, Raises])

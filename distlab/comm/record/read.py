@@ -17,27 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.comm.record.file import (
-    ASIDE,
-    DONE,
-    FAILED,
-    HEADER,
-    ISSUED,
-    MAGIC,
-    OPS,
-    RECV,
-    ROW,
-    ROWS_AT,
-    SEND,
-    TOTALS,
-    TOTALS_AT,
-    WAITING,
-    RecordHeader,
-    add_to_totals,
-)
+from distlab.comm.record import file as layout
 from distlab.trace import Span, Trace
 
-_STATES = {ISSUED: "issued", WAITING: "waiting", ASIDE: "waiting", DONE: "done", FAILED: "failed"}
+_STATES = {
+    layout.ISSUED: "issued",
+    layout.WAITING: "waiting",
+    layout.ASIDE: "waiting",
+    layout.DONE: "done",
+    layout.FAILED: "failed",
+}
 
 
 class Call(NamedTuple):
@@ -100,7 +89,7 @@ def call_of(rank: int, row: Any, names: list[str]) -> Call:
     at = {field: names[row[field]] if row[field] < len(names) else "?" for field in ("site", "via", "what")}
     return Call(
         rank,
-        OPS[row["op"]],
+        layout.OPS[row["op"]],
         int(row["seq"]),
         at["what"],
         group_ranks(names[row["group"]]),
@@ -122,7 +111,7 @@ class RankRecord(NamedTuple):
     The totals count every call of the job, those whose rows were overwritten too.
     """
 
-    header: RecordHeader
+    header: layout.RecordHeader
     rows: NDArray[Any]
     totals: NDArray[Any]
     names: list[str]
@@ -162,7 +151,7 @@ class Records:
 
     def ops(self, rank: int) -> tuple[str, ...]:
         """Return the names of the rank's calls in order."""
-        return tuple(OPS[op] for op in self._of(rank).rows["op"].tolist())
+        return tuple(layout.OPS[op] for op in self._of(rank).rows["op"].tolist())
 
     def num_calls(self, op: str | None = None) -> int:
         """Return the number of calls of all ranks, of one operation or of all."""
@@ -209,10 +198,10 @@ class Records:
         return self.by_rank[rank]
 
     def _total(self, rank: int, field: str, op: str | None = None) -> int:
-        if op is not None and op not in OPS[1:]:
-            raise ValueError(f"no operation is called {op!r}; choose one of {', '.join(OPS[1:])}")
+        if op is not None and op not in layout.OPS[1:]:
+            raise ValueError(f"no operation is called {op!r}; choose one of {', '.join(layout.OPS[1:])}")
         totals = self._of(rank).totals[field]
-        return int(totals.sum() if op is None else totals[OPS.index(op)])
+        return int(totals.sum() if op is None else totals[layout.OPS.index(op)])
 
 
 class RecordReader:
@@ -237,7 +226,7 @@ class RecordReader:
     def is_ready(path: Path) -> bool:
         """Tell whether the rank has written its header."""
         with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
+            return file.read(len(layout.MAGIC)) == layout.MAGIC
 
     def close(self) -> None:
         """Close the files."""
@@ -251,26 +240,28 @@ class RecordReader:
     def _read(self, at: int, size: int) -> bytes:
         return os.pread(self._file.fileno(), size, at)
 
-    def header(self) -> RecordHeader:
+    def header(self) -> layout.RecordHeader:
         """Return the header as it stands."""
-        _, *numbers = HEADER.unpack(self._read(0, HEADER.size))
-        return RecordHeader(*numbers)
+        _, *numbers = layout.HEADER.unpack(self._read(0, layout.HEADER.size))
+        return layout.RecordHeader(*numbers)
 
     def totals(self) -> NDArray[Any]:
         """Return calls, payload bytes and ring bytes per operation of the rows before header.counted."""
-        return np.frombuffer(self._read(TOTALS_AT, len(OPS) * TOTALS.itemsize), TOTALS).copy()
+        return np.frombuffer(
+            self._read(layout.TOTALS_AT, len(layout.OPS) * layout.TOTALS.itemsize), layout.TOTALS
+        ).copy()
 
-    def rows(self, header: RecordHeader, after: int = 0) -> NDArray[Any]:
+    def rows(self, header: layout.RecordHeader, after: int = 0) -> NDArray[Any]:
         """Copy the job's rows with a number above `after`, oldest first, without overwritten and half-written ones."""
         start = max(header.first, header.newest - header.slots + 1, after + 1)
         return self.pick(header, np.arange(start, header.newest + 1, dtype=np.uint64))
 
-    def pick(self, header: RecordHeader, numbers: NDArray[np.uint64]) -> NDArray[Any]:
+    def pick(self, header: layout.RecordHeader, numbers: NDArray[np.uint64]) -> NDArray[Any]:
         """Copy the job's rows with these numbers, as far as they are there."""
         slots = (numbers % np.uint64(header.slots)).astype(np.int64)
         first, end = (int(slots.min()), int(slots.max()) + 1) if len(slots) else (0, 0)
-        data = self._read(ROWS_AT + first * ROW.itemsize, (end - first) * ROW.itemsize)
-        rows: NDArray[Any] = np.frombuffer(data, ROW)[slots - first]
+        data = self._read(layout.ROWS_AT + first * layout.ROW.itemsize, (end - first) * layout.ROW.itemsize)
+        rows: NDArray[Any] = np.frombuffer(data, layout.ROW)[slots - first]
         now = self.header()
         intact = (rows["n"] == numbers) & (rows["state"] > 0) & (numbers + np.uint64(header.slots) > now.newest)
         return np.asarray(rows[intact & (now.job == header.job)])
@@ -288,7 +279,7 @@ def read_record(reader: RecordReader) -> RankRecord:
     while True:
         header = reader.header()
         rows, totals = reader.rows(header), reader.totals()
-        add_to_totals(totals, rows[rows["n"] >= header.counted])
+        layout.add_to_totals(totals, rows[rows["n"] >= header.counted])
         now = reader.header()
         if (now.job, now.counted) == (header.job, header.counted):
             return RankRecord(header, rows, totals, list(reader.read_names()))
@@ -307,4 +298,4 @@ def read_records(folder: str | Path, rank: int | None = None) -> Records:
 
 def is_pair(rows: NDArray[Any]) -> NDArray[np.bool_]:
     """Return which rows are sends or receives."""
-    return np.asarray((rows["op"] == SEND) | (rows["op"] == RECV), dtype=bool)
+    return np.asarray((rows["op"] == layout.SEND) | (rows["op"] == layout.RECV), dtype=bool)

@@ -46,8 +46,9 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     if seen is not None and (wrong := known.by_values(evidence)) is not None:
         return _named(wrong, seen)
     if seen is not None:
-        is_mean = any(wrong.fault in AVERAGED for wrong in exercise.mutants)
-        return difference(*pair, takes, num_averaged=ranks.world_size) if is_mean else seen
+        divided = difference(*pair, takes, num_averaged=ranks.world_size) or seen
+        is_mean = divided.code == "divided twice" or any(wrong.fault in AVERAGED for wrong in exercise.mutants)
+        return divided if is_mean else seen
     fault = None if exercise.judge is None else next(iter(exercise.judge(evidence)), None)
     if fault is None and cases.most_bytes and most_sent(evidence) > cases.most_bytes * most_sent(wanted):
         text = f"right result, but {in_megabytes(most_sent(evidence))} sent per rank"

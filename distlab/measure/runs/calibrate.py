@@ -30,25 +30,11 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.models import GPTConfig
 from distlab.comm.device import span_writer
 from distlab.hybrid import Hybrid
-from distlab.measure.count.gpt import (
-    count_gpt,
-    expert_loads,
-    make_gpt,
-    merge_stages,
-    with_expert_loads,
-    without_accumulation,
-)
+from distlab.measure.count import gpt as gpt_count
 from distlab.measure.machine.fit import fit_line, median_of
 from distlab.measure.machine.ranks import on_first_rank, shared_cores
 from distlab.measure.machine.speed import Reference, Round, fit_cluster, measure_round
-from distlab.measure.runs.calls import (
-    Calls,
-    is_data_parallel_alone,
-    is_pipeline_alone,
-    links_of,
-    measure_calls,
-    measure_codec,
-)
+from distlab.measure.runs import calls as plan_calls
 from distlab.measure.runs.windows import time_window
 from distlab.plan import AXES, Cluster, Contention, Layer, Plan, Work, Workload
 from simulator import Measured, MeasuredCodec, Step, simulate
@@ -73,10 +59,10 @@ def count_model(
     Raises:
         ValueError: a pipeline of layers with experts.
     """
-    whole = count_gpt(config, samples, num_experts=num_experts, top_k=top_k, device=device)
-    if is_data_parallel_alone(plan) and plan.sharding.stage and not num_experts:
-        return without_accumulation(whole)
-    return merge_stages(whole, plan.pipeline * plan.stages_per_rank)
+    whole = gpt_count.count_gpt(config, samples, num_experts=num_experts, top_k=top_k, device=device)
+    if plan_calls.is_data_parallel_alone(plan) and plan.sharding.stage and not num_experts:
+        return gpt_count.without_accumulation(whole)
+    return gpt_count.merge_stages(whole, plan.pipeline * plan.stages_per_rank)
 
 
 class ByteCost(NamedTuple):
@@ -121,7 +107,7 @@ class CalibrationRound:
     """
 
     compute: Round
-    calls: Calls = field(default_factory=dict)
+    calls: plan_calls.Calls = field(default_factory=dict)
     codec: MeasuredCodec | None = None
     overhead: Overhead = Overhead()
 
@@ -156,9 +142,10 @@ def predict_step(
         order: axes of the mesh, slowest first.
         cores: shared by the ranks: those that wait in a pipeline lend theirs to the others. None: one core for each.
     """
-    overhead, links = measured.overhead, links_of(measured.calls)
+    overhead, links = measured.overhead, plan_calls.links_of(measured.calls)
     cluster = replace(fit_cluster(measured.compute, plan.world_size), num_cores=cores)
-    if is_pipeline_alone(plan):  # only messages travel; how they and computing slow each other down is in the overhead
+    # Of a pipeline alone only messages travel; how they and computing slow each other down is in the overhead.
+    if plan_calls.is_pipeline_alone(plan):
         cluster = replace(cluster, contention=Contention())
     if measured.codec is not None:
         codec = measured.codec.slower(overhead.codec_slowdown)
@@ -174,7 +161,7 @@ def num_blocks(layer: Layer) -> int:
 
 def bytes_of(layer: Layer, plan: Plan) -> float:
     """Return the bytes with which the cost of a layer's blocks grows: what they hand on, or replicas' gradients."""
-    if is_data_parallel_alone(plan):
+    if plan_calls.is_data_parallel_alone(plan):
         return 4.0 * sum(layer.parameter_sizes) if num_blocks(layer) else 0.0
     return float(sum(region.input_bytes for region in layer.regions if region.attention is not None))
 
@@ -186,7 +173,7 @@ def _with_overhead(workload: Workload, overhead: Overhead, cluster: Cluster, pla
     """
     fixed_s, s_per_byte = fit_line(*zip(*overhead.costs, strict=True)) if overhead.costs else (0.0, 0.0)
     parts = plan.context * (plan.tensor if plan.sequence_parallel else 1)
-    waits_for_nobody = is_data_parallel_alone(plan) and plan.sharding.stage < 3
+    waits_for_nobody = plan_calls.is_data_parallel_alone(plan) and plan.sharding.stage < 3
 
     def costed(layer: Layer) -> Layer:
         seconds = num_blocks(layer) * fixed_s + bytes_of(layer, plan) * s_per_byte
@@ -230,14 +217,14 @@ class CalibrationOfRun:
         self._works: dict[str, Work] = {}
         self._trained: list[tuple[Hybrid, torch.Tensor]] = []
         experts = {"num_experts": num_experts, "top_k": top_k}
-        references = REPLICA_REFERENCES if is_data_parallel_alone(plan) else MESH_REFERENCES
+        references = REPLICA_REFERENCES if plan_calls.is_data_parallel_alone(plan) else MESH_REFERENCES
         parts = plan.num_microbatches * plan.num_replicas
         sizes = [  # none for a rank that trains alone: it has no overhead
             (reference_sizes(each, plan, num_layers), -(-each.samples // parts))
             for each in (references if plan.world_size > 1 else ())
         ]
         for config, samples in sizes:
-            model = make_gpt(config, 0, **experts).to(device)
+            model = gpt_count.make_gpt(config, 0, **experts).to(device)
             spans = span_writer(dist.get_rank(), device)
             hybrid = Hybrid(model, plan, partial(sgd, learning_rate=1e-6), order=order, spans=spans)
             tokens = torch.randint(
@@ -253,8 +240,8 @@ class CalibrationOfRun:
         plan, device = self.plan, self.device
         compute, codec = measure_round(device, works=self._works), None
         if plan.compression is not None:
-            codec = measure_codec(plan.compression, fit_cluster(compute, plan.world_size), device=device)
-        measured = CalibrationRound(compute, measure_calls(plan, self.groups, device), codec)
+            codec = plan_calls.measure_codec(plan.compression, fit_cluster(compute, plan.world_size), device=device)
+        measured = CalibrationRound(compute, plan_calls.measure_calls(plan, self.groups, device), codec)
         return replace(measured, overhead=self._overhead(measured))
 
     def close(self) -> None:
@@ -269,12 +256,12 @@ class CalibrationOfRun:
             step = partial(hybrid.train_step, tokens, tokens)
             times = [time_window(step, 1, self.device)[0] for _ in range(REPEATS + 1)]
             seconds.append(median(times[1:]))  # the first warms up
-            loads.append(expert_loads(hybrid.stages.values(), self.plan, self.device))
+            loads.append(gpt_count.expert_loads(hybrid.stages.values(), self.plan, self.device))
 
         def solved() -> Overhead:
             costs, cores = [], shared_cores(self.device)
             for counted, step_s, load in zip(self._workloads, seconds, loads, strict=True):
-                loaded = with_expert_loads(counted, load, self.plan, cores=cores)
+                loaded = gpt_count.with_expert_loads(counted, load, self.plan, cores=cores)
                 costs.append(solve_cost(loaded, step_s, measured, self.plan, order=self.order, cores=cores))
             return Overhead(tuple(costs))
 

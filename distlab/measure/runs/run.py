@@ -34,15 +34,7 @@ from distlab.comm.device import span_writer
 from distlab.hybrid import Hybrid
 from distlab.measure.count.gpt import expert_loads, make_gpt, with_expert_loads
 from distlab.measure.machine.ranks import device_of, on_first_rank, shared_cores
-from distlab.measure.runs.calibrate import (
-    CalibrationOfRun,
-    CalibrationRound,
-    between_windows,
-    count_model,
-    median_calibration,
-    predict_step,
-    sgd,
-)
+from distlab.measure.runs import calibrate as by_plan
 from distlab.measure.runs.calls import is_pipeline_alone
 from distlab.measure.runs.windows import RankReport, Verdict, Window, judge, time_beside, trouble_of, windows_between
 from distlab.plan import AXES, Plan, Workload
@@ -111,7 +103,7 @@ class TrainingRun:
             ValueError: a pipeline of layers with experts.
         """
         experts = {"num_experts": self.num_experts, "top_k": self.top_k}
-        return count_model(self.model, self.samples, self.plan, device=device_of(self.device, 0), **experts)
+        return by_plan.count_model(self.model, self.samples, self.plan, device=device_of(self.device, 0), **experts)
 
     def batches(self, data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of all steps, whole and the same on every rank."""
@@ -136,17 +128,17 @@ def time_training(run: TrainingRun, data: bytes | None = None) -> RankReport:
     ahead, seen = list[tuple[Tensor, Tensor]](), list[Tensor]()  # batches of a window, and their losses
     with ExitStack() as stack:
         model = make_gpt(run.model, run.seed, **experts).to(device)
-        hybrid = Hybrid(model, run.plan, sgd, order=run.order, spans=spans)
+        hybrid = Hybrid(model, run.plan, by_plan.sgd, order=run.order, spans=spans)
         stack.callback(hybrid.close)
         losses += [float(hybrid.train_step(*next(batches))) for _ in range(run.num_updates)]
         weights = {name: value.cpu() for name, value in hybrid.full_state_dict().items()}
         if not run.num_windows:
             return RankReport(losses, weights, trace=spans.trace())
         sizes = {"num_layers": run.model.num_layers} | experts
-        calibration = CalibrationOfRun(run.plan, run.order, hybrid.groups, device=device, **sizes)
+        calibration = by_plan.CalibrationOfRun(run.plan, run.order, hybrid.groups, device=device, **sizes)
         stack.callback(calibration.close)
 
-        def calibrate() -> CalibrationRound:
+        def calibrate() -> by_plan.CalibrationRound:
             if seen:  # of the window that has just ended
                 losses.append(float(seen[-1]))
                 loads.append(expert_loads(hybrid.stages.values(), run.plan, device))
@@ -179,7 +171,7 @@ class RunResult:
 
         @cache  # the two rounds after a window are those before the next but one
         def predicted_s(load: tuple[float, ...], first: int, stop: int) -> float:
-            return self._step(load, between_windows(report.rounds[first:stop], middle)).duration_s
+            return self._step(load, by_plan.between_windows(report.rounds[first:stop], middle)).duration_s
 
         loads = report.expert_loads or [()] * len(report.measured_s)
         return windows_between(report, lambda window, first, stop: predicted_s(loads[window], first, stop))
@@ -195,16 +187,16 @@ class RunResult:
         return self._step(np.median(loads, axis=0).tolist() if loads else (), self._middle)
 
     @cached_property
-    def _middle(self) -> CalibrationRound:
-        return median_calibration(self.reports[0].rounds)
+    def _middle(self) -> by_plan.CalibrationRound:
+        return by_plan.median_calibration(self.reports[0].rounds)
 
-    def _step(self, loads: Sequence[float], measured: CalibrationRound) -> Step:
+    def _step(self, loads: Sequence[float], measured: by_plan.CalibrationRound) -> Step:
         """Simulate a step with experts as busy as these loads say."""
         run, cores = self.run, shared_cores(torch.device(self.run.device))
         workload = self.reports[0].workload
         assert workload is not None, "windows were timed, so the workload was counted"
         loaded = with_expert_loads(workload, loads, run.plan, cores=cores)
-        return predict_step(loaded, measured, run.plan, order=run.order, cores=cores)
+        return by_plan.predict_step(loaded, measured, run.plan, order=run.order, cores=cores)
 
 
 def time_on_new_ranks(run: TrainingRun, data: bytes | None = None) -> RunResult:

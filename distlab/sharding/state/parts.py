@@ -19,16 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.modules.named_parts import (
-    PARAMETER,
-    SavedPart,
-    SavedShard,
-    Slab,
-    apart,
-    check_saves,
-    check_tensors,
-    per_element,
-)
+from distlab.blocks.modules import named_parts as named
 from distlab.comm.agree import group_device
 from distlab.sharding.calls import gather_into
 from distlab.sharding.cut_layers import OwnPieces
@@ -72,7 +63,7 @@ def _refuse_undivided(piece: OwnPiece, shape: tuple[int, ...], numbers: Mapping[
 
 def save_parts(
     own: OwnPieces, optimizer: Optimizer | None, *, parameters: bool
-) -> tuple[dict[str, SavedPart], list[dict[str, Any]] | None]:
+) -> tuple[dict[str, named.SavedPart], list[dict[str, Any]] | None]:
     """Return this rank's part of every tensor, as views, and the optimizer's groups; nothing is sent.
 
     Args:
@@ -84,18 +75,18 @@ def save_parts(
         ValueError: the optimizer updates a different tensor, or keeps what cannot be cut.
     """
     names, kept = ([], {}) if optimizer is None else _kept_by(optimizer, own.pieces)
-    keys = per_element(kept, {one.name: tuple(one.parameter.shape) for one in own.pieces})
+    keys = named.per_element(kept, {one.name: tuple(one.parameter.shape) for one in own.pieces})
     parts = {
-        name: SavedPart(shape, 0, 0, {PARAMETER: torch.empty(0, dtype=dtype)} if parameters else {}, {})
+        name: named.SavedPart(shape, 0, 0, {named.PARAMETER: torch.empty(0, dtype=dtype)} if parameters else {}, {})
         for name, (shape, dtype) in own.tensors.items()
     }
     for one in own.pieces:
         shape, _ = own.tensors[one.name]
-        state = {**({PARAMETER: one.parameter} if parameters else {}), **kept.get(one.name, {})}
-        values, numbers = apart(state, tuple(one.parameter.shape), keys)
+        state = {**({named.PARAMETER: one.parameter} if parameters else {}), **kept.get(one.name, {})}
+        values, numbers = named.apart(state, tuple(one.parameter.shape), keys)
         _refuse_undivided(one, shape, numbers)
         numbers = {key: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for key, v in numbers.items()}
-        parts[one.name] = SavedPart(shape, one.start, one.stop, values, numbers)  # Adam counts in place
+        parts[one.name] = named.SavedPart(shape, one.start, one.stop, values, numbers)  # Adam counts in place
     return own.cut.for_all(parts), None if optimizer is None else [
         {**{key: value for key, value in group.items() if key != "params"}, "names": its}
         for group, its in zip(optimizer.param_groups, names, strict=True)
@@ -103,7 +94,7 @@ def save_parts(
 
 
 def prepare(
-    own: OwnPieces, optimizer: Optimizer | None, saved: Sequence[SavedShard], *, parameters: bool
+    own: OwnPieces, optimizer: Optimizer | None, saved: Sequence[named.SavedShard], *, parameters: bool
 ) -> Callable[[], None]:
     """Assemble a rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
 
@@ -116,7 +107,7 @@ def prepare(
     Raises:
         ValueError: a different model or type, elements that no shard has, or an optimizer of other groups.
     """
-    parts: dict[str, list[SavedPart]] = {}
+    parts: dict[str, list[named.SavedPart]] = {}
     for shard in saved:
         for name, part in shard.parts.items():
             parts.setdefault(name, []).append(part)
@@ -124,23 +115,23 @@ def prepare(
         name: (own.cut.whole_shape(name, shape), dtype if parameters else None)
         for name, (shape, dtype) in own.tensors.items()
     }
-    check_tensors(parts, expected)
+    named.check_tensors(parts, expected)
 
-    def wanted(part: SavedPart) -> SavedPart:
-        keys = [key for key in part.values if (parameters if key == PARAMETER else optimizer is not None)]
+    def wanted(part: named.SavedPart) -> named.SavedPart:
+        keys = [key for key in part.values if (parameters if key == named.PARAMETER else optimizer is not None)]
         return replace(part, values={key: part.values[key] for key in keys})
 
     found = {}
     for one in own.pieces:
         here = in_slab(one.name, [*map(wanted, parts[one.name])], own.cut.slab(one.name))
-        found[one.name] = join(one.name, here, one.start, one.stop, share={PARAMETER})
+        found[one.name] = join(one.name, here, one.start, one.stop, share={named.PARAMETER})
         _refuse_undivided(one, own.tensors[one.name][0], found[one.name].numbers if optimizer is not None else {})
     options = None if optimizer is None else _options(optimizer, own.pieces, saved)
 
     @torch.no_grad()
     def load() -> None:
         for one in own.pieces if parameters else ():
-            one.parameter.copy_(found[one.name].values[PARAMETER].view(one.parameter.shape))
+            one.parameter.copy_(found[one.name].values[named.PARAMETER].view(one.parameter.shape))
         if optimizer is not None and options is not None:
             with on_pieces(optimizer):
                 _load_state(optimizer, {id(one.parameter): found[one.name] for one in own.pieces}, options)
@@ -148,7 +139,7 @@ def prepare(
     return load
 
 
-def _options(optimizer: Optimizer, pieces: Sequence[OwnPiece], saved: Sequence[SavedShard]) -> Groups:
+def _options(optimizer: Optimizer, pieces: Sequence[OwnPiece], saved: Sequence[named.SavedShard]) -> Groups:
     """Return the saved options of an optimizer's groups.
 
     Raises:
@@ -186,7 +177,7 @@ def by_names(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], Group
     return kept, [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def _load_state(optimizer: Optimizer, parts: Mapping[int, SavedPart], options: Groups) -> None:
+def _load_state(optimizer: Optimizer, parts: Mapping[int, named.SavedPart], options: Groups) -> None:
     state = optimizer.state_dict()
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
     for group, here, saved in zip(optimizer.param_groups, state["param_groups"], options, strict=True):
@@ -194,13 +185,15 @@ def _load_state(optimizer: Optimizer, parts: Mapping[int, SavedPart], options: G
         for one, number in zip(group["params"], here["params"], strict=True):
             if id(one) in parts:
                 part = parts[id(one)]
-                moments = {key: value.view(one.shape) for key, value in part.values.items() if key != PARAMETER}
+                moments = {key: value.view(one.shape) for key, value in part.values.items() if key != named.PARAMETER}
                 if moments or part.numbers:
                     taken["state"][number] = {**moments, **copy.deepcopy(dict(part.numbers))}  # it counts in place
     optimizer.load_state_dict(taken)
 
 
-def join(name: str, parts: Sequence[SavedPart], start: int, stop: int, share: Container[str] = ()) -> SavedPart:
+def join(
+    name: str, parts: Sequence[named.SavedPart], start: int, stop: int, share: Container[str] = ()
+) -> named.SavedPart:
     """Put elements [start, stop) of a tensor together, with all that belongs to them, from parts that lie in any way.
 
     What one part holds whole is not copied for the keys in `share`: it is a view of the part.
@@ -226,10 +219,10 @@ def join(name: str, parts: Sequence[SavedPart], start: int, stop: int, share: Co
                 values[key][low - start : high - start] = part.values[key][low - part.start : high - part.start]
     known = [part for part in parts if part.stop > part.start or 0 in part.shape]  # others know nothing of its state
     numbers = {key: value for part in reversed(known) for key, value in part.numbers.items()}
-    return SavedPart(parts[0].shape, start, stop, values, numbers)
+    return named.SavedPart(parts[0].shape, start, stop, values, numbers)
 
 
-def _require_all(name: str, parts: Sequence[SavedPart], start: int, stop: int) -> None:
+def _require_all(name: str, parts: Sequence[named.SavedPart], start: int, stop: int) -> None:
     missing, at = 0, start
     for low, high in sorted((part.start, part.stop) for part in parts):
         missing, at = missing + max(0, min(low, stop) - at), max(at, min(high, stop))
@@ -241,7 +234,7 @@ def _missing(name: str, number: int) -> str:
     return f"{number} elements of {name} were not given; pass the saved shards of all ranks"
 
 
-def whole_tensor(name: str, parts: Sequence[SavedPart]) -> SavedPart:
+def whole_tensor(name: str, parts: Sequence[named.SavedPart]) -> named.SavedPart:
     """Put a whole tensor together from parts that were cut along any axes.
 
     Shapes: parts [stop - start] -> values [all elements] each
@@ -266,10 +259,10 @@ def whole_tensor(name: str, parts: Sequence[SavedPart]) -> SavedPart:
         if num_missing:
             raise ValueError(_missing(name, num_missing))
         values[key] = whole.view(-1)
-    return SavedPart(shape, 0, size, values, first.numbers)
+    return named.SavedPart(shape, 0, size, values, first.numbers)
 
 
-def in_slab(name: str, parts: Sequence[SavedPart], slab: Slab | None) -> list[SavedPart]:
+def in_slab(name: str, parts: Sequence[named.SavedPart], slab: named.Slab | None) -> list[named.SavedPart]:
     """Return what parts of a tensor hold of a slab of it, as parts of a tensor of its own; None: of all of it.
 
     Parts that were cut into other slabs are joined first.
@@ -291,7 +284,7 @@ def in_slab(name: str, parts: Sequence[SavedPart], slab: Slab | None) -> list[Sa
         for here, there in slab.pairs(own, value.view(whole.shape)):
             here.copy_(there)
         values[key] = own.view(-1)
-    return [SavedPart(shape, 0, math.prod(shape), values, whole.numbers)]
+    return [named.SavedPart(shape, 0, math.prod(shape), values, whole.numbers)]
 
 
 class SavedInShards:
@@ -312,29 +305,29 @@ class SavedInShards:
         """Load this rank's part of the states of all ranks, or the state that this rank saved."""
         self.prepare_shards(read_shards(states))()
 
-    def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
+    def prepare_shards(self, saved: Sequence[named.SavedShard]) -> Callable[[], None]:
         """Assemble what this rank holds from saved shards; return a function that loads it. Nothing changes yet."""
         raise NotImplementedError
 
 
-def read_shards(states: Sequence[Mapping[str, Any]]) -> list[SavedShard]:
+def read_shards(states: Sequence[Mapping[str, Any]]) -> list[named.SavedShard]:
     """Read what ranks saved together.
 
     Raises:
         ValueError: it is something else, or was saved apart.
     """
-    saved = [SavedShard.from_dict(state) for state in states]
-    check_saves(saved)
+    saved = [named.SavedShard.from_dict(state) for state in states]
+    named.check_saves(saved)
     return saved
 
 
 def gather_parts(
-    parts: Mapping[str, SavedPart],
+    parts: Mapping[str, named.SavedPart],
     names: Iterable[Iterable[str]],
     groups: Iterable[ProcessGroup | None],
     *,
     keeps: bool = True,
-) -> dict[str, SavedPart]:
+) -> dict[str, named.SavedPart]:
     """Put the parts of all ranks together as whole tensors, in host memory; every rank of the groups calls this.
 
     Args:
@@ -349,26 +342,28 @@ def gather_parts(
     Raises:
         ValueError: a part of a tensor is on none of the ranks.
     """
-    whole: dict[str, SavedPart] = {}
+    whole: dict[str, named.SavedPart] = {}
     ranks = [*groups]
     for same in names:
         held = [(name, parts[name]) for name in same if name in parts]
         for group in ranks if keeps else ranks[:1]:
             held = _exchanged(held, group)
-        by_name: dict[str, list[SavedPart]] = {}
+        by_name: dict[str, list[named.SavedPart]] = {}
         for name, part in held if keeps else ():
             by_name.setdefault(name, []).append(part)
         whole |= {name: whole_tensor(name, its) for name, its in by_name.items()}
     return whole
 
 
-def _exchanged(held: Sequence[tuple[str, SavedPart]], group: ProcessGroup | None) -> list[tuple[str, SavedPart]]:
+def _exchanged(
+    held: Sequence[tuple[str, named.SavedPart]], group: ProcessGroup | None
+) -> list[tuple[str, named.SavedPart]]:
     """Return the parts of all ranks, with values that are views of one buffer."""
-    told: list[list[tuple[str, SavedPart, dict[str, torch.dtype]]]] = [[]] * dist.get_world_size(group)
+    told: list[list[tuple[str, named.SavedPart, dict[str, torch.dtype]]]] = [[]] * dist.get_world_size(group)
     own = [(n, replace(p, values={}), {key: value.dtype for key, value in p.values.items()}) for n, p in held]
     dist.all_gather_object(told, own, group=group)
 
-    def places(its: Sequence[tuple[str, SavedPart, dict[str, torch.dtype]]]) -> list[tuple[int, int]]:
+    def places(its: Sequence[tuple[str, named.SavedPart, dict[str, torch.dtype]]]) -> list[tuple[int, int]]:
         """Return where each value begins and ends, in bytes: 16 apart, which any type may begin at."""
         sizes = [(part.stop - part.start) * dtype.itemsize for _, part, kinds in its for dtype in kinds.values()]
         starts = [0, *accumulate(-(-size // 16) * 16 for size in sizes)]

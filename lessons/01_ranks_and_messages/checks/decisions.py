@@ -16,18 +16,27 @@ from distlab.grading import Evidence, Fault, Mutant
 if TYPE_CHECKING:
     from distlab.comm import RankError
 
-NUM_STEPS = 5
+THRESHOLD = 3.0
+LOSSES = (  # of ranks 0 to 3: no two rules decide alike on all of them
+    (8.0, 2.0, 1.5, 7.0),
+    (3.0, 1.0, 0.5, 0.5),
+    (1.5, 0.25, 1.5, 2.5),
+    (4.0, 5.0, 1.5, 6.0),
+    (6.0, 7.0, 6.0, 5.0),
+    (2.5, 2.5, 4.0, 0.5),
+    (2.0, 4.0, 2.0, 4.0),
+)
+NUM_STEPS = len(LOSSES)
 
 
 def _cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
-    """Return a rank's loss after each step: falling, and higher on higher ranks; the third mean is low enough."""
-    threshold = 1.9 + (n - 1) / 2
+    """Return a rank's loss after each step."""
     return {
-        f"after step {step} (mean loss {4 / step + (n - 1) / 2:.2f}, threshold {threshold:.2f})": (
-            torch.tensor(4 / step + rank, dtype=torch.float64),
-            threshold,
+        f"losses {', '.join(map(str, losses[:n]))} (mean {sum(losses[:n]) / n:.2f}), threshold {THRESHOLD}": (
+            torch.tensor(losses[rank], dtype=torch.float64),
+            THRESHOLD,
         )
-        for step in range(1, 1 + NUM_STEPS)
+        for losses in LOSSES
     }
 
 
@@ -84,5 +93,19 @@ WRONG_REPAIR = (
     Mutant("the largest alone", "largest", "it stops when every loss is below, the largest too; compare the mean", 3)
     .edit(_SUM, "dist.all_reduce(total, dist.ReduceOp.MAX)")
     .without(_MEAN),
-    Mutant("own threshold", "values", "expected", 2, "one set of arguments").edit("< threshold", "< 2.4"),
+    *(
+        Mutant(name, name, f"{says}; compare the mean of all ranks' losses", 2).edit(_SUM, new).without(_MEAN)
+        for name, says, new in (
+            ("any rank", "it stops as soon as one rank's loss is below", "dist.all_reduce(total, dist.ReduceOp.MIN)"),
+            ("rank 0's loss", "rank 0's loss alone decides", "dist.broadcast(total, src=0)"),
+            ("the last rank's", "the last rank's loss decides", "dist.broadcast(total, dist.get_world_size() - 1)"),
+        )
+    ),
+    Mutant("majority", "majority", "ranks vote, each on its own loss; compare the mean of their losses", 3)
+    .edit("() < threshold", "() > 0.5")
+    .edit("loss.clone()", "(loss < threshold).double()"),
+    Mutant("at the threshold", "at the threshold", "it stops at the threshold, too; below it is asked: <", 1).edit(
+        "< threshold", "<= threshold"
+    ),
+    Mutant("own threshold", "values", "expected", 2, "one set of arguments").edit("< threshold", "< 3.0"),
 )

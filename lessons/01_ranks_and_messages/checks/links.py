@@ -92,7 +92,7 @@ def _judge_seconds(rank: int, seconds: Any, whole_s: float, made: Sequence[Call]
     elif ratio > 1.1:
         yield Fault("round trip", f"{got}: that is a whole round trip, there and back; divide by 2 * rounds")
     elif seconds < 0.6 * window_s / (2 * ROUNDS):
-        yield Fault("too short", f"{got}; read the clock before the first message and after the last answer")
+        yield Fault("too short", f"{got}; read time.perf_counter() before the first message and after the last answer")
 
 
 def failure_ping_pong(error: RankError, world_size: int) -> Fault | None:
@@ -193,6 +193,8 @@ WRONG_FIT = (
             ("slope", "that is the slope, seconds per byte; beta is 1 / slope", _BETA, "seconds_per_byte"),
             ("divided by 8", "bytes are divided by 8 as if they were bits; leave them", _BETA, f"{_BETA} / 8"),
             ("per kilobyte", "beta is in kilobytes per second; return bytes per second", _BETA, f"{_BETA} / 1e3"),
+            ("first time", "alpha is the first message's time; its bytes are in it", "float(alpha_s)", "times_s[0]"),
+            ("largest", "beta is of the largest message alone; alpha is in its time", _BETA, "sizes[-1] / times[-1]"),
             ("microseconds", "alpha is in microseconds; return seconds", "float(alpha_s)", "float(alpha_s) * 1e6"),
             ("milliseconds", "alpha is in milliseconds; return seconds", "float(alpha_s)", "float(alpha_s) * 1e3"),
         )

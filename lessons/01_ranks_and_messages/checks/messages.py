@@ -72,7 +72,9 @@ def _use_gather(fn: Callable[..., Any], tensor: Tensor, root: int) -> dict[str, 
     dist.barrier()
     time.sleep(0.03 * (dist.get_world_size() - 1 - dist.get_rank()))
     got = fn(tensor, root)
-    if isinstance(got, list | tuple):
+    if dist.get_rank() != root and got is not None:
+        got = "something"
+    elif isinstance(got, list | tuple):
         every = [_gathered(rank) for rank in range(dist.get_world_size())]
         got = [
             next(
@@ -241,6 +243,15 @@ WRONG_GATHER = (
     Mutant("root first", "wrong order", "the root's own tensor stands first; the tensor of rank 0 does", 2).edit(
         "return tensors", "return [tensors.pop(root), *tensors]"
     ),
+    Mutant("reversed", "wrong order", "the tensor of the last rank stands first; that of rank 0 does", 3).edit(
+        "return tensors", "return tensors[::-1]"
+    ),
+    Mutant("root last", "wrong order", "the root's own tensor stands last; put it at place `root`", 2).edit(
+        "return tensors", "return [*tensors[:root], *tensors[root + 1 :], tensors[root]]"
+    ),
+    Mutant(
+        "own empty", "own missing", "nothing was put in at the root's own place; put a copy of its tensor there", 1
+    ).edit("tensor.clone() if sender == root else torch.empty_like", "torch.zeros_like"),
     Mutant("to all ranks", "to all ranks", "each rank sends its tensor to all; the root alone needs it", 2, 1)
     .edit(
         "if rank != root:\n    dist.send(tensor, root)\n    return None",

@@ -64,8 +64,9 @@ def judge_hierarchical(evidence: Evidence) -> Iterator[Fault]:
 def failure_hierarchical(error: RankError, world_size: int) -> Fault | None:
     """Name a step over the wrong group by tensors of several lengths in one call; else as in the other exercises."""
     if "a send and the receive that takes it do not fit" in str(error):
-        words = "ranks give tensors of several lengths to one call: a step runs over the wrong group. The chunks of one"
-        return Fault("wrong group", f"{words} machine differ; cross holds the ranks with the same chunk")
+        words = "ranks give tensors of several lengths to one call: a step runs over the wrong group, or takes a piece"
+        words += " where the whole tensor (in local) or this rank's whole chunk (in cross) is due"
+        return Fault("wrong group", f"{words}. cross holds the ranks with the same chunk")
     return shared.failure(error, world_size)
 
 

@@ -121,6 +121,7 @@ WRONG_RING_REDUCE_SCATTER = (
     .edit("scratch = torch.empty_like(chunks[0])", "outgoing = chunks[(rank - 1) % n]")
     .edit("scratch[: grows.numel()]", "torch.empty_like(grows)")
     .edit("grows += received", "grows += received\noutgoing = received"),
+    shared.averaged("chunks[rank]"),
     Mutant("send, then receive", "deadlock", "one exchange", 2, 3).edit(
         _EXCHANGE,
         """
@@ -183,8 +184,11 @@ WRONG_RING_ALL_GATHER = (
     Mutant("returns its chunk", "wrong length", "this rank's chunk is returned; return the whole tensor", 2).edit(
         "return tensor", "return chunks[rank]"
     ),
-    Mutant("the other way round", "mismatch", "a send and the receive that takes it do not fit", 3, races=True).edit(
-        "chunks[(rank - step) % n]", "chunks[(rank + step) % n]"
+    Mutant("works on a copy", "not in place", "it gathers into a new tensor; fill the one that was passed in", 2)
+    .edit("tensor.tensor_split", "tensor.clone().tensor_split")
+    .edit("return tensor", "return torch.cat(chunks)"),
+    Mutant("always its own", "mismatch", "in one step a rank sends one chunk", 3, races=True, ends=True).edit(
+        "chunks[(rank - step) % n]", "chunks[rank]"
     ),
     Mutant("group ignored", "group ignored", "pass group=group", 3, ends=True).edit(", group=group)", ")"),
 )
@@ -223,6 +227,11 @@ WRONG_REPAIR = (
         3,
         40,
     ).edit("outgoing, incoming = tensor.clone(),", "outgoing, incoming = tensor,"),
+    Mutant("one buffer", "raised", "sends and receives in the same memory", 3).edit(_SWAP, "outgoing = incoming"),
+    shared.averaged("tensor"),
+    Mutant("own missing", "own missing", "this rank's own part is missing in the sum", 2).edit(
+        "for _ in", "tensor.zero_()\nfor _ in"
+    ),
     Mutant(
         "works on a copy", "not in place", "the sum stands in a new tensor; add to the one that was passed in", 2
     ).edit("outgoing, incoming = tensor.clone(),", "tensor = tensor.clone()\noutgoing, incoming = tensor.clone(),"),

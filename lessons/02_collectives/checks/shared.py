@@ -17,7 +17,7 @@ from distlab.comm import RankError
 from distlab.comm.record.read import Call
 from distlab.course.grading.cases import Given
 from distlab.course.grading.diagnosis.traffic import MESSAGES, calls, order
-from distlab.grading import Evidence, Fault
+from distlab.grading import Evidence, Fault, Mutant
 
 LENGTHS = (12, 7, 2)  # divisible by 1, 2, 3 and 4; uneven; fewer elements than ranks
 MEMBERS = {3: (1, 2), 4: (1, 2, 3)}  # a smaller group without rank 0, by world size
@@ -96,7 +96,9 @@ def refuse_native(evidence: Evidence, num_calls: int | None = None) -> Iterator[
         native += ["barrier"] * (made.count("barrier") - num_calls)
         if native:
             text = f"right result, but rank {rank} calls torch's own {native[0]}"
-            yield Fault("torch's own collective", f"{text}; build it from Send and Receive")
+            yield Fault(
+                "torch's own collective", f"{text}; build it from Send and Receive, or from what you have built of them"
+            )
 
 
 def in_steps(evidence: Evidence, what: str, needs: Callable[[int], int]) -> Iterator[Fault]:
@@ -127,6 +129,12 @@ def sent(made: Sequence[Call]) -> list[Call]:
     return [call for call in made if call.op == "send"]
 
 
+def averaged(returned: str) -> Mutant:
+    """Divide a sum by the number of ranks."""
+    says = "it is the mean over ranks, not the sum: do not divide"
+    return Mutant("averages", "mean not sum", says, 2).edit(f"return {returned}", f"return {returned}.div_(n)")
+
+
 def budget(evidence: Evidence, formula: str) -> tuple[str, ...]:
     """Say what the first case took: bytes of the rank that sent most, and steps that followed one another."""
     _, ranks, made = next(played(evidence))
@@ -142,6 +150,9 @@ def failure(error: RankError, world_size: int) -> Fault | None:
         words = "right on all ranks, but not in a group of some of them. Does it take rank and size from"
         words += " dist.get_rank(group) and dist.get_world_size(group), and pass group=group to every exchange, whose"
         return Fault("group ignored", f"{words} ranks are counted inside the group?\n{lines[0]}")
+    if "a send and the receive that takes it do not fit" in text:
+        words = "in one step a rank sends one chunk, and the rank that receives it takes it for a different one: a rank"
+        return Fault("mismatch", f"{words} receives the chunk that its sender sends in this step.\n{lines[0]}")
     if "deadlock" in text:
         words = (
             "the ranks wait for each other forever. Does every Send meet a Receive from its sender in the same step?"

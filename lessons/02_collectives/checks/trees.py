@@ -154,10 +154,17 @@ WRONG_HALVING_DOUBLING = (
     Mutant("next rank as partner", "deadlock", "wait for each other", 4).edit(
         "rank ^ distance", "(rank + distance) % n"
     ),
+    shared.averaged("tensor"),
     Mutant("works on a copy", "not in place", "the sum stands in a copy; add to the tensor that was passed in", 2).edit(
         "block, swaps, distance = tensor,", "block, swaps, distance = tensor.clone(),"
     ),
 )
+_PAYS, _STEP = "2 * (n - 1) * latency_s", "(latency_s + num_bytes / bytes_per_s)"
+_LEAST = "latency_s + least_bytes / bytes_per_s"
+_BACK, _HALVES = f"2 * levels * {_LEAST}", "levels * (2 * latency_s + num_bytes / bytes_per_s)"
+_ROUNDS, _ROUND = f"{_PAYS} + least_bytes", f"{_PAYS[4:]} + 0.5 * least_bytes"
+_WHOLE, _TREE = "2 * levels * (latency_s + num_bytes / bytes_per_s)", f"levels * {_STEP}"
+_ONCE = f"(levels * {_STEP[1:]}"
 WRONG_TIMES = (
     Mutant(
         "one way only",
@@ -196,6 +203,19 @@ WRONG_TIMES = (
     ).edit("2 * levels * (latency_s + num_bytes", "2 * (n - 1) * latency_s + 2 * levels * (num_bytes"),
     Mutant("a step too many", "a step too many", "the ring takes n - 1 steps each way, not n", 1).edit(
         "2 * (n - 1) * latency_s", "2 * n * latency_s"
+    ),
+    *(
+        Mutant(name, name, says, 1).edit(old, new)
+        for name, says, old, new in (
+            ("one latency", "the ring pays its latency once; each of its 2 (n - 1) steps pays it", _PAYS, "latency_s"),
+            ("one way round", "the ring goes round once; sums need one round, and copies a second", _ROUNDS, _ROUND),
+            ("tree up alone", "the tree only goes up; the sum comes down as long again", '"tree": 2 *', '"tree":'),
+            ("chunks in the tree", "the tree sends chunks; whole tensors travel in its steps", _STEP, _LEAST),
+            ("halves alone", "each step carries S / 2; it is S / 2, then S / 4 and so on", _BACK, _HALVES),
+            ("whole tensors", "whole tensors travel in halving_doubling; first it is S / 2, then S / 4", _BACK, _WHOLE),
+            ("tensor once", "the tree's bytes count once each way; they travel in each of its steps", _TREE, _ONCE),
+            ("two tensors", "2 S travel; a rank never sends one of n chunks: 2 (n - 1) / n S", "(n - 1) / n * ", ""),
+        )
     ),
     Mutant("rounded log2", "values", "tree", 1, "one size").edit("math.ceil(math.log2(n))", "round(math.log2(n))"),
 )

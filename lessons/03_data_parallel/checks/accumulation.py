@@ -163,8 +163,8 @@ WRONG_ACCUMULATE = (
     Mutant(
         "flag before backward",
         "last not averaged",
-        "some gradients stay this rank's own, so that replicas drift apart; DDP decides in forward whether the "
-        "backward that follows sends, so set it before forward",
+        "an update's first micro-batch is sent, and not its last, so that replicas drift apart; run all but the last "
+        "inside no_sync(), forward too, where DDP decides whether the backward that follows sends",
         2,
         14,
     )
@@ -216,6 +216,12 @@ WRONG_ACCUMULATE = (
     )
     .without(_ZERO)
     .edit("(loss / num_acc", f"{_ZERO}\n(loss / num_acc"),
+    Mutant("steps each time", "steps each time", "step() comes after every micro-batch, not once an update", 1).edit(
+        "if is_last:\n    optimizer.step()", "optimizer.step()\nif is_last:"
+    ),
+    Mutant("divided by all", "divided by all", "it divides by the number of all micro-batches, not of one update's", 1)
+    .edit("for number,", "microbatches = list(microbatches)\nfor number,")
+    .edit(_LOSS, "(loss / len(microbatches))"),
     Mutant("asks for its length", "raised", "len()", 1, "one kind of argument").edit(
         "for number, (inputs", "num_microbatches = len(microbatches)\nfor number, (inputs"
     ),

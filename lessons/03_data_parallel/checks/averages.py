@@ -252,6 +252,9 @@ WRONG_AVERAGE = (
         "have = torch.tensor(float(parameter.grad is not None))\nif parameter.grad is None:",
     )
     .edit(_DIVIDE, "dist.all_reduce(have)\nparameter.grad /= have"),
+    Mutant("None stays", "None stays", "a gradient that is missing here stays None; it gets the others' mean, too", 2)
+    .edit("parameter.grad is None:", "(bare := parameter.grad is None):")
+    .edit(_SEND, f"{_SEND}\nif bare:\n    parameter.grad = None"),
     Mutant("magnitudes", "magnitudes", "it counts magnitudes; a gradient keeps its sign", 1).edit(
         "parameter.grad /=", "parameter.grad.abs_()\nparameter.grad /="
     ),
@@ -260,6 +263,9 @@ WRONG_FLAT = (
     Mutant("weights", "parameters", "the parameters are averaged; what is averaged must be parameter.grad", 2, 10)
     .edit("parameter.grad.flatten()", "parameter.data.flatten()")
     .edit("parameter.grad.copy_(", "parameter.data.copy_("),
+    Mutant(
+        "frozen too", "frozen", "frozen parameters get a gradient, and would move; skip requires_grad=False", 1
+    ).without(" if parameter.requires_grad"),
     Mutant("one a parameter", "too many calls", "where one all_reduce is asked", 2, 1).edit(
         "dist.all_reduce(flat)",
         "for piece in flat.split([one.numel() for one in parameters]):\n    dist.all_reduce(piece)",
@@ -297,6 +303,15 @@ WRONG_FLAT = (
         dist.all_gather(everyone, flat)
         flat = torch.stack(everyone).mean(0)
         """,
+    ),
+    Mutant("None stays", "None stays", "a gradient that is missing here stays None; it gets the others' mean, too", 2)
+    .edit(
+        "for parameter in parameters:\n    if",
+        "bare = {id(p) for p in parameters if p.grad is None}\nfor parameter in parameters:\n    if",
+    )
+    .edit(
+        "parameter.grad.copy_(piece.view_as(parameter))",
+        "parameter.grad = None if id(parameter) in bare else piece.view_as(parameter).clone()",
     ),
     Mutant("kept by id", "values", "of call 1 with other tensors", 2, "one call", preamble="_kept = {}").edit(
         "for parameter in parameters:",

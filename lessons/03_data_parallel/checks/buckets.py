@@ -66,6 +66,20 @@ WRONG_BUCKETS = (
     Mutant("sizes", "sizes", "the buckets hold the parameters' sizes; return their numbers, from 0 on", 1).edit(
         "members.append(index)", "members.append(sizes_bytes[index])"
     ),
+    Mutant(
+        "rest carried over", "not set back", "bytes above bucket_bytes are carried over; set the count back to 0", 1
+    ).edit("        members, num_bytes = [], 0", "        members, num_bytes = [], num_bytes - bucket_bytes"),
+    Mutant("ascending", "ascending", "in a bucket, too, the last parameter comes first", 1).edit(
+        "members.append(index)", "members.insert(0, index)"
+    ),
+    Mutant(
+        "turned round", "turned round", "buckets are filled from the first on, and turned round; begin with the last", 1
+    )
+    .edit("reversed(range(len(sizes_bytes)))", "range(len(sizes_bytes))")
+    .edit(
+        "return buckets + [members] if members else buckets",
+        "return [one[::-1] for one in [*buckets, members][::-1] if one]",
+    ),
     Mutant("takes from the list", "changed argument", "it belongs to the caller", 1, 40).edit(
         "+= sizes_bytes[index]", "+= sizes_bytes.pop()"
     ),

@@ -202,6 +202,16 @@ WRONG_SAMPLER = (
         return batch[rank::world_size]
         """,
     ),
+    *(
+        Mutant(f"rounded {way}", f"shares rounded {way}", f"{says}; deal it out, [rank::world_size]", 1).edit(
+            f"return {_CUT}[rank::world_size].tolist()",
+            f"batch = {_CUT}.tolist()\nshare = {share}\nreturn batch[rank * share : (rank + 1) * share]",
+        )
+        for way, says, share in (
+            ("down", "shares are rounded down, and nobody gets the rest of a batch", "len(batch) // world_size"),
+            ("up", "shares are rounded up, so that the last rank has much less", "-(-len(batch) // world_size)"),
+        )
+    ),
     Mutant("drops the rest", "lost", "the end of an epoch is dropped; let its last batch be smaller", 1, 43).edit(
         _CUT, "order[start : start + batch_size if start + batch_size <= num_samples else start]"
     ),
@@ -258,6 +268,9 @@ WRONG_UNEVEN = (
     Mutant(
         "no world_size", "too small", "the mean over ranks divides by world_size once more; multiply by it", 2, 63
     ).without(" * dist.get_world_size()"),
+    Mutant("upside down", "upside down", "the weight is upside down; a micro-batch's own tokens go on top", 1).edit(
+        _RETURN, "[int(total) / dist.get_world_size() / max(count, 1) for count in num_tokens]"
+    ),
     Mutant("a call each", "a call each", "add up first, then call once", 2, 5, ends=True).edit(
         "total = torch.tensor(sum(num_tokens))\ndist.all_reduce(total)",
         """

@@ -45,13 +45,15 @@ def _use_lamb(
 _IDLE = "a gradient of zeros and no decay"
 drive_lars = Cases(
     {kind: (*_tensors(kind)[:3], LARS) for kind in ("a matrix", "a bias", "a weight of zeros", "a gradient of zeros")}
-    | {_IDLE: (*_tensors(_IDLE)[:3], LARS | {"decay": 0.0})},
+    | {_IDLE: (*_tensors(_IDLE)[:3], LARS | {"decay": 0.0})}
+    | {"a ratio above 1": (*_tensors("a matrix")[:3], LARS | {"coefficient": 0.9})},
     _use_lars,
 )
 drive_lamb = Cases(
     {
         "a matrix, step 3": (*_tensors("a matrix"), LAMB),
         "a matrix, step 1": (*_tensors("a matrix")[:2], *torch.zeros(2, 3, 4).double(), LAMB | {"step": 1}),
+        "a bias": (*_tensors("a bias"), LAMB),
         "a weight of zeros": (*_tensors("a weight of zeros"), LAMB),
         "a gradient of zeros": (*_tensors("a gradient of zeros"), LAMB),
         _IDLE: (*_tensors(_IDLE), LAMB | {"decay": 0.0}),
@@ -95,34 +97,16 @@ WRONG_LARS = (
             ("no coefficient", "the coefficient is not in the ratio", _OF_LARS, _RATIO),
             ("upside down", "the ratio is upside down: |weight| goes on top", _RATIO, "update_norm / weight_norm"),
             ("squares of norms", "the norms are asked, not their squares", "weight.norm()", "weight.norm() ** 2"),
-            (
-                "gradient alone",
-                "the ratio is 1 where a side of / is zero, not where the gradient is",
-                "update_norm >",
-                "gradient.norm() >",
-            ),
+            ("gradient", "a side of / must be zero for ratio 1, not the gradient", "update_norm >", "gradient.any() >"),
+            ("ratio clipped", "the ratio is clipped at 1; take it as it is", _OF_LARS, f"min(1.0, {_OF_LARS})"),
+            ("coefficient for all", "where there is no ratio it takes the coefficient, not 1", "1.0", "coefficient"),
             ("vectors decayed", "a tensor of one dimension has no decay", "decay = 0.0", "pass"),
             ("no decay", "decay * weight is not added to the gradient", "(gradient + decay * weight)", "gradient"),
             ("no momentum", "momentum * buffer is missing", "momentum * buffer + ", ""),
-            (
-                "dampened",
-                "the new part is multiplied by 1 - momentum; it is added in full",
-                "+ lr",
-                "+ (1 - momentum) * lr",
-            ),
-            (
-                "rate twice",
-                "lr is in the buffer, and is applied to it once more",
-                "weight - buffer",
-                "weight - lr * buffer",
-            ),
+            ("dampened", "the new part is multiplied by 1 - momentum; add it in full", "+ lr", "+ (1 - momentum) * lr"),
+            ("rate twice", "lr is in the buffer, and is applied to it once more", "- buffer", "- lr * buffer"),
             ("uphill", "the buffer is added to the weight; it is taken from it", "weight - buffer", "weight + buffer"),
-            (
-                "looks ahead",
-                "momentum * buffer is taken from the weight, not the buffer",
-                "- buffer,",
-                "- momentum * buffer,",
-            ),
+            ("looks ahead", "momentum * buffer is taken from the weight, not buffer", "- buff", "- momentum * buff"),
         )
     ),
 )
@@ -151,6 +135,12 @@ WRONG_LAMB = (
     Mutant("decay outside", "decay outside the ratio", "decay is added after the ratio; the ratio measures it, too", 1)
     .without(" + decay * weight")
     .edit("ratio * update", "ratio * update - lr * decay * weight"),
+    Mutant("decay too late", "decay too late", "decay is added after the length was taken; take the length of both", 1)
+    .without(" + decay * weight")
+    .edit("ratio * update", "ratio * (update + decay * weight)"),
+    Mutant("decay in the gradient", "decay in the gradient", "decay goes through the means; add it to the update", 1)
+    .without(" + decay * weight")
+    .edit("mean = 0.9", "gradient = gradient + decay * weight\nmean = 0.9"),
     Mutant("betas swapped", "betas swapped", "0.9 and 0.999 have changed places; 0.9 is for the mean", 1)
     .edit("0.9 * mean + 0.1 * gradient", "0.999 * mean + 0.001 * gradient")
     .edit("0.999 * square + 0.001 * gradient**2", "0.9 * square + 0.1 * gradient**2"),
@@ -168,26 +158,13 @@ WRONG_LAMB = (
         for name, says, old, new in (
             ("stuck at zero", _STUCK, "weight_norm > 0 and ", ""),
             ("divides by zero", _NO_NUMBER, " and update_norm > 0", ""),
-            (
-                "norm clipped",
-                "the weight's norm is clipped at 10; take it as it is",
-                "= weight.norm()",
-                "= weight.norm().clamp(0, 10)",
-            ),
-            (
-                "of the gradient",
-                "the ratio takes the gradient's length, not the update's",
-                "update.norm()",
-                "gradient.norm()",
-            ),
+            ("norm clipped", "the weight's norm is clipped at 10; take it whole", "t.norm()", "t.norm().clip(0, 10)"),
+            ("of the gradient", "the ratio takes the gradient's length, not the update's", "update.n", "gradient.n"),
             ("no square corrected", "the square is not corrected; divide it by 1 - 0.999^step", _ROOT, "square.sqrt()"),
+            ("no mean corrected", "the mean is not corrected; divide it by 1 - 0.9^step", " / (1 - 0.9**step)", ""),
+            ("vectors left out", "a tensor of one dimension has a ratio, too", "if w", "if weight.dim() > 1 and w"),
             ("no root", "the mean is divided by the square itself; take its root", ".sqrt() + 1e-6", " + 1e-6"),
-            (
-                "eps under the root",
-                "1e-6 is added under the root; add it to the root",
-                f"{_ROOT} + 1e-6",
-                "(square / (1 - 0.999**step) + 1e-6).sqrt()",
-            ),
+            ("eps under the root", "1e-6 is under the root; add it to the root", ").sqrt() + 1e-6", " + 1e-6).sqrt()"),
             ("smaller epsilon", "1e-8 is added to the root; 1e-6 is asked", "1e-6", "1e-8"),
             ("no rate", "the step is not multiplied by lr", "lr * ratio", "ratio"),
             ("no decay", "decay * weight is missing in the update", " + decay * weight", ""),

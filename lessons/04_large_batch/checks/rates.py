@@ -80,6 +80,7 @@ def failure_rate(error: Exception, world_size: int) -> Fault | None:
 
 
 _SHARE = "the warmup begins at the base rate; here it is a share of the peak, (step + 1) / num_warmup"
+_TIMES, _HAS = "batch / base_batch", "update `step` has (step + 1) / num_warmup of the peak"
 WRONG_RATE = (
     Mutant("jumps", "warms up to the base rate", "the warmup ends at the base rate and then jumps", 1, 68).edit(
         "peak * (step", "base_lr * (step"
@@ -91,48 +92,20 @@ WRONG_RATE = (
     *(
         Mutant(name, name, says, 1).edit(old, new)
         for name, says, old, new in (
+            ("not scaled", "it is the rate of the base batch; multiply by batch / base_batch", _TIMES, "1"),
+            ("inverse", "a larger batch has a smaller rate; it is batch / base_batch", _TIMES, "base_batch / batch"),
+            ("square root", "that is square-root scaling; linear is asked here", _TIMES, f"({_TIMES}) ** 0.5"),
+            ("whole multiples", "batch // base_batch cuts the fraction off; use /", _TIMES, "(batch // base_batch)"),
+            ("warmup starts at zero", f"the warmup is one update late; {_HAS}", "(step + 1)", "step"),
+            ("above the peak", "the warmup goes on beyond the full rate; stop it there", "step < num", "num"),
             (
-                "not scaled",
-                "it is the rate of the base batch; multiply by batch / base_batch",
-                "batch / base_batch",
-                "1",
-            ),
-            (
-                "scaled inversely",
-                "the larger batch has the smaller rate; it is batch / base_batch",
-                "batch / base_batch",
-                "base_batch / batch",
-            ),
-            (
-                "square root",
-                "that is square-root scaling; linear is asked here",
-                "batch / base_batch",
-                "(batch / base_batch) ** 0.5",
-            ),
-            (
-                "whole multiples",
-                "batch // base_batch cuts the fraction off; use /",
-                "batch / base_batch",
-                "(batch // base_batch)",
-            ),
-            (
-                "warmup starts at zero",
-                "the warmup is one update late; update `step` has (step + 1) / num_warmup of the peak",
-                "(step + 1)",
-                "step",
-            ),
-            (
-                "above the peak",
-                "the warmup goes on beyond the full rate; stop it there",
+                "one above",
+                "update num_warmup is above the peak; it has the peak",
                 "step < num_warmup",
-                "num_warmup",
+                "0 < num_warmup >= step",
             ),
-            (
-                "no warmup",
-                "an update of the warmup has the full rate; it has (step + 1) / num_warmup of it",
-                " * (step + 1) / num_warmup",
-                "",
-            ),
+            ("no warmup", f"an update of the warmup has the full rate; {_HAS}", " * (step + 1) / num_warmup", ""),
+            ("never lowered", "a smaller batch keeps the base rate; it is scaled down", _TIMES, f"max(1, {_TIMES})"),
             ("warms up from the base rate", _SHARE, "peak * (step + 1)", "base_lr + (peak - base_lr) * (step + 1)"),
             ("begins at the base rate", _SHARE, "peak * (step + 1)", "base_lr + (peak - base_lr) * step"),
             (
@@ -144,6 +117,8 @@ WRONG_RATE = (
         )
     ),
 )
+_ANEW = "min(1.0, (step - first_step + 1) / max(num_warmup - first_step, 1))"
+_SETS = "sets the rate; set it before every update"
 _ALL, _RISES = "in optimizer.param_groups:", "min(1.0, (step + 1) / num_warmup)"
 WRONG_REPAIR = (
     Mutant(
@@ -178,39 +153,20 @@ WRONG_REPAIR = (
     *(
         Mutant(name, name, says, 1).edit(old, new)
         for name, says, old, new in (
-            (
-                "warms up again",
-                "the count of updates begins at 0 again; begin at first_step",
-                "step = first_step",
-                "step = 0",
-            ),
+            ("warms up again", "the count of updates begins at 0 again; begin at first_step", "= first_step", "= 0"),
             ("does not count", "each update has the rate of the first; count the updates", "step += 1", "pass"),
             ("one group only", "the second group is left as it was; set every group", _ALL, _ALL[:-1] + "[:1]:"),
             ("starts at zero", "the first update has 1/num_warmup of the peak, not 0", "(step + 1)", "step"),
-            (
-                "stays where it was",
-                "in a resumed run nothing sets the rate; set it before every update",
-                _ALL,
-                _ALL[:-1] + " if first_step == 0 else ():",
-            ),
-            (
-                "set in the warmup alone",
-                "after the warmup nothing sets the rate; set it before every update",
-                _ALL,
-                _ALL[:-1] + " if step < num_warmup else ():",
-            ),
+            ("stays where it was", f"when resumed nothing {_SETS}", _ALL, _ALL[:-1] + " if first_step == 0 else ():"),
+            ("set in the warmup alone", f"later nothing {_SETS}", _ALL, _ALL[:-1] + " if step < num_warmup else ():"),
             (
                 "above the peak",
                 "it goes on rising after the warmup; stop it at peak_lr",
                 _RISES,
                 "((step + 1) / num_warmup)",
             ),
-            (
-                "one update ahead",
-                "the count goes up before the rate is set; set the rate first",
-                "(step + 1)",
-                "(step + 2)",
-            ),
+            ("one update ahead", "the count goes up before the rate is set; set the rate first", "ep + 1", "ep + 2"),
+            ("what is left", "the warmup begins anew over the updates left; go on where it was", _RISES, _ANEW),
             ("builds on itself", "the last rate is taken for the peak; use peak_lr", "= peak_lr *", "*="),
         )
     ),

@@ -106,6 +106,18 @@ WRONG_TOP_K = (
     Mutant("own, divided", "not communicated", _OWN, 2).body(f"{_KEPT}\nreturn kept"),
     Mutant("sum", "sum not mean", "divide by world_size (3)", 3, 9).edit("total / dist.get_world_size()", "total"),
     Mutant(
+        "mean of who sent", "mean of who sent", "it divides by how many ranks sent an element; divide by all ranks", 2
+    ).edit(
+        "return total / dist.get_world_size()",
+        "return total / torch.cat(all_indices).bincount(minlength=total.numel()).clamp(min=1)",
+    ),
+    Mutant("rank 0's places", "rank 0's places", "rank 0's places serve for all; each sends its own largest", 2).edit(
+        "indices.int()", "indices.int()\ndist.broadcast(indices, src=0)"
+    ),
+    Mutant("scaled", "scaled", "values are multiplied by L / k; that is for random places", 1).edit(
+        "return total", "return total * (gradient.numel() / k)"
+    ),
+    Mutant(
         "8-byte indices", "wide indices", "indices travel as int64: fewer than 2**31 elements need int32 alone", 2
     ).without(".int()"),
     Mutant(
@@ -130,6 +142,9 @@ WRONG_RANDOM_K = (
     Mutant("zeros travel", "dense on the wire", f"{_ZEROS}; send the k values alone", 2, 64)
     .without("dist.all_reduce(values)")
     .edit("return estimate", "dist.all_reduce(estimate)\nreturn estimate"),
+    Mutant(
+        "own elsewhere", "own elsewhere", "places that were not drawn hold this rank's own gradient, not zero", 1
+    ).edit("torch.zeros_like(gradient)", "gradient / dist.get_world_size()"),
     Mutant(
         "indices travel", "indices travel", "all ranks draw the same places: send no indices, all_reduce values", 2
     ).edit(

@@ -78,6 +78,9 @@ WRONG_PACK = (
     Mutant(
         "filled in front", "padded in front", "missing codes are filled in at the front; fill up at the end", 1
     ).edit("full[: codes.numel()]", "full[full.numel() - codes.numel() :]"),
+    Mutant(
+        "one byte more", "one byte more", "where the last byte is full, one too many follows; round L / per byte up", 1
+    ).edit("-(-codes.numel() // per_byte)", "(codes.numel() // per_byte + 1)"),
     Mutant("columns", "columns", "codes that follow each other share a byte: view(-1, 8 // bits)", 1).edit(
         "full.view(-1, per_byte)", "full.view(per_byte, -1).T"
     ),
@@ -124,6 +127,7 @@ WRONG_QUANTIZE = (
     Mutant("own", "not communicated", "nothing of the others reached a rank: it rounds its own gradient alone", 2).edit(
         "payload = torch.cat([", "return low + step * codes\npayload = torch.cat(["
     ),
+    Mutant("sum", "sum not mean", "divide by world_size (2)", 2, 9).edit("total / dist.get_world_size()", "total"),
     Mutant("one step more", "a step too many", _STEPS, 1)
     .edit("(2**bits - 1)", "2**bits")
     .edit("/ step).round()", "/ step).round().clamp(max=2**bits - 1)"),
@@ -138,6 +142,16 @@ WRONG_QUANTIZE = (
         "the largest value wraps round to code 0: 2**bits - 1 steps",
         1,
     ).edit("(2**bits - 1)", "2**bits"),
+    Mutant(
+        "decoded otherwise", "decoded otherwise", "codes are made in 2**bits - 1 steps, and decoded in 2**bits", 1
+    ).edit("their_step * unpack", "their_step * (1 - 2.0**-bits) * unpack"),
+    Mutant("one range", "one range for all", "all ranks share one range; each has its own levels, min to max", 2)
+    .edit(
+        "low = gradient.min()",
+        "ends = torch.stack([-gradient.min(), gradient.max()])\ndist.all_reduce(ends, dist.ReduceOp.MAX)\nlow = "
+        "-ends[0]",
+    )
+    .edit("(gradient.max() - low)", "(ends[1] - low)"),
     Mutant("symmetric levels", "symmetric levels", "levels are symmetric about 0; they go from min to max", 1)
     .edit("low = gradient.min()", "low = -gradient.abs().max()")
     .edit("(gradient.max() - low)", "(-2 * low)"),

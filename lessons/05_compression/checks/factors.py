@@ -66,8 +66,17 @@ WRONG_POWERSGD = (
     Mutant(
         "not orthogonal", "not orthogonal", "far too large: make p orthonormal first, torch.linalg.qr(p).Q", 1
     ).without("p = torch.linalg.qr(p).Q"),
+    Mutant("q orthonormal", "q orthonormal", "q is made orthonormal, not p = M q; p must be", 1)
+    .edit("p = gradient @ q", "q = torch.linalg.qr(q).Q\np = gradient @ q")
+    .without("p = torch.linalg.qr(p).Q"),
+    Mutant("q returned so", "values", "returns q with orthonormal columns", 1)
+    .edit("p @ q.T, q", "p @ q.T, torch.linalg.qr(q).Q")
+    .known("returns q with orthonormal columns; q = M^T p is asked"),
     Mutant("unit columns", "unit columns", "unit columns are not yet at right angles: torch.linalg.qr(p).Q", 1).edit(
         "torch.linalg.qr(p).Q", "p / p.norm(dim=0)"
+    ),
+    Mutant("one length", "unit columns", "p is divided by one number; make its columns orthonormal", 1).edit(
+        "torch.linalg.qr(p).Q", "p / p.norm()"
     ),
     Mutant("old factor", "old factor", "it is made of the q that came in: take the new one, q = M^T p", 1)
     .edit("q = gradient.T", "old, q = q, gradient.T")

@@ -124,11 +124,14 @@ WRONG_REPAIR = (
         dist.all_reduce(total)
         return total
     """),
-    Mutant("root of squares", "another magnitude", f"the root of the mean square is used: {_MEAN_ASKED}", 1).edit(
-        "gradient.abs().mean()", "gradient.square().mean().sqrt()"
-    ),
-    Mutant("mean with signs", "another magnitude", f"signs cancel in the mean that is used: {_MEAN_ASKED}", 1).without(
-        ".abs()"
+    *(
+        Mutant(name, "a different magnitude", f"{says}: {_MEAN_ASKED}", 1).edit("gradient.abs().mean()", new)
+        for name, says, new in (
+            ("root of squares", "the root of the mean square is used", "gradient.square().mean().sqrt()"),
+            ("mean with signs", "signs cancel in the mean that is used", "gradient.mean()"),
+            ("largest magnitude", "it uses the largest magnitude", "gradient.abs().max()"),
+            ("sum of magnitudes", "the sum of magnitudes is used", "gradient.abs().sum()"),
+        )
     ),
     Mutant("numbers travel", "not packed", "a byte or more for each sign: pack_bits puts 8 into a byte", 2, 64).body("""
         total = gradient.abs().mean() * torch.where(gradient >= 0, 1.0, -1.0) / dist.get_world_size()
@@ -142,9 +145,6 @@ WRONG_REPAIR = (
     Mutant("bits turned", "scale", "the sign is wrong", 1).edit("(gradient >= 0)", "(gradient < 0)"),
     Mutant("zero is negative", "zero is negative", "an element of exactly 0 counts as negative: gradient >= 0", 1).edit(
         "(gradient >= 0)", "(gradient > 0)"
-    ),
-    Mutant("largest magnitude", "largest magnitude", f"it uses the largest magnitude: {_MEAN_ASKED}", 1).edit(
-        "gradient.abs().mean()", "gradient.abs().max()"
     ),
 )
 _KEEPS = "memory.copy_(wanted - sent)"
@@ -182,6 +182,15 @@ WRONG_FEEDBACK = (
     Mutant(
         "averaged", "memory averaged", "the memories are averaged: each rank keeps what it did not send itself", 2
     ).edit("mean = sent", "dist.all_reduce(memory)\nmemory /= dist.get_world_size()\nmean = sent"),
+    Mutant("memory as it is", "memory as it is", "the memory is sent whole; compress gradient + memory", 1).edit(
+        "compress(wanted)", "compress(gradient) + memory"
+    ),
+    Mutant("divides first", "divides first", "it divides before it compresses, the memory too; divide what was sent", 2)
+    .edit("= gradient + memory", "= (gradient + memory) / dist.get_world_size()")
+    .edit("sent / dist.get_world_size()", "sent.clone()"),
+    Mutant("a share sent", "a share sent", "it subtracts its share of the mean; subtract all of what it sent", 2).edit(
+        "wanted - sent", "wanted - sent / dist.get_world_size()"
+    ),
     Mutant("emptied", "memory emptied", "the memory is all zeros: what was not sent is lost", 1).edit(
         _KEEPS, "memory.zero_()"
     ),

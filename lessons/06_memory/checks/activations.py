@@ -163,6 +163,9 @@ WRONG_RECOMPUTE = (
         39,
     ).without(_FORK),
     Mutant(
+        "a seed", "a seed", "it seeds the generator, so that all blocks drop the same elements; keep its state", 1
+    ).edit("ctx.generator_state =", "torch.manual_seed(0)\nctx.generator_state ="),
+    Mutant(
         "data needs no gradient",
         "no gradients",
         "autograd calls backward only if an input needs a gradient, and parameters inside are not inputs: give it one",
@@ -197,6 +200,7 @@ WRONG_RECOMPUTE = (
 
 _LOSS, _NUMBER = 'reduction="sum") / num_tokens', "targets.numel()"
 _ALL_ALIVE = "all activations are alive together: call backward after each micro-batch, and keep no loss"
+_ALIKE = "num_tokens / targets.numel() / len(microbatches)"
 WRONG_REPAIR = (
     Mutant("one backward", "activations pile up", _ALL_ALIVE, 1, 59)
     .edit("mean = 0.0", "mean = torch.zeros((), dtype=next(model.parameters()).dtype)")
@@ -233,6 +237,14 @@ WRONG_REPAIR = (
         1,
         22,
     ).edit(_LOSS, 'reduction="mean") / len(microbatches)'),
+    *(
+        Mutant(name, name, f"gradients are right, but what is returned is {says}", 1).edit(old, new)
+        for name, says, old, new in (
+            ("sum returned", "the sum over tokens; return their mean", "return mean", "return mean * num_tokens"),
+            ("divided again", "divided by the micro-batches, too", "return mean", "return mean / len(microbatches)"),
+            ("the mean of means", "the mean of means; weight by tokens", "+= loss", f"+= {_ALIKE} * loss"),
+        )
+    ),
     Mutant("samples", "divided by samples", "it divides by the number of samples; divide by that of tokens", 1).edit(
         _NUMBER, "len(targets)"
     ),

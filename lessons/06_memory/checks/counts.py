@@ -143,6 +143,12 @@ WRONG_STATES = (
         1,
         "popular claim",
     ).edit("stage >= sharded_from", "stage >= 1"),
+    Mutant(
+        "that kind alone", "one kind alone", "a stage splits what the stages below it split, too: stage >= 1, 2, 3", 1
+    ).edit("stage >= sharded_from", "stage == sharded_from"),
+    Mutant("parameters at 2", "parameters too early", "stage 2 leaves parameters whole; stage 3 splits them", 1).edit(
+        "compute], 3)", "compute], 2)"
+    ),
     Mutant("gradients not split", "gradients whole", "stage 2 splits gradients over the ranks", 1).edit(
         "gradients], 2)", "gradients], 3)"
     ),
@@ -236,6 +242,9 @@ WRONG_ACTIVATIONS = (
     Mutant(
         "selective drops all", "dropped too much", "selective recompute drops the scores alone; the 24 units stay", 1
     ).edit("split = 24.0", "split = 0.0"),
+    Mutant("2 not split", "2 not split", "sequence parallelism splits the 2 units of full recompute, too", 1).edit(
+        "whole, split = 2.0, 0.0", "return 2.0 * unit"
+    ),
     Mutant(
         "input split", "input split", "tensor-parallel ranks each hold the whole input, unless in sequence parallel", 1
     ).edit("2.0, 0.0", "0.0, 2.0"),

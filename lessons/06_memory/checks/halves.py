@@ -111,7 +111,13 @@ WRONG_MASTER = (
         1,
     ).edit(_UPDATE, "master.copy_(weight.float() - lr * gradient.float())"),
     Mutant(
-        "not copied back", "not copied back", "forward never sees the update: copy each master into its weight", 1
+        "16-bit, copied", "updated in 16 bits", "the 16-bit weights are updated, then copied; update the masters", 1
+    ).edit(f"{_UPDATE}\n{_COPY}", "weight.sub_(lr * gradient)\nmaster.copy_(weight)"),
+    Mutant(
+        "not copied back",
+        "not copied back",
+        "forward never sees this update: copy each master into its weight, after it",
+        1,
     ).without(_COPY),
     Mutant(
         "16-bit product", "multiplied in 16 bits", "the step is rounded to 16 bits: gradient.float() comes first", 1
@@ -194,6 +200,9 @@ WRONG_SCALER = (
     ),
     Mutant("next scale", "next scale", "they are divided by the next scale: change the scale afterwards", 1).edit(
         "div_(scale)", "div_(scale * 2 if streak + 1 == interval else scale)"
+    ),
+    Mutant("multiplied", "multiplied", "they are multiplied by the scale once more; divide by it", 1).edit(
+        "div_", "mul_"
     ),
     Mutant(
         "averaged",

@@ -77,6 +77,7 @@ def budget_step(evidence: Evidence) -> list[str]:
 
 
 _LENGTH, _PIECE = "-(-sum(sizes) // num_shards)", "(tensor, start - begin, stop - begin)"
+_BOUNDS = "low, high = shard * length, (shard + 1) * length"
 _SUM, _OWN = "scatter_sum(gradient, mean)\nmean /= dist.get_world_size()", "gradient.chunk(dist.get_world_size())"
 _ALONE = "the shard is updated with this rank's own gradient; scatter_sum adds up those of all ranks"
 
@@ -127,6 +128,24 @@ WRONG_PIECES = (
     Mutant("last element", "stop is the last", "stop is the last element; one past it is asked, as in a slice").edit(
         _PIECE, "(tensor, start - begin, stop - begin - 1)"
     ),
+    Mutant("first ones longer", "first longer", "the first shards are one longer; all are equal, and filled up").edit(
+        _BOUNDS,
+        "low, high = (s * (sum(sizes) // num_shards) + min(s, sum(sizes) % num_shards) for s in (shard, shard + 1))",
+    ),
+    Mutant(
+        "no cut tensors", "no cut tensors", "a tensor that is cut is in no shard; take the part that is in this one"
+    ).edit("start < stop", "size == stop - start > 0"),
+    Mutant(
+        "rest to the last", "rest to the last", "the last shard takes the rest, and is longer; round up, all are equal"
+    )
+    .edit(_LENGTH, "sum(sizes) // num_shards")
+    .edit(_BOUNDS, "low, high = shard * length, (shard + 1) * length if shard < num_shards - 1 else sum(sizes)"),
+    *(
+        Mutant(f"not cut at its {end}", f"not cut at its {end}", f"a piece is not cut at the {end} of its shard").edit(
+            old, new
+        )
+        for end, old, new in (("end", "min(begin + size, high)", "begin + size"), ("start", "max(begin, low)", "begin"))
+    ),
     Mutant("a length", "stop is a length", "stop is how many elements there are; start + that many is asked").edit(
         _PIECE, "(tensor, start - begin, stop - start)"
     ),
@@ -158,6 +177,9 @@ WRONG_STEP = (
         2,
         66,
     ).without("gather_into(parameters, own)"),
+    Mutant("gathers first", "gathered too early", "shards are gathered before update; the others get old ones", 2).edit(
+        "update(own, mean)\ngather_into(parameters, own)", "gather_into(parameters, own)\nupdate(own, mean)"
+    ),
     Mutant("sum", "sum not mean", "divide by world_size (2)", 2, 9).without("mean /= dist.get_world_size()"),
     Mutant("own gradient", "own gradient", _ALONE, 2, 66).edit(_SUM, f"mean = {_OWN}[dist.get_rank()]"),
     Mutant("own gradient, divided", "own gradient", _ALONE, 2, 66).edit(

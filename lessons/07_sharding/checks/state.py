@@ -92,6 +92,7 @@ def budget_repair(evidence: Evidence) -> list[str]:
 _REPLICATED = "square = sum((gradient.square().sum() for gradient in replicated), square)"
 _ALL = "in [*shards, *replicated]), torch"
 _REDUCE, _ROOT = "dist.all_reduce(square)", "norm = square.sqrt()"
+_FACTOR = "factor = (max_norm / norm).clamp(max=1.0)"
 _NO_LENGTHS = "norms are added; lengths do not add, their squares do: all_reduce the squares, then take the root"
 _ALL_COUNT = "is divided by world_size; the ranks hold different parts, and all of them count"
 
@@ -126,6 +127,18 @@ WRONG_CLIP = (
     Mutant("sum of all norms", "norms added", _NO_LENGTHS, 1, 30)
     .edit(".square().sum()", ".norm()", times=2)
     .edit(_ROOT, "norm = square"),
+    Mutant("magnitudes", "magnitudes", "magnitudes are added; the norm is the root of the sum of squares", 1)
+    .edit(".square().sum()", ".abs().sum()", times=2)
+    .edit(_ROOT, "norm = square"),
+    Mutant("two norms", "norms added", _NO_LENGTHS, 1, 30)
+    .without(_REPLICATED)
+    .edit(_ROOT, "norm = square.sqrt() + sum(gradient.square().sum() for gradient in replicated).sqrt()"),
+    Mutant("length 1", "length 1", "gradients get length 1; multiply by max_norm / norm", 1).edit(
+        _FACTOR, "factor = 1 / norm if norm > max_norm else 1.0"
+    ),
+    Mutant("each alone", "each alone", "each gradient is clipped by its own norm; one factor is for all", 1).edit(
+        "*= factor", "*= (max_norm / gradient.norm()).clamp(max=1.0)"
+    ),
     Mutant("mean of squares", "averaged", f"the sum of squares {_ALL_COUNT}", 2, 30).edit(
         _REDUCE, f"{_REDUCE}\nsquare /= dist.get_world_size()"
     ),

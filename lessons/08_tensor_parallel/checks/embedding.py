@@ -84,4 +84,7 @@ WRONG_REPAIR = (
     Mutant("rows as they lie", "raised", "view", seen="one layout").edit(
         "index.where(here, 0)", "index.where(here, 0).view(-1).view(tokens.shape)"
     ),
+    Mutant("one more", "one more", "a rank's tokens end before the next rank's first: < and not <=", 2)
+    .edit("index < width", "index <= width")
+    .edit("index.where(here, 0)", "index.clamp(0, width - 1)"),
 )

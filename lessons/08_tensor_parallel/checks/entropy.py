@@ -149,4 +149,18 @@ WRONG_CROSS_ENTROPY = (
         "(total.log() + largest", "(total.log2() + largest"
     ),
     Mutant("ten positions", "values", "the loss").edit(").mean()", ").sum() / 10"),
+    Mutant(
+        "own losses",
+        "losses of own columns",
+        "a loss over own columns alone: exponentials are summed over all ranks",
+        2,
+    )
+    .edit(
+        "reduce_from_ranks((logits - largest.unsqueeze(1)).exp().sum(1))",
+        "(logits - largest.unsqueeze(1)).exp().sum(1)",
+    )
+    .edit(
+        "(total.log() + largest - reduce_from_ranks(own)).mean()",
+        "reduce_from_ranks((total.log() + largest - own) * here).mean()",
+    ),
 )

@@ -134,6 +134,9 @@ WRONG_CUT = (
     Mutant("float64 written down", "dtype", "take the dtype from the argument").edit(
         'if kind == "column":', 'weight, bias = weight.double(), bias.double()\nif kind == "column":'
     ),
+    Mutant("transposed", "transposed", "the part is turned round: it stays [output features, input features]", 1).edit(
+        "[rank].clone(), bias", "[rank].T.clone(), bias", times=2
+    ),
 )
 WRONG_HEADS = (
     Mutant(
@@ -173,4 +176,13 @@ WRONG_HEADS = (
     ),
     Mutant("rank 0's", "values", "in the place of").edit("(num_ranks)[rank]", "(num_ranks)[0]"),
     Mutant("heads of two rows", "raised", "split").edit("len(weight) // (num_heads + 2 * num_shared)", "2"),
+    Mutant("size", "size", "a head has len(weight) // (A + 2 K) rows: keys and values have K heads", 1)
+    .edit("(num_heads + 2 * num_shared)", "(3 * num_heads)")
+    .edit(
+        "weight.split([num_heads * size, num_shared * size, num_shared * size])",
+        "weight.tensor_split([num_heads * size, (num_heads + num_shared) * size])",
+    ),
+    Mutant("two pieces", "two pieces", "keys and values are cut as one piece: rank 0 has keys and no values", 1).edit(
+        "num_shared * size, num_shared * size]", "2 * num_shared * size]"
+    ),
 )

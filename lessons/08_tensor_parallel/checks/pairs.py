@@ -167,4 +167,10 @@ WRONG_MLP = (
     Mutant("rows by view", "raised", "view size").edit(
         "copy_to_ranks(x)", "copy_to_ranks(x.view(-1, x.shape[-1])).view(x.shape)"
     ),
+    Mutant("averaged", "averaged", "the ranks' parts of y are averaged: they are summands", 2).edit(
+        _OUT, f"{_OUT} / dist.get_world_size()"
+    ),
+    Mutant("f inside", "f inside", "f stands before the second layer: x enters the region before the first", 2)
+    .edit("copy_to_ranks(x)", "x")
+    .edit("linear(hidden", "linear(copy_to_ranks(hidden)"),
 )

@@ -244,4 +244,7 @@ WRONG_SPLIT = (
     Mutant("default dtype", "dtype", "take the dtype from the argument", 1, "one dtype").edit(
         "return [x.T @ inner for", "return [x.T.double() @ inner.double() for"
     ),
+    Mutant("one tanh", "one tanh", "the gradient goes through one tanh alone: each layer ends with one", 1).edit(
+        _TANH, f"grad = grad * {_SLOPE} if k == len(weights) - 1 else grad"
+    ),
 )

@@ -228,7 +228,8 @@ WRONG_ZERO_BUBBLE = (
     ).edit("{rank}I{i}", "{rank}B{i}"),
     Mutant("W first", "too early", "a W stands before its I, which makes what it needs", 1)
     .without('order.append(f"{rank}I{i}")')
-    .edit('order.append(f"{rank}W{i - rank}")', 'order += [f"{rank}W{i - rank}", f"{rank}I{i}"]'),
+    .edit('order.append(f"{rank}W{i - rank}")', 'order.append(f"{rank}W{i - rank}")\norder.append(f"{rank}I{i}")')
+    .edit("if i >= rank:", 'if i < rank:\n    order.append(f"{rank}I{i}")\nelse:'),
     Mutant("W lost", "missing action", "the last W's are missing; append at the end those that are left", 1).without(
         'f"{rank}W{i}" for i in range(max(num_microbatches - rank, 0), num_microbatches)'
     ),

@@ -203,4 +203,10 @@ WRONG_REPAIR = (
     Mutant("outputs kept", "kept", "make a new tensor", 1, "one call", preamble="_outputs = {}").edit(
         "outputs.append(y)", "outputs.append(_outputs.setdefault((i, y.shape, y.dtype), y).copy_(y))"
     ),
+    Mutant("last alone", "last alone", "the last rank alone returns the outputs; all ranks return them", 2).edit(
+        "return outputs", "return outputs if rank == last else None"
+    ),
+    Mutant("added up", "added up", "outputs of all stages are added up; broadcast the last stage's", 2).edit(
+        "dist.broadcast(y, last)", "dist.all_reduce(y)"
+    ),
 )

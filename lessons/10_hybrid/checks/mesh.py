@@ -112,4 +112,7 @@ WRONG_GROUPS = (
     Mutant("one too short", "one too short", "a group has one rank too few: as many as the axis' size", 1).edit(
         "range(size)]", "range(size - 1)]"
     ),
+    Mutant("in a row", "in a row", "groups begin where the place on the axis is 0, not at the lowest ranks", 1).edit(
+        "[rank for rank in range(world_size) if rank // stride % size == 0]", "list(range(world_size // size))"
+    ),
 )

@@ -69,6 +69,9 @@ def _greedy(mutant: Mutant, worth: str) -> Mutant:
 
 
 WRONG_PLACE = (
+    Mutant("full node", "full node", "a group that fills a node just so does not leave it: > and not >=", 1).edit(
+        "reach > devices", "reach >= devices"
+    ),
     Mutant(
         "as given", "as given", "it leaves the axes as they are given; put those inside a node that send most", 1
     ).edit(_BEST, "list(axes)"),
@@ -77,7 +80,7 @@ WRONG_PLACE = (
     Mutant(
         "busiest fastest",
         "room left",
-        "it sorts by traffic alone; where the busiest axis does not fit a node, leave the room inside to others",
+        "the busiest axis does not fit a node there: leave the room inside to others that fit",
         1,
     ).edit(_BEST, "sorted(axes, key=lambda axis: traffic[axis])"),
     _greedy(

@@ -124,4 +124,7 @@ WRONG_FIND_THE_BUG = (
     Mutant("sigmoid", "sigmoid", "it takes the sigmoid's derivative, y (1 - y); that of tanh is 1 - y^2", 1).edit(
         "(1 - hidden.square())", "hidden * (1 - hidden)"
     ),
+    Mutant("hidden", "hidden", "hidden columns of tensor ranks are different ones: sum outputs alone", 2).edit(
+        "torch.tanh(x @ first)", "x @ first\ndist.all_reduce(hidden, group=tensor)\nhidden = torch.tanh(hidden)"
+    ),
 )

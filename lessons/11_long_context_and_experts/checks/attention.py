@@ -158,4 +158,10 @@ WRONG_ZIGZAG = (
         "torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in (rank, late)])",
         "[place for chunk in (rank, late) for place in range(chunk * size, (chunk + 1) * size)]",
     ),
+    Mutant("n chunks", "n chunks", "it cuts n chunks: with two of them a rank has twice its part; cut 2n", 1)
+    .edit("(2 * num_ranks)", "num_ranks")
+    .edit("late = 2 * num_ranks", "late = num_ranks"),
+    Mutant("2r", "2r", "a rank takes chunks r and 2n - 1 - r, not 2r and its mirror", 1).edit(
+        "late = 2", "rank = 2 * rank\nlate = 2"
+    ),
 )

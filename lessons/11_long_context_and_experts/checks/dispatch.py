@@ -236,4 +236,7 @@ WRONG_REPAIR = (
     Mutant("shared not divided", "sum not mean", "the sum over ranks, not the mean", 2).edit(
         "dist.all_reduce(parameter.grad)\nparameter.grad /= n", "dist.all_reduce(parameter.grad)"
     ),
+    Mutant("rank 0's", "rank 0's", "all ranks take rank 0's gradients, and lose the others': average them", 2).edit(
+        "dist.all_reduce(parameter.grad)\nparameter.grad /= n", "dist.broadcast(parameter.grad, 0)"
+    ),
 )

@@ -172,4 +172,7 @@ WRONG_RING = (
     Mutant("keys for queries", "keys with keys", "it scores keys with keys, not queries with keys", 1).edit(
         "scores = query @", "scores = key @"
     ),
+    Mutant("maximum", "maximum", "the smaller log_sum counts too in the total: logaddexp, not the maximum", 2).edit(
+        "logaddexp(log", "maximum(log"
+    ),
 )

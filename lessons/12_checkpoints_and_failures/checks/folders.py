@@ -233,4 +233,7 @@ WRONG_LOAD = (
     Mutant(
         "from the start", "from the start", "it reads a saved shard from its start: begin at start - saved * old", 1
     ).edit("read(saved, start - saved * old, stop - saved * old)", "read(saved, 0, stop - start)"),
+    Mutant("two", "two", "it reads two saved shards; more of them may have a part of the new one", 1).edit(
+        "range(num_saved)", "range(low // old, min(low // old + 2, num_saved))"
+    ),
 )

@@ -65,4 +65,7 @@ WRONG_NEWEST = (
     Mutant(
         "oldest first", "oldest first", "the oldest checkpoint's damage is named first; the newest one's comes first", 1
     ).edit("damaged += wrong", "damaged = wrong + damaged"),
+    Mutant("passed over", "passed over", "a damaged manifest is passed over: name step-N/manifest.json", 1).edit(
+        'damaged.append(f"{path.name}/manifest.json")', "pass"
+    ),
 )

@@ -135,12 +135,15 @@ WRONG_SAMPLES = (
     )
     .edit(_START, "start = position + rank * each + max(0, rank - world_size + more)")
     .edit(_SAMPLES, "range(start, start + each + (rank >= world_size - more))"),
+    Mutant("rounded up", "rounded up", "parts are rounded up, so that the last is short: the first have one more", 1)
+    .edit("divmod(batch, world_size)", "-(-batch // world_size), 0")
+    .edit(_SAMPLES, "range(min(start, position + batch), min(start + each, position + batch))"),
 )
 
 HOUR = 3600.0
 RUNS = (  # times between failures, interval, save, restart
     ([10_000.0], 900.0, 100.0, 0.0),
-    ([2_950.0, 3_650.0], 900.0, 100.0, 0.0),
+    ([2_950.0, 3_950.0, 2_950.0], 900.0, 100.0, 0.0),
     ([2_500.0, 3_999.0], 900.0, 100.0, 600.0),
     ([500.0, 5_000.0, 300.0], 900.0, 100.0, 600.0),
     ([500.0, 800.0], 900.0, 100.0, 600.0),
@@ -163,6 +166,9 @@ vary_share = Vary(_draw_share, num_calls=12, left_out={"empty": "a run has a fai
 
 _ROUNDS, _UP = "kept_s += trains_s // (interval_s + save_s) * interval_s", "max(uptime_s - restart_s, 0.0)"
 WRONG_SHARE = (
+    Mutant(
+        "all at once", "all at once", "each failure loses the work since its own last save: do not add first", 1
+    ).edit("in uptimes_s:", "in [sum(uptimes_s) - (len(uptimes_s) - 1) * restart_s]:"),
     Mutant(
         "lost work counted", "lost work counted", "work is counted that is lost; only whole rounds count, with //", 1
     ).edit(" // ", " / "),

@@ -83,6 +83,16 @@ WRONG_DEAREST = (
     Mutant("mean compute", "mean compute", "a slow rank is in the mean; compare with the lower median", 1).edit(
         "statistics.median_low(", "statistics.fmean("
     ),
+    Mutant("means", "means", "a step waits for its slowest rank: a mean over ranks is no part of it", 1).body("""
+        means = [statistics.fmean(each[name] for each in sections) for name in ("data", "compute", "sync")]
+        return ("loader", "uneven ranks", "network")[means.index(max(means))], max(means)
+    """),
+    Mutant("left", "left", "that is how long the step is without it; return by how much it is shorter", 1).edit(
+        "cause, shorter[cause]", "cause, work + network - shorter[cause]"
+    ),
+    Mutant("all usual", "all usual", "ranks below the median stay as they are: min(compute, median)", 1).edit(
+        'min(each["compute"], usual) for', "usual for"
+    ),
 )
 
 WRONG_DIVERGENCE = (
@@ -120,6 +130,13 @@ WRONG_DIVERGENCE = (
     Mutant(
         "last difference", "last difference", "what differs later follows from the first difference: report that one", 1
     ).edit("range(max(map(len, calls)))", "reversed(range(max(map(len, calls))))"),
+    Mutant("shape first", "shape first", "the first cause that holds counts; other shape is the last but one", 1).edit(
+        "if len(mine) == 2",
+        'if theirs and mine[0][0] == theirs[0][0]:\n    return number, odd[0], "other shape"\nif len(mine) == 2',
+    ),
+    Mutant("too far", "too far", "the next two calls of each side decide, not what comes later", 1).edit(
+        "[number : number + 2]", "[number:]"
+    ),
 )
 
 drive_dearest, drive_divergence = Cases(SECTIONS, use_dearest), Cases(CALLS)

@@ -50,7 +50,7 @@ drive_flip = Cases(_flips, _use_flip, most_bytes=0)
 def judge_flip(evidence: Evidence) -> Iterator[Fault]:
     """A search needs few calls, and sends few numbers in them."""
     made, given = num_calls(evidence, rank=0), evidence.records.payload_bytes(0)
-    if made > (most := len(FLIPS) * SEARCH):
+    if made > 2 * (most := len(FLIPS) * SEARCH):  # one may ask for the least and for the largest
         text = f"right, but rank 0 makes {made} calls in {len(FLIPS)} searches, where {most} are enough"
         yield Fault("calls", f"{text}: halve the steps that are left with each look")
     if given > 2 * 8 * len(FLIPS) * (SEARCH + TENSORS):
@@ -101,6 +101,15 @@ WRONG_FLIP = (
     ),
     Mutant("each for itself", "ranks differ", "from the same votes", 3, ends=True).edit(
         "(totals != totals[0]).any()", "totals[dist.get_rank()] != totals.mode(0).values"
+    ),
+    Mutant("itself", "itself", "each rank returns its own number: all return the one that differs from most", 3).edit(
+        "int(wrong[:, tensor].nonzero()[0])", "dist.get_rank()"
+    ),
+    Mutant("rank 0", "rank 0", "the rank is always 0: return the one that differs from most", 3).edit(
+        "int(wrong[:, tensor].nonzero()[0])", "0"
+    ),
+    Mutant("tensor 0", "tensor 0", "the tensor is always 0: return the first that differs in this step", 3).edit(
+        "return low, tensor", "return low, 0"
     ),
 )
 

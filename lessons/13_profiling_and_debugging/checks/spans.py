@@ -88,6 +88,10 @@ WRONG_EXPOSED = (
     Mutant("equal cuts once", "begun together", "two calls that begin at one time are two: both must end", 1).edit(
         "sorted(cuts)", "sorted(set(cuts))"
     ),
+    Mutant("ends", "ends counted", "a span from 5 to 20 lasts 15: its end is no part of it", 1).body("""
+        sent, busy = ({at for start, end in spans for at in range(start, end + 1)} for spans in (calls, compute))
+        return len(sent - busy)
+    """),
 )
 
 _COSTS = "costs[times.index(last)] += last - second"
@@ -123,6 +127,15 @@ WRONG_LATE = (
     Mutant("one call", "one call", "add up over the calls; an assignment keeps the last one alone", 1).edit(
         "+= last", "= last"
     ),
+    Mutant("for each", "for each", "ranks wait at the same time: count it once, not for each that waits", 1).edit(
+        "last - second", "(last - second) * (len(times) - 1)"
+    ),
+    Mutant(
+        "others' mean", "others' mean", "without it the call begins with the last of the others, not at their mean", 1
+    ).edit("last - second", "last - (sum(times) - last) / (len(times) - 1)"),
+    Mutant(
+        "sums first", "sums first", "each call has a last rank of its own: compare call by call, then add up", 1
+    ).edit("zip(*arrivals, strict=True)", "[[sum(own) for own in arrivals]]"),
 )
 
 _MEDIAN = "statistics.median("
@@ -159,6 +172,15 @@ WRONG_CLOCKS = (
         "there - here for there, here in zip(ends[0], own_ends, strict=True)",
         "(sum(there) - sum(here)) / 2 for there, here in zip(zip(starts[0], ends[0]), zip(own_starts, own_ends))",
     ),
+    Mutant("of each", "of each", "two ranks' medians may be of different calls: subtract call by call first", 1).edit(
+        "append(min(max(apart, least), most))", "append(statistics.median(ends[0]) - statistics.median(own_ends))"
+    ),
+    Mutant("neighbour", "neighbour", "that is the clock of the rank before; rank 0's is asked of all ranks", 1)
+    .edit("(ends[0]", "(ends[max(len(offsets) - 1, 0)]", times=2)
+    .edit("(starts[0]", "(starts[max(len(offsets) - 1, 0)]"),
+    Mutant("bounds", "bounds", "a bound is a start of one rank and an end of the other", 1)
+    .edit("starts[0], own_ends", "starts[0], own_starts")
+    .edit("ends[0], own_starts", "ends[0], own_ends"),
 )
 
 drive_exposed, drive_late, drive_clocks = Cases(EXPOSED), Cases(LATE), Cases(CLOCKS, use_clocks)

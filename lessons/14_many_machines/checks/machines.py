@@ -172,4 +172,11 @@ WRONG_PREFLIGHT = (
     Mutant("own value only", "own values", "only this rank's value is told: tell each value, with its hosts", 3).edit(
         "for value in values", 'for value in [facts.get(name, "missing")]'
     ),
+    Mutant("odd alone", "odd alone", "the value that most ranks have is left out: tell each value", 3).edit(
+        "for value in values",
+        'for value in values - {max(values, key=[one.get(name, "missing") for one in everyone].count)}',
+    ),
+    Mutant("None", "None", "a rank that does not give a fact has the value 'missing', not None", 3).edit(
+        ', "missing")', ")", times=2
+    ),
 )

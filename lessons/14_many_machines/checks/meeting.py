@@ -119,7 +119,7 @@ def _use_meetings(fn: Callable[..., Any], what: str, rank: int, n: int) -> Any:
         return {"what it is told": late.partition(":")[0] if isinstance(late, str) else late}
     if rank == 0 and n > 1:
         return {}
-    place, asked = max(0, rank - 1), (1, max(1, n - 1), SIZES[rank] + 1, f"new{rank}:2")
+    place, asked = max(0, rank - 1), (1, max(1, n - 1), SIZES[rank] + 1, f"new{9 - rank}:2")
     return by_name(error_or(meet_in_turn, fn, store, AGAIN, place, *asked))
 
 
@@ -148,6 +148,9 @@ _FULL, _AGENT = "if number >= num_agents:", 'f"attempt {attempt}, agent {%s}"'
 _MIXED = "nothing of a former attempt may count: give each attempt keys of its own"
 _ITS = "all agents name the address of agent 0"
 WRONG_RENDEZVOUS = (
+    Mutant("least", "master", "it names the least address; all name that of agent 0", 3).edit(
+        "agents[0][1]", "min(at for _, at in agents)"
+    ),
     Mutant(
         "one room for all attempts", "attempts mixed", f"all are counted again; {_MIXED}", 3, "pytorch #135712"
     ).edit("attempt {attempt}, agent", "agent", times=3),
@@ -205,4 +208,7 @@ WRONG_RENDEZVOUS = (
     Mutant(
         "refused itself", "numbers", "store.add returns 1 to the first that comes; agents are numbered from 0", 1
     ).edit('agents", 1) - 1', 'agents", 1)'),
+    Mutant("after it", "first rank", "it adds up the agents after it; its first rank follows those before it", 3).edit(
+        "sizes[:number]", "sizes[number + 1 :]"
+    ),
 )

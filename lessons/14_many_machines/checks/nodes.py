@@ -79,6 +79,13 @@ WRONG_PLACES = (
     Mutant("everyone together", "not one node", "a group inside holds several nodes: each node has its own", 1).edit(
         "inside = list(nodes.values())", "inside = [list(range(len(hosts)))]"
     ),
+    Mutant("anew", "anew", "ranks are numbered anew on each node: groups hold ranks of the whole job", 1).edit(
+        "append(rank)", "append(len(nodes[host]))"
+    ),
+    Mutant("repeated", "repeated", "a node without such a rank gives its last again: no rank is there twice", 1).edit(
+        "ranks[place] for ranks in inside if place < len(ranks)",
+        "ranks[min(place, len(ranks) - 1)] for ranks in inside",
+    ),
 )
 
 

@@ -33,6 +33,10 @@ def budget_hosts(evidence: Evidence) -> list[str]:
 
 _RANGE = "range(int(first), int(last or first) + 1)"
 WRONG_HOSTS = (
+    Mutant("ranges alone", "ranges alone", "in brackets a number without a dash is a host too", 1).edit(
+        'for part in inside.split(","):',
+        'for part in inside.split(","):\n    if inside and "-" not in part:\n        continue',
+    ),
     Mutant("whole names", "not expanded", "a pair of brackets stands for several hosts: expand it", 1).body(
         "return [node_list]"
     ),
@@ -148,4 +152,10 @@ WRONG_SLURM = (
         _PORT, _PORT[4:-1]
     ),
     Mutant("no local size", "names", "LOCAL_WORLD_SIZE is missing", 1).without(f'"LOCAL_WORLD_SIZE": {_SIZE},\n'),
+    Mutant("repeats", "repeats", "SLURM_TASKS_PER_NODE counts repeats: 2(x3) are three nodes of 2", 1)
+    .edit("* int(repeats or 1)", "")
+    .edit(_SIZE, 'sizes[min(int(slurm["SLURM_NODEID"]), len(sizes) - 1)]'),
+    Mutant("text", "MASTER_PORT", "a job of fewer than four digits has a port too: add numbers, not texts", 1).edit(
+        _PORT, '"2" + slurm["SLURM_JOB_ID"][-4:]'
+    ),
 )

@@ -122,4 +122,7 @@ WRONG_FITS = (
     Mutant("GiB", "GiB", "it counts in 2^30 bytes (GiB); bytes are asked", 1).edit(
         "return share * states + kept", "gib = 2**30\nreturn share / gib * states + kept / gib"
     ),
+    Mutant("stages", "stages", "stage 1 splits the 12 bytes already: the comparisons are >=, not >", 1).edit(
+        "stage >= ", "stage > ", times=3
+    ),
 )

@@ -93,6 +93,9 @@ WRONG_BILL = (
     Mutant(
         "interval of one GPU", "interval of one GPU", "it takes Young's interval of one GPU, not of the whole job", 1
     ).edit("sqrt(2 * save_s * between)", "sqrt(2 * save_s * 3600 * mtbf_hours)"),
+    Mutant(
+        "per save", "per save", "there is a restart for each failure, not for each checkpoint: restart_s / M", 1
+    ).edit("restart_s / between", "restart_s / interval"),
 )
 WRONG_CHEAPEST = (
     Mutant(
@@ -139,4 +142,5 @@ WRONG_CHEAPEST = (
     Mutant("longer of equals", "longer of equals", "both cost the same: take the one that is done sooner", 1).edit(
         f"({_KEY}, offer[2])", f"({_KEY}, -offer[2])"
     ),
+    Mutant("whole offer", "whole offer", "the whole offer is returned; its name alone is asked", 1).edit("[0]", ""),
 )

@@ -35,6 +35,7 @@ CASES = (
     Case("pipeline 4, 8 micro-batches", Plan(pipeline=4, num_microbatches=8)),
     Case("data 2, tensor 4: each node a replica", Plan(data=2, tensor=4)),
     Case("data 4, tensor 2, pipeline 3, 6 micro-batches", Plan(4, 3, 6, tensor=2)),
+    Case("data 2, tensor 2, pipeline 2: a stage on each node", Plan(2, 2, tensor=2)),
     Case("data 4, tensor 2, nodes of 8", Plan(4, tensor=2), replace(MACHINE, devices_per_node=8)),
 )
 
@@ -133,4 +134,14 @@ WRONG_STEP = (
     Mutant(
         "a stage too many", "bubble of p", "it counts p stages in the bubble; the first micro-batch waits for p - 1", 1
     ).edit("(p - 1) *", "(p if p > 1 else 0) *"),
+    Mutant("t x d x p", "t x d x p", "a data group reaches over t x d GPUs: stages lie further apart", 1).edit(
+        "rate(t * d)", "rate(t * d * p)"
+    ),
+    Mutant("own part", "own part", "a rank sends (t - 1) / t of an activation: its own part stays", 1).edit(
+        "* (t - 1) / t *", "* (t > 1) *"
+    ),
+    Mutant("bits", "bits", "bytes_per_s are bytes: it counts bits", 1).edit(".bytes_per_s", ".bytes_per_s / 8"),
+    Mutant("share", "share", "the bubble is p - 1 micro-batches on a stage, not a share of the others", 1).edit(
+        '"bubble": (p - 1) *', '"bubble": (p - 1) / (m + p - 1) * m *'
+    ),
 )

@@ -88,6 +88,7 @@ def _draw_cheapest(draw: Draw) -> tuple[Any, ...]:
         names = draw.one_of(("a", "b"), ("b", "a"))
         less = 0.999 if tie == "nearly a tie" else 1.0  # then the longer run costs least, by little
         pair = [(names[0], num_gpus, days, less * price), (names[1], 2 * num_gpus, days / 2, price)]
+        offers.append(("least price", 4 * num_gpus, days, price / 2))  # costs twice as much
         offers += pair if tie == "longer first" else pair[::-1]
     return offers, days
 

@@ -79,6 +79,8 @@ def text_of_answer(fn: Callable[..., Any]) -> Text | None:
         return None
     if not isinstance(node, ast.FunctionDef) or (node.end_lineno or 0) - node.lineno > MOST_LINES:
         return None
+    if pieces is None:
+        node.decorator_list = []  # none has put anything in the function's place
     if ast.get_docstring(node) is not None:
         node.body = node.body[1:] or [ast.Pass(lineno=node.lineno, col_offset=0)]
     ast.increment_lineno(node, first - 1)

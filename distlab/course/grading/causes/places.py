@@ -10,6 +10,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 FEW = 8  # names that are tried in a name's place
@@ -134,15 +135,21 @@ def versions(function: ast.FunctionDef) -> Iterator[Version]:
     """Yield a function with one place changed, in each way that people mistake."""
     scope, original = Scope.of(function), body_of(function)
     for step in walk(function, lambda node, line: changes(node, scope, line)):
-        before = first_line(step.before)
-        words = f"with `{first_line(step.after)}` in the place of `{before}`"
+        before, after = where_they_differ(step.before, step.after)
+        words = f"with `{after}` in the place of `{before}`"
         if isinstance(step.new, list):
-            texts = [first_line(text_of(one)) for one in step.new]
+            before, *texts = [first_line(one) for one in (step.before, *map(text_of, step.new))]
             words = f"without `{before}`"
             if texts:
                 words = "with `{}` before `{}`".format(*texts)
                 words = "with `{1}` after `{0}`".format(*texts) if before == texts[0] else words
         yield Version(step.body, words, step.line, _risk(original, step.body))
+
+
+def where_they_differ(before: str, after: str) -> list[str]:
+    """Return two texts as they are shown: of long ones what is alike at the beginning is left out."""
+    start = max(0, len(commonprefix((before, after))) - SHORT // 4) if max(len(before), len(after)) > SHORT else 0
+    return ["..." * (start > 0) + first_line(text[start:]) for text in (before, after)]
 
 
 def first_line(text: str, most: int = SHORT) -> str:
@@ -188,7 +195,8 @@ def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[New]:
         case ast.Constant(bool(value)):
             yield ast.Constant(not value)
         case ast.Constant(int(value) | float(value)):
-            yield from map(ast.Constant, (value + 1, value - 1, 2 * value, value / 2, -value, 0))
+            half = value / 2 if value % 1 or value % 2 == 0 else 0  # 0.5 in the place of 1 is no mistake of anybody
+            yield from map(ast.Constant, (value + 1, value - 1, 2 * value, half, -value, 0))
         case ast.Attribute(value, name, ast.Load()):
             yield from (ast.Attribute(value, other, ast.Load()) for other in _NAMES.get(name, ()))
             if name in ("T", "mT", "shape"):

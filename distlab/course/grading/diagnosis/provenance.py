@@ -160,10 +160,11 @@ def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fau
     if len(present) == 1 and any(float(want) for rank, want in enumerate(wanted) if rank != only):
         times = "" if abs(float(multiples[only]) - 1) < 1e-5 else f" times {float(multiples[only]):.4g}"
         if only == rank:
-            return Fault(
-                "not communicated", f"{what} is this rank's own tensor{times}: nothing of the others reached it"
-            )
-        return Fault("one rank only", f"{what} is rank {only}'s tensor{times} alone: the others' parts are not in it")
+            text = f"{what} is this rank's own tensor{times}: nothing of the others reached it"
+            return Fault("not communicated", text)
+        due = [r for r in range(n) if float(wanted[r])]
+        also = f", not rank {due[0]}'s" if len(due) == 1 else " alone: the others' parts are not in it"
+        return Fault("one rank only", f"{what} is rank {only}'s tensor{times}{also}")
     base = _base(ratios)
     code, shows = _scale_fault(base, wanted)
     scale = "" if abs(base - 1) < 1e-5 else f"; besides, all of it is {times_of(base)}{shows}"
