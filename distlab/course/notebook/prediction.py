@@ -45,7 +45,8 @@ class Prediction:
         Raises:
             PredictionError: it is not a finite number, or it is negative where that cannot be.
         """
-        return f"your prediction: {self._number(value)}{self._give(value)}"
+        told = self._give(value)
+        return f"your prediction: {self._number(value)}{told}"
 
     def default(self, value: float) -> None:
         """Assume a number where you gave none. It is not your answer: the box stays empty, and it is not kept.
@@ -149,7 +150,8 @@ class Prediction:
             return f"Predict: {self.question} ({text.strip()!r} is not a number; write one such as 3.2 or 1000)"
         if refusal := self._refusal(number):
             return f"Predict: {self.question} ({text.strip()!r} cannot be the answer: write {refusal})"
-        return f"{self!r}{self._give(number)}"
+        told = self._give(number)
+        return f"{self!r}{told}"
 
 
 def _times(ratio: float) -> str:
