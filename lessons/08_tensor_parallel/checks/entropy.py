@@ -149,12 +149,7 @@ WRONG_CROSS_ENTROPY = (
         "(total.log() + largest", "(total.log2() + largest"
     ),
     Mutant("ten positions", "values", "the loss").edit(").mean()", ").sum() / 10"),
-    Mutant(
-        "own losses",
-        "losses of own columns",
-        "a loss over own columns alone: exponentials are summed over all ranks",
-        2,
-    )
+    Mutant("own losses", "own losses", "a loss over own columns alone: exponentials are summed over all ranks", 2)
     .edit(
         "reduce_from_ranks((logits - largest.unsqueeze(1)).exp().sum(1))",
         "(logits - largest.unsqueeze(1)).exp().sum(1)",

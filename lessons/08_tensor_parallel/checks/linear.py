@@ -134,9 +134,6 @@ WRONG_CUT = (
     Mutant("float64 written down", "dtype", "take the dtype from the argument").edit(
         'if kind == "column":', 'weight, bias = weight.double(), bias.double()\nif kind == "column":'
     ),
-    Mutant("transposed", "transposed", "the part is turned round: it stays [output features, input features]", 1).edit(
-        "[rank].clone(), bias", "[rank].T.clone(), bias", times=2
-    ),
 )
 WRONG_HEADS = (
     Mutant(

@@ -69,9 +69,6 @@ def _greedy(mutant: Mutant, worth: str) -> Mutant:
 
 
 WRONG_PLACE = (
-    Mutant("full node", "full node", "a group that fills a node just so does not leave it: > and not >=", 1).edit(
-        "reach > devices", "reach >= devices"
-    ),
     Mutant(
         "as given", "as given", "it leaves the axes as they are given; put those inside a node that send most", 1
     ).edit(_BEST, "list(axes)"),

@@ -225,4 +225,7 @@ WRONG_GRADIENT_AXES = (
     Mutant(
         "experts averaged", "experts mixed", "the ranks of the expert axis hold different experts: do not mix them", 1
     ).edit('kind == "expert"', "False"),
+    Mutant(
+        "all kinds", "all kinds", "only a norm is whole on tensor ranks: what is cut over them is not summed there", 1
+    ).edit('if kind == "norm" and sequence_parallel:', "if sequence_parallel:"),
 )

@@ -127,4 +127,7 @@ WRONG_FIND_THE_BUG = (
     Mutant("hidden", "hidden", "hidden columns of tensor ranks are different ones: sum outputs alone", 2).edit(
         "torch.tanh(x @ first)", "x @ first\ndist.all_reduce(hidden, group=tensor)\nhidden = torch.tanh(hidden)"
     ),
+    Mutant("not squared", "not squared", "it takes 1 - y for tanh's derivative: that is 1 - y^2, with the square").edit(
+        "hidden.square()", "hidden"
+    ),
 )

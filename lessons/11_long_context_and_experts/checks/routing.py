@@ -158,9 +158,6 @@ WRONG_ROUTE = (
     Mutant("second choices first", "second choices first", "second choices find room before first ones", 1)
     .edit("experts.T.reshape(-1)", "experts.T.flip(0).reshape(-1)")
     .edit("kept = (place <= capacity).view(top_k, -1).T", "kept = (place <= capacity).view(top_k, -1).flip(0).T"),
-    Mutant("least first", "least first", "a token's choices are turned round: the most probable comes first", 1).edit(
-        "probabilities.topk(top_k, dim=-1)", "(one.flip(-1) for one in probabilities.topk(top_k, dim=-1))"
-    ),
 )
 WRONG_BALANCE = (
     Mutant(

@@ -161,7 +161,4 @@ WRONG_RESUME = (
     Mutant("draws a number", "drew", "capture draws random numbers, so saving changes the run; it only looks", 1).edit(
         "return copy.deepcopy(state)", "torch.rand(1)\nreturn copy.deepcopy(state)"
     ),
-    Mutant("no position", "no position", "restore returns nothing: it returns the position that was saved", 1).edit(
-        'return state["position"]', ""
-    ),
 )

@@ -176,7 +176,4 @@ WRONG_PREFLIGHT = (
         "for value in values",
         'for value in values - {max(values, key=[one.get(name, "missing") for one in everyone].count)}',
     ),
-    Mutant("None", "None", "a rank that does not give a fact has the value 'missing', not None", 3).edit(
-        ', "missing")', ")", times=2
-    ),
 )

@@ -125,4 +125,7 @@ WRONG_FITS = (
     Mutant("stages", "stages", "stage 1 splits the 12 bytes already: the comparisons are >=, not >", 1).edit(
         "stage >= ", "stage > ", times=3
     ),
+    Mutant("2 whole", "2 not split", "sequence-parallel ranks split the 2 bytes under full recompute too", 1).edit(
+        "2 / ranks", "2"
+    ),
 )

@@ -227,6 +227,8 @@ def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[New]:
             yield from (ast.Subscript(value, place, ctx) for place in places)
         case ast.Slice(lower, upper, step):
             yield from (ast.Slice(None, upper, step), ast.Slice(lower, None, step))
+            yield from (ast.Slice(new, upper, step) for new in (_one_more_or_less(lower) if lower else ()))
+            yield from (ast.Slice(lower, new, step) for new in (_one_more_or_less(upper) if upper else ()))
         case ast.Call():
             yield from _of_call(node)
 
