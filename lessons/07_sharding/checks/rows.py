@@ -142,9 +142,9 @@ WRONG_PIECES = (
     .edit(_BOUNDS, "low, high = shard * length, (shard + 1) * length if shard < num_shards - 1 else sum(sizes)"),
     *(
         Mutant(f"not cut at its {end}", f"not cut at its {end}", f"a piece is not cut at the {end} of its shard").edit(
-            old, new
+            _PIECE, piece
         )
-        for end, old, new in (("end", "min(begin + size, high)", "begin + size"), ("start", "max(begin, low)", "begin"))
+        for end, piece in (("end", "(tensor, start - begin, size)"), ("start", "(tensor, 0, stop - begin)"))
     ),
     Mutant("a length", "stop is a length", "stop is how many elements there are; start + that many is asked").edit(
         _PIECE, "(tensor, start - begin, stop - start)"
