@@ -86,7 +86,7 @@ def _judge_seconds(rank: int, seconds: Any, whole_s: float, made: Sequence[Call]
             took = f"a message of rank {rank} took {whole_s / (2 * ROUNDS) * 1e6:.0f} us"
             yield Fault("not seconds", f"{took}; the number that it returns is in {unit}: return seconds")
     if ratio > 1.25 * ROUNDS:
-        yield Fault("not divided", f"{got}; divide by their number, 2 * rounds")
+        yield Fault("not divided", f"{got}; return seconds, divided by their number, 2 * rounds")
     elif ratio > 0.75 * ROUNDS:
         yield Fault("all rounds", f"{got}: that is the time of all rounds one way; divide by 2 * rounds, not by 2")
     elif ratio > 1.1:

@@ -150,6 +150,9 @@ WRONG_LAMB = (
     Mutant(
         "one step behind", "one step behind", "the correction is that of the update before; step counts from 1", 1
     ).edit("**step", "**(step - 1)", times=2),
+    Mutant("step left out", "step left out", "1 - 0.9 corrects step 1 alone; divide by 1 - 0.9^step", 1).edit(
+        "**step", "", times=2
+    ),
     Mutant("first of four dims", "values", "expected", 1, "one shape").edit(
         "weight.norm()", "(weight if weight.dim() < 4 else weight[0]).norm()"
     ),

@@ -114,9 +114,6 @@ WRONG_TOP_K = (
     Mutant("rank 0's places", "rank 0's places", "rank 0's places serve for all; each sends its own largest", 2).edit(
         "indices.int()", "indices.int()\ndist.broadcast(indices, src=0)"
     ),
-    Mutant("scaled", "scaled", "values are multiplied by L / k; that is for random places", 1).edit(
-        "return total", "return total * (gradient.numel() / k)"
-    ),
     Mutant(
         "8-byte indices", "wide indices", "indices travel as int64: fewer than 2**31 elements need int32 alone", 2
     ).without(".int()"),

@@ -114,9 +114,9 @@ WRONG_PIECES = (
         cuts = [(shard * part, min((shard + 1) * part, size)) for part, size in zip(lengths, sizes, strict=True)]
         return [(tensor, *cut) for tensor, cut in enumerate(cuts) if cut[0] < cut[1]]
     """),
-    Mutant("empty pieces", "empty piece", "a piece without elements is in the list: leave it out (start < stop)")
-    .edit("if start < stop:", "if True:")
-    .edit(_PIECE, "(tensor, start - begin, max(start, stop) - begin)"),
+    Mutant("empty pieces", "empty piece", "a piece without elements is in the list: leave it out (start < stop)").edit(
+        "start < stop", "start <= stop"
+    ),
     Mutant("padding is the last's", "past the end", "what the row is filled up with belongs to no tensor").edit(
         "low, high =", "sizes = [*sizes[:-1], sizes[-1] + length * num_shards - sum(sizes)]\nlow, high ="
     ),
@@ -142,9 +142,9 @@ WRONG_PIECES = (
     .edit(_BOUNDS, "low, high = shard * length, (shard + 1) * length if shard < num_shards - 1 else sum(sizes)"),
     *(
         Mutant(f"not cut at its {end}", f"not cut at its {end}", f"a piece is not cut at the {end} of its shard").edit(
-            old, new
+            _PIECE, piece
         )
-        for end, old, new in (("end", "min(begin + size, high)", "begin + size"), ("start", "max(begin, low)", "begin"))
+        for end, piece in (("end", "(tensor, start - begin, size)"), ("start", "(tensor, 0, stop - begin)"))
     ),
     Mutant("a length", "stop is a length", "stop is how many elements there are; start + that many is asked").edit(
         _PIECE, "(tensor, start - begin, stop - start)"

@@ -61,10 +61,7 @@ _MEANINGS = {  # a pattern of the error's text, and what it means: the first tha
     r"rank should not be the same as the rank of the current process": (
         "a rank sends to, or receives from, itself here: keep the tensor, or a copy, and leave that message out"
     ),
-    r"(list|tuple) index out of range": (
-        "the {0} is shorter than this index needs: print its length (chunk() may give fewer pieces than you ask for, "
-        "tensor_split() never does)"
-    ),
+    r"(list|tuple) index out of range": "the {0} is shorter than this index needs: print its length",
     r"index (-?\d+) is out of bounds for dimension (\d+) with size (\d+)|index out of range in self": (
         "an index is outside its tensor, whose places count from 0 to its size - 1: print the smallest and the "
         "largest index"
