@@ -413,9 +413,9 @@ with socket.socket() as closed:
     free_port = closed.getsockname()[1]  # nobody listens here
 SHORT = "is_host=0,join_timeout=3,read_timeout=3"
 begin = time.time()
-for name, more in {"missing": {}, "elsewhere": {"port": free_port}}.items():
-    flags = ["--nnodes", "2", "--rdzv-id", name, "--rdzv-conf", SHORT]
-    agents.start(name, FOLDER / "hello.py", flags=flags, **more)
+for name, more in {"missing": [], "elsewhere": ["--rdzv-endpoint", f"127.0.0.1:{free_port}"]}.items():
+    flags = ["--nnodes", "2", "--rdzv-id", name, "--rdzv-conf", SHORT, *more]
+    agents.start(name, FOLDER / "hello.py", flags=flags)
 agents.start("early", FOLDER / "hello.py", flags=["--nnodes", "2", "--rdzv-id", "pair"])
 time.sleep(1)
 came = time.time()
