@@ -12,7 +12,7 @@ from tests.lessons.pictures_in_kernels import at_start_of_kernels
 
 # By lesson: a text of one cell without the tag nbval-check-output, and what stands in its place.
 SMALLER = {
-    "01": {"repeats=25": "repeats=2", "for _ in range(20):": "for _ in range(2):", "blocks=40": "blocks=4"},
+    "01": {"repeats=25": "repeats=2", "blocks=40": "blocks=4"},
     "02": {
         "ranks.run(time_all, programs, sizes, 15)": "ranks.run(time_all, programs, sizes, 2)",
         "num_windows=5, steps_per_window=4": "num_windows=1, steps_per_window=2",
@@ -50,7 +50,7 @@ SMALLER = {
     "11": {"def side_by_side(num_steps=5)": "def side_by_side(num_steps=2)"},
     "12": {"real_run(interval, mtbf_s, 1.2,": "real_run(interval, mtbf_s, 0.05,"},
     "14": {
-        '{"missing": {}, "elsewhere": {"port": free_port}}': '{"missing": {}}',
+        '{"missing": [], "elsewhere": ["--rdzv-endpoint", f"127.0.0.1:{free_port}"]}': '{"missing": []}',
         '("missing", "elsewhere", "early", "late")': '("missing", "early", "late")',
         'SHORT = "is_host=0,join_timeout=3,': 'SHORT = "is_host=0,join_timeout=1,',
     },

@@ -187,7 +187,7 @@ WRONG_RING_ALL_GATHER = (
     Mutant("works on a copy", "not in place", "it gathers into a new tensor; fill the one that was passed in", 2)
     .edit("tensor.tensor_split", "tensor.clone().tensor_split")
     .edit("return tensor", "return torch.cat(chunks)"),
-    Mutant("always its own", "mismatch", "in one step a rank sends one chunk", 3, races=True, ends=True).edit(
+    Mutant("always its own", "mismatch", "receives the chunk that its sender sends", 3, races=True, ends=True).edit(
         "chunks[(rank - step) % n]", "chunks[rank]"
     ),
     Mutant("group ignored", "group ignored", "pass group=group", 3, ends=True).edit(", group=group)", ")"),

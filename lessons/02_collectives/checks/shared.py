@@ -16,6 +16,7 @@ from torch import Tensor
 from distlab.comm import RankError
 from distlab.comm.record.read import Call
 from distlab.course.grading.cases import Given
+from distlab.course.grading.diagnosis.blame import messages_that_do_not_fit
 from distlab.course.grading.diagnosis.traffic import MESSAGES, calls, order
 from distlab.grading import Evidence, Fault, Mutant
 
@@ -96,9 +97,8 @@ def refuse_native(evidence: Evidence, num_calls: int | None = None) -> Iterator[
         native += ["barrier"] * (made.count("barrier") - num_calls)
         if native:
             text = f"right result, but rank {rank} calls torch's own {native[0]}"
-            yield Fault(
-                "torch's own collective", f"{text}; build it from Send and Receive, or from what you have built of them"
-            )
+            text = f"{text}; build it from Send and Receive, or from what you have built of them"
+            yield Fault("torch's own collective", text)
 
 
 def in_steps(evidence: Evidence, what: str, needs: Callable[[int], int]) -> Iterator[Fault]:
@@ -150,9 +150,10 @@ def failure(error: RankError, world_size: int) -> Fault | None:
         words = "right on all ranks, but not in a group of some of them. Does it take rank and size from"
         words += " dist.get_rank(group) and dist.get_world_size(group), and pass group=group to every exchange, whose"
         return Fault("group ignored", f"{words} ranks are counted inside the group?\n{lines[0]}")
-    if "a send and the receive that takes it do not fit" in text:
-        words = "in one step a rank sends one chunk, and the rank that receives it takes it for a different one: a rank"
-        return Fault("mismatch", f"{words} receives the chunk that its sender sends in this step.\n{lines[0]}")
+    if (pair := messages_that_do_not_fit(text)) is not None:
+        first, _, rest = pair.partition("\n")
+        words = "in each step a rank receives the chunk that its sender sends in this step, in a place as long as it"
+        return Fault("mismatch", f"{first}: {words}\n{rest}")
     if "deadlock" in text:
         words = (
             "the ranks wait for each other forever. Does every Send meet a Receive from its sender in the same step?"
