@@ -52,6 +52,7 @@ SMALLER = {
     "14": {
         '{"missing": [], "elsewhere": ["--rdzv-endpoint", f"127.0.0.1:{free_port}"]}': '{"missing": []}',
         '("missing", "elsewhere", "early", "late")': '("missing", "early", "late")',
+        'took["elsewhere: until it gives up"]': 'took["missing: until it gives up"]',
         'SHORT = "is_host=0,join_timeout=3,': 'SHORT = "is_host=0,join_timeout=1,',
     },
     "15": {
