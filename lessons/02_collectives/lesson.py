@@ -731,9 +731,9 @@ timeline
 timeline.view = (0.0, overlay.predicted.duration_s / 2)  # the first three predicted steps
 
 # %% [markdown]
-# A rank starts when its process gets a core, and waits until then (grey); the model starts all at 0. Once a rank is
-# late, its right neighbour waits, and the lateness travels around the ring: one slow rank slows all. A send ends when
-# the other side has taken it, so a long box is often a wait for a different rank.
+# A rank starts when its process gets a core; the model starts all at 0. Once a rank is late, its right neighbour waits,
+# and the lateness travels around the ring: one slow rank slows all. A send ends when the other side has taken it, so a
+# long box is often a wait for a different rank.
 #
 # Now the two levels of part 8, by the clock: four ranks in two nodes, memory inside, 10 MB/s between. Your
 # `hierarchical_all_reduce` takes the two groups of `node_groups()`: "local" has the ranks of one's own node, "node" one
