@@ -349,14 +349,14 @@ def _cost_text(said: dict[str, Any]) -> str:
     from simulator.units import format_s, format_span, in_words
 
     paid = f", {said['dollars']:,.0f} dollars at {said['price']:g} for a device and an hour" if said["price"] else ""
+    tokens, devices = in_words(said["tokens"]), f"{said['devices']:,} devices of {said['cluster']}"
     rows = [
-        ("run", f"{said['model']}, {in_words(said['tokens'])} tokens, on {said['devices']:,} x {said['cluster']}"),
+        ("run", f"{said['model']}, {tokens} tokens, on {devices}"),
         ("steps", f"{said['num_steps']:,} steps of {format_s(said['step_s'])}, MFU {said['mfu']:.1%}"),
         ("time", f"{format_span(86_400 * said['days'])}{paid}"),
     ]
     rows += _failure_rows(said["failures"]) if said["failures"] else []
-    lines = [f"{name:<14} {value}" for name, value in rows]
-    lines.append("the same plan and batch on other numbers of devices")
+    lines = [*(f"{name:<14} {value}" for name, value in rows), "the same plan and batch on other numbers of devices"]
     for each, mark in marked(said):
         parts = [f"{each['devices']:>8,} devices", f"{format_span(86_400 * each['days']):>10}"]
         parts += [f"{each['dollars']:>14,.0f} dollars"] if each["dollars"] is not None else []

@@ -1,6 +1,7 @@
 """Fully sharded parameters (ZeRO-3, FSDP): whole only while their unit is at work.
 
-Read in this order: `flat_unit` (one unit: gather, free, reduce), `gradient` (its way to the shard), `step` (an
-optimizer's), `hooks` (when), `prefetch` (which unit is next), `wrapping` (which parameters belong to it), `resharded`
-(what stands for one that was freed), `fully_shard` (all of it, for real models).
+Read `flat_unit` first: one unit is gathered, freed, and its gradients reduced. `gradient` is their way to the shard,
+`step` an optimizer's step on shards. `hooks` says when all of this happens, `prefetch` which unit is next. `wrapping`
+says which parameters belong to a unit, `resharded` what stands for one that was freed. `fully_shard` is all of it, for
+real models.
 """
