@@ -187,7 +187,7 @@ def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
     own, copied = step.memory, sim.simulate(WORKLOAD, MACHINE, plan).memory
     states = sum(own.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
     assert states == pytest.approx(bytes_each * WORKLOAD.num_parameters, rel=1e-4)
-    assert sim.memory_of(WORKLOAD, plan, flat_buffers=True).of("gradients") == own.of("gradients")
+    assert sim.memory_of(WORKLOAD, plan, software=Software(flat_buffers=True)).of("gradients") == own.of("gradients")
     if plan.sharding.stage < 3:
         assert own.of("buffers") == 0
         assert own.max_bytes <= copied.max_bytes
