@@ -24,8 +24,9 @@ class Device:
         peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
         host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
             reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
-        host_memory_bytes_per_s: what a rank's share of the host's memory streams when the host updates parameters.
-            50e9 is an eighth of 410 GB/s: two sockets with eight channels of DDR4-3200 each, by specification.
+        host_memory_bytes_per_s: what a node's host streams when it updates parameters, its arithmetic included; the
+            node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024); with
+            one thread a rank, as torchrun sets it, hosts take up to five times as long.
         host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
     """
 
