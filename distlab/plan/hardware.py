@@ -136,6 +136,8 @@ class Software:
             once.
         scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP does outside of `no_sync`, and adds up
             its shard; else in the last one.
+        block_host_s: of a micro-batch's forward and backward through a block, the least that the host takes to launch
+            them; 0 with CUDA graphs.
         gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole from its first micro-batch to its
             last, as torchtitan has it of FSDP2; else it gathers them for every pass.
         parallel_loss_copies: tensors of the logits' size that backward of a loss over divided logits holds at once,
@@ -157,12 +159,14 @@ class Software:
     stops_early: bool = False
     casts_twice: bool = False
     scatters_each: bool = False
+    block_host_s: float = 0.0
     gathers_once: bool = False
     parallel_loss_copies: int = 2
 
     def __post_init__(self) -> None:
         owner = f"Software {self.name!r}"
         require_least(owner, bucket_elements=self.bucket_elements, send_s=self.send_s, slice_s=self.slice_s)
+        require_least(owner, block_host_s=self.block_host_s)
         part, hidden = self.send_fraction, self.tensor_overlap
         require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
         require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")

@@ -195,6 +195,12 @@ def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
         assert copied.max_bytes - own.max_bytes == pytest.approx(4 * WORKLOAD.num_parameters, rel=0.05)
 
 
+def test_no_block_is_shorter_than_its_host_needs():
+    blocks = sum(layer.input_bytes > 0 for layer in WORKLOAD.layers)
+    step = sim.simulate(WORKLOAD, replace(MACHINE, software=Software(block_host_s=3.0)), Plan(num_microbatches=2))
+    assert step.duration_s == pytest.approx(2 * blocks * 3.0, rel=0.01), "a second for forward, two for backward"
+
+
 def test_stages_have_as_many_blocks_each_whatever_they_cost():
     heavy = sim.gpt_workload(hidden_size=256, num_layers=8, num_heads=4, sequence_length=128, vocab_size=50304)
     by_time, even = (sim.simulate(heavy, MACHINE, Plan(pipeline=4, num_microbatches=8, cut=cut)) for cut in CUTS)
