@@ -111,7 +111,7 @@ const FAMILIES = {
 // The known schedules of a site; where a B may not be placed, an I and its W stand for it.
 function known({ ranks, microbatches, home, kinds }) {
   const v = home.length / ranks, looks = (of) => home.every((rank, stage) => rank === of(stage));
-  const lies = { one: v === 1, loop: v > 1 && looks((stage) => stage % ranks) };
+  const loops = looks((stage) => stage % ranks), lies = { one: v === 1 && loops, loop: v > 1 && loops };
   lies.v = v === 2 && looks((stage) => Math.min(stage, home.length - 1 - stage));
   const isSplit = ({ kind }) => kind === "B" && !kinds.includes("B");
   const parts = (one) => (isSplit(one) ? [{ ...one, kind: "I" }, { ...one, kind: "W" }] : [one]);
