@@ -166,7 +166,7 @@ def _slow_factors(slow_ranks: Mapping[int, float], num_ranks: int) -> Floats:
     for rank, factor in slow_ranks.items():
         if not (0 <= rank < num_ranks and 0 < factor < math.inf):
             raise ValueError(
-                f"slow_ranks has {rank}: {factor!r}; pass a rank of 0..{num_ranks - 1} and a factor above 0, such as 1.3"
+                f"slow_ranks has {rank}: {factor!r}; pass a rank of 0..{num_ranks - 1} and a factor above 0, as 1.3"
             )
     return np.array([slow_ranks.get(rank, 1.0) for rank in range(num_ranks)])
 
