@@ -355,8 +355,9 @@ class Build {
     if (!left.length) left = [...up.keys()].filter((m) => !up[m] && lacks(m) >= 0);
     if (!left.length) return "";
     const rank = lacks(left[0]), more = parts(up[left[0]], stages)[rank], most = Math.max(0, free[rank]);
-    return `dead end: micro-batch ${left[0]} cannot reach the last stage any more: it still needs ${more} on rank ${rank}, `
-      + `where ${most} of ${limits[rank]} can become free${this.moves.length ? "; undo" : ""}`;
+    const needs = `it still needs ${more} on rank ${rank}, where ${most} of ${limits[rank]} can become free`;
+    const undo = move || this.moves.length ? "; undo" : ""; // else the limit itself is too small
+    return `dead end: micro-batch ${left[0]} cannot reach the last stage any more: ${needs}${undo}`;
   }
 
   // The next micro-batch of each stage and kind on a rank: what a page offers. `reason` says why it may not be placed
