@@ -132,6 +132,7 @@ def test_par_is_the_shortest_schedule_of_python_within_the_limit():
     assert len(levels) == 12
     for level in levels:
         assert validate(parse_schedule(level["best"]["text"])).num_microbatches == level["microbatches"]
+    assert levels[-2]["par"] == levels[1]["par"]  # 1F1B's, in half of its memory
     level = levels[-1]  # "Beat ZB-H1 with less memory"; a whole stage is two of the level's
     run = simulate_schedule(zb_h1(3, 4), times_of({"times": level["times"] | {"slow": 2}}))
     assert f"takes {run.duration_s * 1e3:g} ms" in level["says"]
