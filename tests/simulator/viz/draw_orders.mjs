@@ -115,7 +115,10 @@ const ASKED = {
     const { ranks, home, microbatches } = siteOf(chance, 4, 3, 6);
     const limit = chance.pick([undefined, 1, 2, 4, 6, 9]), kinds = chance.pick(["FB", "FIW", "FBIW"]);
     return { ranks, home, microbatches, kinds, limit, times: timesOf(chance, home.length) };
-  }), ...sites].map((site) => [site, E.parOf(site, site.times)]),
+  }), ...sites].map((site) => { // a level's own best can be placed, move by move
+    const build = site.best && new E.Build(site), stops = build?.replay(E.parse(site.best.text)) || build?.deadEnd();
+    return [site, E.parOf(site, site.times), build && !build.finished ? stops || "not finished" : ""];
+  }),
 
   // Random play within a limit: what the engine says of dead ends, beside an exhaustive search; returns how often each.
   deadEnds(chance, { count }) {
