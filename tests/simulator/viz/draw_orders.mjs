@@ -93,7 +93,7 @@ const ASKED = {
     if (k % 4 === 3) rows = rowsOf(site, legal(chance, site)).map((row, rank) => chance.pick([row, rows[rank]]));
     else if (k % 2) spoil(chance, rows);
     return { whole, text: E.print(rows), times: timesOf(chance, E.graphOf(rows).stages) };
-  }).map((drawn) => ({ ...drawn, ...answer(drawn) })),
+  }).filter(({ text }) => text.includes("0")).map((drawn) => ({ ...drawn, ...answer(drawn) })), // without empty ones
 
   texts: (chance, { count, junk }) => range(count).map(() => {
     const site = siteOf(chance, 5, 3, 6);
