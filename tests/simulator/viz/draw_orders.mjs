@@ -69,7 +69,8 @@ function spoil(chance, rows) {
   for (let faults = chance.pick([1, 1, 2]); faults; faults--) {
     const full = rows.filter((row) => row.length);
     if (!full.length) return;
-    const row = chance.pick(full), other = chance.pick(full), [i, j] = [row, row].map(({ length }) => chance.below(length));
+    const row = chance.pick(full), other = chance.pick(full);
+    const i = chance.below(row.length), j = chance.below(row.length);
     const swap = () => { [row[i], row[j]] = [row[j], row[i]]; };
     const change = (part) => () => { row[i] = { ...row[i], ...part }; };
     chance.pick([swap, swap, swap, swap, () => row.splice(i, 1), () => row.splice(j, 0, row[i]),
