@@ -174,9 +174,9 @@ class ScheduleBuilder(anywidget.AnyWidget):
         except (ValueError, RuntimeError) as error:
             self.send({"said": " ".join(str(error).split())})
 
-    def _repr_mimebundle_(self, **options: object) -> Bundle:
+    def _repr_mimebundle_(self, **_options: object) -> Bundle:
         """Return the widget, and the finished schedule's figure and words for readers without a kernel."""
-        shown = super()._repr_mimebundle_(**options)
+        shown = super()._repr_mimebundle_()
         try:
             picture = self.picture
         except ScheduleError:

@@ -174,11 +174,11 @@ def test_a_builder_holds_a_schedule_and_runs_it_and_says_in_a_line_what_went_wro
     builder.times = {"F": 1, "I": 1, "W": 1, "message": 0, "slow": [1, 2]}
     builder._asked(builder, {"run": builder.text.replace("1B0 1F1", "1F1 1B0")}, [])
     assert [list(one) for one in sent] == [["said", "title", "picture"], ["began"], ["said", "title", "picture"]]
-    assert (sent[2]["said"].startswith(f"{words} 16 ms"), ran[1] == builder.schedule) == (True, True)
+    assert (sent[2]["said"].startswith(f"{words} 15 ms"), ran[1] == builder.schedule) == (True, True)
     data, metadata = builder._repr_mimebundle_()
     assert (data["text/plain"], metadata["image/png"]["alt"]) == (sent[2]["said"], sent[2]["title"])
     builder._asked(builder, {"run": "0F0 0F1\n1F0 1B0"}, [])
-    assert sent[-1]["said"].startswith("rank 0, 0B0: expected a backward pass")
+    assert sent[-1]["said"].startswith("rank 1, 1F1: expected every forward pass")
     assert builder._repr_mimebundle_()[0]["text/plain"].endswith("so far it holds:\n0F0 0F1\n1F0 1B0")
     with pytest.raises(ValueError, match="'1X0' is not an action"):
         builder.text = "0F0\n1X0"
