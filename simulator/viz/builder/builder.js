@@ -2,14 +2,14 @@
 // engine.js, which stands before it in one script, knows the rules, the times and the names. A notebook's widget renders
 // it with a model, a page with data: { levels, level, text, address } (address: the page's own fragment is the state).
 
-const ROW = 54, STRIP = 18, STEP = ROW + STRIP + 12, NAMES = 88, TOP = 24, AXIS = 26; // pixels; ROW holds two ghosts
+const ROW = 54, STRIP = 18, STEP = ROW + STRIP + 12, NAMES = 90, TOP = 24, AXIS = 26; // pixels; ROW holds two ghosts
 const LEAST = 18, WIDEST = 64, GHOST = 32; // pixels across: of the shortest box until the longest is WIDEST; of a ghost
 const FILL = { F: "#56B4E9", B: "#E69F00", I: "#F0E442", W: "#009E73" };
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
 const INK = "#111", BRAND = "#2f8de4", ALARM = "#D55E00", HELD = "#9a7bb0"; // on light paper and on dark
 const KEYS = "Keys: ↑ ↓ choose a rank; F, B, I, W or 1 to 9 place; ← → read what stands and what idles; U undo, R redo, " +
   "C critical path, H hint.";
-const BEGIN = "Click a dashed box, or press F.", TIMES = ["F", "I", "W", "message"];
+const BEGIN = "Click or tap a dashed box. By keys: Tab to the grid, then F.", TIMES = ["F", "I", "W", "message"];
 const MOST = { ranks: 16, microbatches: 64, per: 4 }, LONGEST_ADDRESS = 20000, LATER_MS = [0, 100, 300, 1000, 3000];
 
 const ms = (ns) => `${Number((ns / 1e6).toFixed(2))} ms`;
@@ -46,7 +46,7 @@ function siteOf(rows) {
   const all = rows.flat(), most = (name) => Math.max(0, ...all.map((one) => one[name])) + 1, ranks = rows.length;
   const stages = all.length ? most("stage") : ranks, microbatches = most("microbatch"), home = Array(stages).fill(all.length ? -1 : 0);
   if (ranks > MOST.ranks || microbatches > MOST.microbatches || stages > MOST.per * ranks) {
-    throw new Error(`${ranks} ranks, ${stages} stages and ${microbatches} micro-batches; here are up to 16 ranks of 4 stages, and 64 micro-batches`);
+    throw new Error(`the text has ${plural(ranks, "rank")}, ${plural(stages, "stage")}, micro-batches up to ${microbatches - 1}; here are up to 16 ranks of 4 stages, and 64 micro-batches`);
   }
   rows.forEach((row, rank) => row.forEach(({ stage }) => { home[stage] = rank; }));
   if (home.includes(-1)) throw new Error(`no line runs stage ${home.indexOf(-1)}`);
@@ -69,19 +69,19 @@ class ScheduleBuilder {
   // ---- the page's parts
 
   lay(parent) {
-    const root = this.root = make(parent, "section", { className: "distlab-builder" }, { "aria-label": "pipeline schedule builder" });
-    root.setAttribute("data-lm-suppress-shortcuts", "true"); // else JupyterLab takes the keys
-    this.tabs = make(root, "nav", { className: "levels" }, { "aria-label": "levels" });
-    this.title = make(root, "h4");
-    this.says = make(root, "p");
-    this.score = make(root, "p", { className: "score" });
-    this.scroll = make(root, "div", { className: "scroll" });
-    this.wide = make(this.scroll, "div");
-    this.canvas = make(this.wide, "canvas", { tabIndex: 0 }, { role: "application", "aria-roledescription": "schedule" });
-    this.line = make(root, "p", { className: "line" }, { role: "status", "aria-live": "polite" });
-    this.chips = make(root, "div", { className: "chips" }, { role: "group", "aria-label": "actions of the chosen rank" });
-    const bar = make(root, "div", { className: "bar" });
-    const button = (textContent, onclick) => make(bar, "button", { type: "button", textContent, onclick });
+    const entry = (kind, words, style) => `<li><i style="${style}">${kind}</i>${words}</li>`, legend = KINDS.map((kind) => entry(kind, WORDS[kind], `background:${FILL[kind]}`));
+    const root = this.root = make(parent, "section", { className: "distlab-builder", innerHTML: `
+      <nav class="levels" aria-label="levels"></nav><h4></h4><p class="says"></p><p class="score"></p>
+      <div class="scroll"><div class="wide"><canvas tabindex="0" role="application" aria-roledescription="schedule"></canvas></div></div>
+      <p class="line" role="status" aria-live="polite"></p><div class="chips" role="group" aria-label="actions of the chosen rank"></div>
+      <div class="bar"></div><div class="report" hidden></div>
+      <details><summary>Times and memory</summary><div class="sliders"></div></details>
+      <details><summary>As text</summary><textarea rows="5" spellcheck="false" aria-label="schedule, one line per rank"></textarea><div class="read"></div></details>
+      <ul class="legend">${legend.join("")}${entry("", "ready now", "border:1.5px dashed #888")}${entry("", "under each rank: the activations that it holds", `background:${HELD}`)}</ul>
+      <p class="keys">${KEYS}</p>` }, { "aria-label": "pipeline schedule builder", "data-lm-suppress-shortcuts": true }); // else JupyterLab takes the keys
+    for (const name of ["levels", "says", "score", "scroll", "wide", "line", "chips", "bar", "report", "sliders", "read", "keys"]) this[name === "levels" ? "tabs" : name] = root.querySelector(`.${name}`);
+    [this.title, this.canvas, this.area] = ["h4", "canvas", "textarea"].map((tag) => root.querySelector(tag));
+    const button = (textContent, onclick, bar = this.bar) => make(bar, "button", { type: "button", textContent, onclick });
     this.buttons = { undo: button("Undo", () => this.undo()), redo: button("Redo", () => this.redo()) };
     button("Start over", () => this.start(this.site, BEGIN));
     button("Hint", () => this.tell(this.site.hint));
@@ -89,26 +89,7 @@ class ScheduleBuilder {
     button("Run on real ranks", () => this.runOnRanks());
     button("Copy text", () => this.copy(print(this.build.rows), "the text: one line per rank"));
     if (this.address) button("Copy link", () => this.copy(location.href.split("#")[0] + this.fragment(), "the address of this schedule"));
-    this.report = make(root, "div", { className: "report", hidden: true });
-    const part = (className, textContent) => {
-      const details = make(root, "details", { className });
-      make(details, "summary", { textContent });
-      return make(details, "div");
-    };
-    this.sliders = part("sliders", "Times and memory");
-    const asText = part("text", "As text");
-    this.area = make(asText, "textarea", { rows: 5, spellcheck: false }, { "aria-label": "schedule, one line per rank" });
-    make(asText, "button", { type: "button", textContent: "Read this text", onclick: () => this.openText(this.area.value) });
-    const legend = make(root, "ul", { className: "legend" });
-    const entry = (textContent, words, style) => {
-      const item = make(legend, "li");
-      Object.assign(make(item, "i", { textContent }).style, style);
-      item.append(words);
-    };
-    for (const kind of KINDS) entry(kind, WORDS[kind], { background: FILL[kind] });
-    entry("", "ready now", { border: "1.5px dashed" });
-    entry("", "under each rank: the activations that it holds", { background: HELD });
-    this.keys = make(root, "p", { className: "keys", textContent: KEYS });
+    button("Read this text", () => this.openText(this.area.value), this.read);
   }
 
   listen() {
@@ -366,7 +347,7 @@ class ScheduleBuilder {
     const ready = this.offers[aim.rank].filter(({ reason }) => !reason);
     if (aim.ghost) return this.place(aim.ghost.action);
     if (aim.from === undefined && ready.length === 1) return this.place(ready[0].action);
-    this.tell(aim.from === undefined ? this.wordsOfRank() : this.wordsOf(aim));
+    this.tell(this.wordsOf(aim));
     this.refresh();
   }
 
@@ -378,16 +359,16 @@ class ScheduleBuilder {
     this.repaint();
   }
 
-  wordsOfRank() {
-    const offers = this.offers[this.rank], ready = offers.filter(({ reason }) => !reason).map(({ action }) => nameOf(action));
-    return `rank ${this.rank}: ${ready.length ? `can run ${ready.join(" or ")}` : offers[0]?.reason ?? "nothing left to do"}`;
+  wordsOfRank(rank = this.rank) {
+    const offers = this.offers[rank], ready = offers.filter(({ reason }) => !reason).map(({ action }) => nameOf(action));
+    return `rank ${rank}: ${ready.length ? `can run ${ready.join(" or ")}` : offers[0]?.reason ?? "nothing left to do"}`;
   }
 
   wordsOf({ ghost, action, idle, rank }) {
     const { graph, sum, solved: { times } } = this;
     if (ghost) return `${nameOf(ghost.action)} would run from ${ms(ghost.start)} to ${ms(ghost.start + ghost.took)}`;
     if (action !== undefined) return this.words(action);
-    if (idle === undefined) return "";
+    if (idle === undefined) return this.wordsOfRank(rank);
     if (idle >= 0) return `rank ${rank} idles: ${whyIdle(graph, this.table, times, idle)}`;
     const last = graph.actions[times.end.indexOf(sum.length)];
     return `rank ${rank} has nothing left to do; the step ends with ${nameOf(last)} on rank ${last.rank}`;
@@ -677,7 +658,7 @@ class ScheduleBuilder {
     text(`rank ${rank}`, 4, y + 15, "left");
     font(12, full ? "bold" : "");
     context.fillStyle = full ? ALARM : faint;
-    text(`holds ${now}${Number.isFinite(limit) ? ` of ${limit}` : ""}`, 4, y + 36, "left");
+    text(`holds ${now}${Number.isFinite(limit) ? ` / ${limit}` : ""}`, 4, y + 36, "left");
     font(12);
     context.fillStyle = faint;
     text(`most ${peaks([build.rows[rank]])[0]}`, 4, y + ROW + STRIP / 2, "left");
