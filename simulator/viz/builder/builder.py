@@ -19,8 +19,8 @@ from simulator.viz.builder.levels import levels_json, times_of
 from simulator.viz.drawing.pen import Bundle, Picture, with_picture
 from simulator.viz.schedules import draw_schedules, run_schedule
 
-HERE = Path(__file__)  # one script of two: the second uses what the first defines
-SCRIPTS = (HERE.with_name("engine.js"), HERE.with_name("builder.js"))
+HERE = Path(__file__)  # one script of four: each uses what those before it define
+SCRIPTS = tuple(HERE.with_name(f"{name}.js") for name in ("engine", "known", "grid", "builder"))
 KINDS = ("FB", "FIW", "FBIW")
 MAX_RANKS, MAX_MICROBATCHES, MAX_PER_RANK = 16, 64, 4
 
