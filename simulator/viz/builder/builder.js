@@ -166,7 +166,8 @@ class ScheduleBuilder extends Grid {
     const { site } = this;
     try {
       const rows = computations(parse(text)), whole = siteOf(rows);
-      const fits = rows.length === site.ranks && whole.microbatches <= site.microbatches && [...whole.kinds].every((kind) => site.kinds.includes(kind))
+      const fewer = whole.microbatches < site.microbatches && check(rows); // a schedule that is whole has a size of its own
+      const fits = rows.length === site.ranks && (fewer || whole.microbatches === site.microbatches) && [...whole.kinds].every((kind) => site.kinds.includes(kind))
         && rows.every((row, rank) => row.every(({ stage }) => site.home[stage] === rank));
       if (!fits || (site.id === "own" && rows.flat().length && !same(whole, site))) this.start(whole, "");
       const reason = this.load(rows);
@@ -188,8 +189,7 @@ class ScheduleBuilder extends Grid {
     this.saving = setTimeout(() => {
       const text = print(this.build.rows);
       if (this.area !== document.activeElement) this.area.value = text;
-      this.model?.set({ text, times: this.times });
-      this.model?.save_changes();
+      this.toKernel(() => { this.model?.set({ text, times: this.times }); this.model?.save_changes(); });
       if (!this.address) return;
       this.own = this.fragment();
       if (!this.given) this.store(`at-${this.site.id}`, this.own);
@@ -284,10 +284,14 @@ class ScheduleBuilder extends Grid {
     this.report.append(", then ");
     make(this.report, "code", { textContent: `distlab lab 09 --ranks ${build.ranks} --schedule my_order.txt${layers}` });
     if (!model) return this.tell("The line below runs it on real ranks.");
-    model.send({ run: text });
-    this.tell(`Asked the kernel to run it on ${plural(build.ranks, "real rank")}.`);
-    this.patience = setTimeout(() => this.tell("The kernel does not answer: it is busy, or gone. What you built stays, and runs in a terminal as below."), 5000);
+    const silent = "The kernel does not answer: it is busy, or gone. What you built stays, and runs in a terminal as below.";
+    const sent = this.toKernel(() => model.send({ run: text }));
+    this.tell(sent ? `Asked the kernel to run it on ${plural(build.ranks, "real rank")}.` : silent);
+    if (sent) this.patience = setTimeout(() => this.tell(silent), 5000);
   }
+
+  // Does what needs the kernel; returns whether its channel is open.
+  toKernel(act) { try { act(); return true; } catch { return false; } }
 
   // What the kernel says of a run: that it has begun; how it went, with a picture; or why not.
   answer({ began, said, picture, title }) {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import anywidget
 import traitlets
 
-from distlab.plan import Schedule, ScheduleError, parse_schedule, validate
+from distlab.plan import Schedule, parse_schedule, validate
 from simulator.viz.builder.levels import levels_json, times_of
 from simulator.viz.drawing.pen import Bundle, Picture, with_picture
 from simulator.viz.schedules import draw_schedules, run_schedule
@@ -44,7 +44,7 @@ def lab_of_lesson_9(schedule: Schedule) -> LabPicture:
     """Train a small GPT by a schedule, on as many real ranks as it has, in processes of their own.
 
     Raises:
-        RuntimeError: the lab failed; the text is its last line.
+        RuntimeError: the lab failed; the text is the first line of what it says.
     """
     with TemporaryDirectory() as folder:
         order, traces = Path(folder, "my_order.txt"), Path(folder, "traces")
@@ -54,7 +54,7 @@ def lab_of_lesson_9(schedule: Schedule) -> LabPicture:
         command = [sys.executable, "-m", "distlab", "lab", "09", *flags]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not (picture := traces / "timeline.png").is_file():
-            raise RuntimeError(f"lab 09: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+            raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[0])
         lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("your schedule:")]
         return LabPicture(picture.read_bytes(), "measured over predicted", "; ".join(lines))
 
@@ -135,9 +135,9 @@ class ScheduleBuilder(anywidget.AnyWidget):
         """What stands in it.
 
         Raises:
-            ScheduleError: it is not finished, or cannot run.
+            ValueError: it is not finished, or cannot run.
         """
-        schedule = parse_schedule(self.text or ",")
+        schedule = parse_schedule(self.text)
         validate(schedule)
         return schedule
 
@@ -146,7 +146,7 @@ class ScheduleBuilder(anywidget.AnyWidget):
         """The finished schedule as a figure, with its words.
 
         Raises:
-            ScheduleError: it is not finished, or cannot run.
+            ValueError: it is not finished, or cannot run.
         """
         return draw_schedules([run_schedule("your schedule", self.schedule, times_of({"times": self.times}))])
 
@@ -157,7 +157,7 @@ class ScheduleBuilder(anywidget.AnyWidget):
             on_ranks: as of `schedule_builder`; None is the builder's own.
 
         Raises:
-            ScheduleError: the schedule is not finished, or cannot run.
+            ValueError: the schedule is not finished, or cannot run.
             RuntimeError: the ranks failed; the text says why.
         """
         picture = (on_ranks or self._on_ranks)(self.schedule)
@@ -179,6 +179,6 @@ class ScheduleBuilder(anywidget.AnyWidget):
         shown = super()._repr_mimebundle_()
         try:
             picture = self.picture
-        except ScheduleError:
+        except ValueError:
             return with_picture(shown, b"", title="", words=f"A schedule builder; so far it holds:\n{self.text}")
         return with_picture(shown, picture.png(), title=picture.title, words=picture.words)
