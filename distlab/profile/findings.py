@@ -308,7 +308,7 @@ def report(profile: Profile, predicted: Profile | None = None) -> str:
         profile: what was measured.
         predicted: the same step as a simulator sees it: a row under the table.
     """
-    lines = [headline(profile), "", *_table(profile, predicted), ""]
+    lines = [headline(profile), "", *_table(profile, predicted), "", _critical_path(profile)]
     found = find(profile)
     lines += [str(finding) for finding in found]
     if not found and not profile.unmarked:
@@ -316,6 +316,15 @@ def report(profile: Profile, predicted: Profile | None = None) -> str:
         lines.append(f"Nothing was found that costs {FLOOR * 100:.0f} % of {whole} or more.")
     lines += [f"Note: {note}" for note in profile.notes]
     return "\n".join(lines)
+
+
+def _critical_path(profile: Profile) -> str:
+    """Say what decides how long the middle step is, or which marks are missing for it."""
+    if profile.unmarked:
+        return f"Critical path: not known, since {ranks_in_words(profile.unmarked)} marked no section."
+    if len(profile.ranks) > 1 and not (profile.calls.number >= 0).any():
+        return "Critical path: not known, since no call that ranks made together is in the trace."
+    return str(profile.middle_step().critical_path())
 
 
 def headline(profile: Profile) -> str:
