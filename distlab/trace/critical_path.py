@@ -109,18 +109,16 @@ class CriticalPath:
         return f"{chain[0].name} waits for {told[0]}" + (f", and so for {told[-1]}" if len(told) > 1 else "")
 
     def __str__(self) -> str:
-        parts, gains, whole_s = [], [], sum(span.duration_s for span in self.spans)
+        parts, gains, whole_ns = [], [], sum(span.end_ns - span.start_ns for span in self.spans)
         for kind, share in list(self.shares.items())[:SHOWN]:
-            on = Counter[int]()
+            own, name = Counter[int](), WORDS.get(kind, kind)
             for span in self.spans:
-                on[span.rank] += (span.end_ns - span.start_ns) * (span.kind == kind and kind not in TOGETHER)
-            ((rank, most_ns),) = on.most_common(1)
-            where = f" on rank {rank}" if most_ns > MOST * share * whole_s * 1e9 else ""
-            parts.append(f"{WORDS.get(kind, kind)} {share * 100:.0f} %{where}")
-            gains += [f"{WORDS.get(kind, kind)} {self.gains_s[kind] / whole_s * 100:.1f} %"] * (kind in self.gains_s)
-        return (
-            f"Critical path: {', '.join(parts)}. With 10 % less of one kind all would be shorter: {', '.join(gains)}."
-        )
+                own[span.rank] += (span.end_ns - span.start_ns) * (span.kind == kind and kind not in TOGETHER)
+            ((rank, most_ns),) = own.most_common(1)
+            parts.append(f"{name} {share * 100:.0f} %" + f" on rank {rank}" * (most_ns > MOST * share * whole_ns))
+            gains += [f"{name} {self.gains_s.get(kind, 0.0) * 1e11 / whole_ns:.1f} %"] * (kind in self.gains_s)
+        told = f"Critical path: {', '.join(parts) or 'no span takes any time'}."
+        return told + f" With 10 % less of one kind all would be shorter: {', '.join(gains)}." * bool(gains)
 
 
 def _reached(need: Need) -> int:
@@ -155,7 +153,8 @@ def _inferred(trace: Sequence[Span]) -> tuple[list[Span], list[list[Need]], list
     order = sorted(found.needs, key=lambda row: (found.work[row].start_ns, found.work[row].end_ns))
     place = {row: number for number, row in enumerate(order)} | {-1: -1}
     for row, needs in found.needs.items():
-        found.needs[row] = [need for need in needs if place[need.row] < place[row]]
+        needs = [need for need in needs if place[need.row] < place[row]]
+        found.needs[row] = needs or _later([], found.work[row].start_ns)
     return found.work, [found.needs.get(row, []) for row in range(len(trace))], order
 
 
@@ -252,8 +251,10 @@ class _Inference:
 
     def _maker(self, row: int, by_ns: int) -> list[int]:
         """Return what brings or makes the input of a pass or a message, in its replica: the last that had ended."""
-        key, rank = key_of(self.work[row]), self.work[row].rank
-        for wanted in _inputs(key) if key else ():
+        rank = self.work[row].rank
+        if (key := key_of(self.work[row])) is None:
+            return []
+        for wanted in _inputs(key):
             if ranks := sorted(self.by_key.get(wanted, ())):
                 place = min(sorted(self.by_key[key]).index(rank), len(ranks) - 1)
                 rows = self.by_key[wanted][rank if rank in ranks else ranks[place]]

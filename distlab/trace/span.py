@@ -65,31 +65,26 @@ def number_calls(spans: Iterable[Span], steps: Iterable[int]) -> list[int]:
 
     Ranks that made different numbers of calls of a kind in a step have no partners there.
     """
-    count: Counter[tuple[object, ...]] = Counter()
-    keys: list[tuple[object, ...]] = []  # step, channel, kind and which; () for what has no partners
-    for span, when in zip(spans, steps, strict=True):
-        channel, kind = span.lane, "message" if span.kind in ("send", "recv") else span.kind
-        if (known := key_of(span)) and known[0]:
-            side, stage, letter, microbatch = known
+    count, totals, keys = Counter[tuple[int, object]](), dict[object, set[int]](), []
+    for span, step in zip(spans, steps, strict=True):
+        channel, kind = f"{span.lane} {span.stage}", "message" if span.kind in ("send", "recv") else span.kind
+        if (message := key_of(span)) and message[0]:
+            side, stage, letter, microbatch = message
             edge = stage - ((side == "RECV") == (letter == "F"))  # between this stage and the next
             channel, kind = f"{edge} {letter} {microbatch}", "message"
-        if kind == "message" or kind in TOGETHER:
-            count[span.rank, when, channel, kind] += 1
-            keys.append((when, channel, kind, count[span.rank, when, channel, kind]))
-        else:
-            keys.append(())
-    numbers: dict[tuple[object, ...], int] = {}
-    partners = Counter(keys)
-    totals: dict[tuple[object, ...], set[int]] = {}
-    for (_, *which), total in count.items():
-        totals.setdefault(tuple(which), set()).add(total)
-    found = []
-    for key in keys:
-        known = bool(key) and partners[key] > 1 and len(totals[key[:3]]) == 1
-        if key and key[2] == "message":
-            known = partners[key] == 2
-        found.append(numbers.setdefault(key, len(numbers)) if known else -1)
-    return found
+        where = step, channel, kind
+        count[span.rank, where] += kind == "message" or kind in TOGETHER
+        keys.append((where, count[span.rank, where]))  # 0: it has no partners
+    for (_, at), total in count.items():
+        totals.setdefault(at, set()).add(total)
+    partners, numbers = Counter(keys), dict[object, int]()
+
+    def has_partners(where: tuple[int, str, str], place: int) -> bool:
+        if where[2] == "message":
+            return partners[where, place] == 2
+        return place > 0 and partners[where, place] > 1 and len(totals[where]) == 1
+
+    return [numbers.setdefault(key, len(numbers)) if has_partners(*key) else -1 for key in keys]
 
 
 def noted_twice(spans: Sequence[Span]) -> list[bool]:

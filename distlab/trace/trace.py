@@ -157,14 +157,12 @@ class Trace:
         """Find the chain of spans and waits that decides when the last rank ends, and what shorter spans would win.
 
         With `needs`, or of `simulate_schedule`, path and gains are exact. Else what a span waits for is inferred from
-        what is recorded: the path has no holes, and gains are estimates, since what never held anything up is not recorded.
-        Clocks have to be aligned; without calls or messages nothing ties ranks.
+        what is recorded. Then gains are estimates: what never held anything up is not recorded. Clocks have to be
+        aligned; without calls or messages nothing ties ranks. It takes about 30 us a span, and each gain 3 us.
 
         Args:
             needs: of each row, the rows that must have ended before it, beside its lane's previous one, as the event
                 engine's graphs have them; None: inferred.
-
-        Cost: about 30 us a span, and 3 us for each kind whose gain is asked for.
 
         Raises:
             ValueError: `needs` has a different length, or spans need each other in a circle.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,17 +78,19 @@ def draw_scene(
     for heading in scene.headings:
         axes.text(view[0], heading.at, heading.text, **look)
     _mark_ends(axes, scene.sides, words)
-    for boxes_s in path_boxes(scene, paths):
-        outlines = [[(x, y), (end, y), (end, y + height), (x, y + height)] for x, end, y, height in boxes_s]
-        axes.add_collection(
-            PolyCollection(outlines, facecolors="none", edgecolors=CRITICAL, linewidths=2.0, zorder=3, gid="critical"),
-            autolim=False,
-        )
-        corners = [(x, y + height / 2) for start, end, y, height in boxes_s for x in (start, end)]
-        axes.plot(*zip(*corners, strict=True), color=CRITICAL, linewidth=1.2)
+    _outline(axes, path_boxes(scene, paths))
     put_title(figure, words.title, note)
     put_legend(figure, boxes)
     return figure
+
+
+def _outline(axes: Axes, paths: Sequence[Sequence[Sequence[float]]]) -> None:
+    """Draw an outline around the boxes of each path, and a line from each box to the next."""
+    for boxes in paths:
+        edges = [[(x, y), (end, y), (end, y + height), (x, y + height)] for x, end, y, height in boxes]
+        edges += [[(a[1], a[2] + a[3] / 2), (b[0], b[2] + b[3] / 2)] for a, b in pairwise(boxes)]
+        look: dict[str, Any] = {"facecolors": "none", "edgecolors": CRITICAL, "linewidths": 1.8, "gid": "critical"}
+        axes.add_collection(PolyCollection(edges, zorder=3, **look), autolim=False)
 
 
 def draw_rows(axes: Axes, scene: Scene, view: View, *, dim: bool = False) -> None:
@@ -184,7 +186,7 @@ def find_paths(scene: Scene) -> tuple[CriticalPath, ...]:
     return tuple(replace(side.trace, words=own).critical_path() for side, own in zip(scene.sides, words, strict=True))
 
 
-def path_boxes(scene: Scene, paths: Sequence[CriticalPath]) -> list[list[tuple[float, ...]]]:
+def path_boxes(scene: Scene, paths: Sequence[CriticalPath]) -> list[list[list[float]]]:
     """Return of each path the boxes that have a row: start and end in seconds, top and height [sides][N, 4]."""
     found = []
     for which, path in enumerate(paths):

@@ -79,11 +79,11 @@ function paintPaths(context, paths, { left, wide, unit, tall }, xOf) {
     for (const [start, end, top, height] of boxes) {
       context.strokeRect(xOf(start), TOP + top * unit, Math.max(xOf(end) - xOf(start), 1), height * unit);
     }
-    context.lineWidth = 1.2;
     context.beginPath();
-    for (const [start, end, top, height] of boxes) {
-      for (const time of [start, end]) context.lineTo(xOf(time), TOP + (top + height / 2) * unit);
-    }
+    boxes.forEach(([start, end, top, height], place) => { // from each box to the next
+      if (place) context.lineTo(xOf(start), TOP + (top + height / 2) * unit);
+      context.moveTo(xOf(end), TOP + (top + height / 2) * unit);
+    });
     context.stroke();
   }
   context.restore();

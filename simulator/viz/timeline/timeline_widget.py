@@ -181,10 +181,11 @@ class Timeline(anywidget.AnyWidget):
             self.kinds = kinds_of(scene.styles)
             self.limit_s = scene.limit_s
             self.ends = {"at_s": ends_s, "text": words.ends, "bands_s": words.bands, "dim": words.dim}
-            self.until_s, self.problem, self.critical = None, "", False
+            self.until_s, self.problem = None, ""
             self.view = (0.0, end_s)
             self._scene, self._paths = scene, ()
             self._pack(force=True)
+            self._show_paths()
 
     @traitlets.validate("view")
     def _onto_the_spans(self, proposal: Any) -> View:
@@ -215,24 +216,25 @@ class Timeline(anywidget.AnyWidget):
         with self.hold_sync():
             self.packed, self.packet = packed, packet
 
-    def _found_paths(self) -> tuple[CriticalPath, ...]:
+    def _find_paths(self) -> tuple[CriticalPath, ...]:
+        assert self._scene is not None, "put() made it"
         self._paths = self._paths or timeline.find_paths(self._scene)
         return self._paths
 
     @traitlets.observe("critical")
-    def _show_paths(self, _change: object) -> None:
+    def _show_paths(self, _change: object = None) -> None:
         with self.hold_sync():
-            shown = self._found_paths() if self.critical and self._scene is not None else ()
-            self.paths = timeline.path_boxes(self._scene, shown) if shown else []
-            self.path_words = str(shown[0]) if shown else ""
+            self.paths, self.path_words = [], ""
+            if self.critical and self._scene is not None:
+                self.paths = timeline.path_boxes(self._scene, self._find_paths())
+                self.path_words = str(self._paths[0])
 
     @traitlets.observe("asked")
     def _tell_why_idle(self, _change: object) -> None:
-        number, at_s = self.asked
-        row = self.rows[number]
-        which = next(which for which, of in enumerate(self._scene.row_of) if (of == number).any())
-        why = self._found_paths()[which].waits_for(row["rank"], round(at_s * 1e9))
-        self.told = {"asked": self.asked, "why": why}
+        (number, at_s), paths = self.asked, self._find_paths()
+        for row_of, path in zip(self._scene.row_of if self._scene else (), paths, strict=True):
+            if (row_of == number).any():
+                self.told = {"asked": self.asked, "why": path.waits_for(self.rows[number]["rank"], round(at_s * 1e9))}
 
     @property
     def figure(self) -> Figure:
