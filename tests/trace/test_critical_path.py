@@ -1,9 +1,11 @@
 """The critical path is the longest of all paths, and a gain what is missing when all is timed anew."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from seeded import seeded
+from seeded import draw, seeded, simulate_job
 
 from distlab.plan import ActionTimes, make_schedule
 from distlab.profile import Profile, report
@@ -29,11 +31,11 @@ def chains(needs, lengths, row):
 
 def test_of_350_random_graphs_path_and_gains_are_those_of_all_chains():
     for seed in range(350):
-        draw, graph, needs = random.Random(seed), Graph(), []
-        for row in range(draw.randint(1, 9)):
-            needs.append([each for each in range(row) if draw.random() < 0.3])
-            graph.add(draw.randrange(3), draw.randrange(2), draw.randint(0, 4), needs=needs[row])
-        kinds, times = draw.choices("abc", k=len(needs)), run(graph)
+        chance, graph, needs = random.Random(seed), Graph(), []
+        for row in range(chance.randint(1, 9)):
+            needs.append([each for each in range(row) if chance.random() < 0.3])
+            graph.add(chance.randrange(3), chance.randrange(2), chance.randint(0, 4), needs=needs[row])
+        kinds, times = chance.choices("abc", k=len(needs)), run(graph)
         words = {"lane": list(map(str, graph.lane)), "name": "one", "kind": kinds}
         path = Trace.from_columns(rank=graph.rank, **words, **times._asdict()).critical_path(needs)
         lanes = list(zip(graph.rank, graph.lane, strict=True))
@@ -50,10 +52,10 @@ def test_of_350_random_graphs_path_and_gains_are_those_of_all_chains():
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v", "naive"])
 def test_of_schedules_a_gain_is_what_the_simulator_saves(name):
     for seed in range(8):
-        draw = random.Random(seed)
-        ranks, parts = draw.randint(2, 5), 2 if name in ("interleaved", "zb_v") else 1
-        schedule = make_schedule(name, ranks, 2 * ranks * draw.randint(1, 2), stages_per_rank=parts)
-        times = ActionTimes(*([10 * draw.randint(1, 30) for _ in range(ranks * parts)] for _ in range(4)))
+        chance = random.Random(seed)
+        ranks, parts = chance.randint(2, 5), 2 if name in ("interleaved", "zb_v") else 1
+        schedule = make_schedule(name, ranks, 2 * ranks * chance.randint(1, 2), stages_per_rank=parts)
+        times = ActionTimes(*([10 * chance.randint(1, 30) for _ in range(ranks * parts)] for _ in range(4)))
         before = simulate_schedule(schedule, times, unit_s=1e-6)
         path = before.trace.critical_path()
         assert length_ns(path) == round(before.duration_s * 1e9)
@@ -86,6 +88,18 @@ def test_a_slow_rank_is_named_and_what_is_missing_is_said():
         (~trace.is_word("kind", "all_reduce", "wait"), "no call that ranks made together is in the trace"),
     ):
         assert f"Critical path: not known, since {missing}." in report(Profile.of(trace.select(kept)))
+
+
+def test_inferred_gains_are_those_of_a_run_whose_layers_or_wire_are_faster():
+    for number in range(5):
+        job = draw(np.random.default_rng(number))
+        layers = replace(job, forward_ns=tuple(round(0.9 * length) for length in job.forward_ns))
+        wire = replace(job, latency_ns=round(0.9 * job.latency_ns), ns_per_byte=0.9 * job.ns_per_byte)
+        usual, faster, quicker = (simulate_job(one, np.random.default_rng(number)) for one in (job, layers, wire))
+        path = usual.critical_path()
+        gains = path.gain_s(lambda span: 10 * (span.kind in "FB")), path.gains_s["all_reduce"]
+        saved = [usual.duration_s - other.duration_s for other in (faster, quicker)]
+        assert gains == pytest.approx(saved, abs=1e-4 * usual.duration_s)
 
 
 def test_of_equal_paths_one_is_taken_and_neither_alone_wins_anything():
