@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from distlab.comm.agree import ranks_in_words
 from distlab.profile.sections import SECTIONS, STEP, SectionMoments, covers, moments_of, windows_of
-from distlab.trace import Trace
+from distlab.trace import CriticalPath, Trace
 from distlab.trace.span import RECEIVES, TOGETHER, noted_twice, number_calls
 
 Floats = NDArray[np.float64]
@@ -211,13 +211,21 @@ class Profile:
         shown = [index for index, name in enumerate(SECTIONS) if name != "other" or mean[:, index].any()]
         return {rank: {SECTIONS[i]: float(mean[row, i]) for i in shown} for row, rank in enumerate(self.ranks)}
 
+    @property
+    def middle(self) -> int:
+        """The number of the step of median length."""
+        return int(np.argsort(self.step_s, kind="stable")[self.num_steps // 2])
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """What decides how long the middle step is."""
+        return self.middle_step().critical_path()
+
     def middle_step(self) -> Trace:
         """Return what all ranks did in the step of median length: spans that lie in it, for a picture."""
-        order = np.argsort(self.step_s, kind="stable")
-        step = int(order[len(order) // 2])
         parts = []
         for rank, windows in self.windows_ns.items():
-            start, end = windows[step]
+            start, end = windows[self.middle]
             own = self.trace.select(self.trace.rank == rank)
             inside = (own.start_ns >= start) & (own.end_ns <= end) & ~own.is_word("lane", STEP)
             parts.append(own.select(inside))

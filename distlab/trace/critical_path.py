@@ -82,17 +82,19 @@ class CriticalPath:
             if kind != WAIT
         }
 
-    def gain_s(self, percent: Callable[[Span], int]) -> float:
+    def gain_s(self, percent: Callable[[Span], float]) -> float:
         """Return the seconds that all would be shorter if spans took some percent less: each is timed anew."""
-        rate, begin, last = [100 - percent(span) for span in self.work], [0] * len(self.work), 0  # hundredths of ns
+        rate = [100 - percent(span) for span in self.work]
+        begin: list[float] = [0] * len(self.work)  # in hundredths of a nanosecond: exact, of whole percents
 
-        def moment(row: int, at_ns: int) -> int:
+        def moment(row: int, at_ns: int) -> float:
             return begin[row] + rate[row] * (at_ns - self.work[row].start_ns) if row >= 0 else 100 * at_ns
 
         for row in self.order:
             begin[row] = max(moment(need.row, need.at_ns) + 100 * need.later_ns for need in self.needs[row])
-            last = max(last, moment(row, self.work[row].end_ns))
-        return (100 * max((span.end_ns for span in self.work), default=0) - last) / 1e11
+        ends = [(100 * self.work[row].end_ns, moment(row, self.work[row].end_ns)) for row in self.order] or [(0, 0)]
+        before, after = map(max, zip(*ends, strict=True))
+        return (before - after) / 1e11
 
     def waits_for(self, rank: int, at_ns: int) -> str:
         """Say what an idle rank waits for, back to what goes on, or had ended, by then; "" where nothing tells."""
