@@ -78,7 +78,7 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
     slow = (np.median(slower, axis=1) >= SLOWER) & ((slower >= 1 + (SLOWER - 1) / 2).mean(axis=1) >= OFTEN)
     slow &= _deviations_from_others(work) >= SURELY
     if slow.any():
-        shorter = np.where(slow, 100 - 100 / np.median(slower, axis=1), 0.0)
+        shorter = np.where(slow, 100 - 100 / np.maximum(np.median(slower, axis=1), 1.0), 0.0)
         cost_s = _gain_s(profile, dict(zip(profile.ranks, shorter.tolist(), strict=True)))
         if cost_s < FLOOR * step_s:
             return

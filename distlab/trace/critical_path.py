@@ -19,6 +19,7 @@ from distlab.trace.span import RECEIVES, TOGETHER, Key, Span, key_of, noted_twic
 
 WAIT, FREE = "wait", "send"  # a kind; the lane of hand-overs that do not wait for one another
 NEVER = -(2**63)
+OWN = ("compute", WAIT)  # lanes of what a rank itself does, or waits for; all else runs beside it
 WORDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients", "": "other", WAIT: "waiting"}
 SHOWN, MOST = 3, 0.9  # kinds, or links of a chain, that are told; the part of a kind that makes it one rank's
 Rows = dict[int, list[int]]  # of each rank
@@ -76,11 +77,8 @@ class CriticalPath:
     @cached_property
     def gains_s(self) -> dict[str, float]:
         """The seconds that all would be shorter if spans of one kind took 10 % less; kinds off the path win nothing."""
-        return {
-            kind: self.gain_s(lambda span, kind=kind: 10 * (span.kind == kind))  # type: ignore[misc]
-            for kind in self.shares
-            if kind != WAIT
-        }
+        kinds = [kind for kind in self.shares if kind != WAIT]
+        return {kind: self.gain_s(lambda span, kind=kind: 10 * (span.kind == kind)) for kind in kinds}  # type: ignore[misc]
 
     def gain_s(self, percent: Callable[[Span], float]) -> float:
         """Return the seconds that all would be shorter if spans took some percent less: each is timed anew."""
@@ -92,13 +90,14 @@ class CriticalPath:
 
         for row in self.order:
             begin[row] = max(moment(need.row, need.at_ns) + 100 * need.later_ns for need in self.needs[row])
-        ends = [(100 * self.work[row].end_ns, moment(row, self.work[row].end_ns)) for row in self.order] or [(0, 0)]
-        before, after = map(max, zip(*ends, strict=True))
-        return (before - after) / 1e11
+        before = max((100 * self.work[row].end_ns for row in self.order), default=0)
+        return (before - max((moment(row, self.work[row].end_ns) for row in self.order), default=0)) / 1e11
 
     def waits_for(self, rank: int, at_ns: int) -> str:
         """Say what an idle rank waits for, back to what goes on, or had ended, by then; "" where nothing tells."""
-        mine = (row for row, span in enumerate(self.work) if span.rank == rank and is_own(span) and span.end_ns > at_ns)
+        mine = (
+            row for row, span in enumerate(self.work) if span.rank == rank and span.lane in OWN and span.end_ns > at_ns
+        )
         row, until, chain = min(mine, key=lambda each: self.work[each].end_ns, default=-1), at_ns + 1, list[Span]()
         while row >= 0:
             chain.append(self.work[row])
@@ -106,7 +105,7 @@ class CriticalPath:
                 break
             row, until, _ = max(self.needs[row], key=_reached)
         told = [f"{span.name} of rank {span.rank}" for span in chain[1:]]
-        if row < 0 or not told or (len(told) == 1 and chain[-1].rank == rank and is_own(chain[-1])):
+        if row < 0 or not told or (len(told) == 1 and chain[-1].rank == rank and chain[-1].lane in OWN):
             return ""
         return f"{chain[0].name} waits for {told[0]}" + (f", and so for {told[-1]}" if len(told) > 1 else "")
 
@@ -125,11 +124,6 @@ class CriticalPath:
 
 def _reached(need: Need) -> int:
     return need.at_ns + need.later_ns
-
-
-def is_own(span: Span) -> bool:
-    """Tell what a rank itself does, or waits for, from what runs beside it."""
-    return span.lane in ("compute", WAIT)
 
 
 def _later(moments: Sequence[tuple[int, int]], begin_ns: int) -> list[Need]:
@@ -172,7 +166,7 @@ class _Inference:
         for row in by_start:
             if key := key_of(trace[row]):
                 self.by_key[key][trace[row].rank].append(row)
-            if is_own(trace[row]):
+            if trace[row].lane in OWN:
                 self.own[trace[row].rank].append(row)
             elif trace[row].lane != "step" and not twice[row]:
                 calls.append(row)
@@ -191,19 +185,15 @@ class _Inference:
     def _partners(self, calls: Sequence[int]) -> Rows:
         """Return for which calls each waits: itself; of a collective those of all ranks; of a receive its send."""
         spans, groups, found = self.work, defaultdict[int, list[int]](list), dict[int, list[int]]()
-        for row, number in zip(calls, number_calls([spans[row] for row in calls], [0] * len(calls)), strict=True):
-            groups[number].append(row)
-        for number, group in groups.items():
-            for row in group:
-                found[row] = [row]
-                if spans[row].kind in RECEIVES:
-                    sends = [each for each in group if number >= 0 and each != row] or self._maker(
-                        row, spans[row].end_ns
-                    )
-                    in_time = bool(sends) and spans[row].start_ns <= spans[sends[0]].start_ns
-                    found[row] = sends + [row] * (not in_time)
-                elif spans[row].kind in TOGETHER and number >= 0:
-                    found[row] = group
+        numbers = number_calls([spans[row] for row in calls], [0] * len(calls))
+        for row, number in zip(calls, numbers, strict=True):
+            groups[number if number >= 0 else -1 - row].append(row)
+        for row, group in ((row, each) for each in groups.values() for row in each):
+            found[row] = group if spans[row].kind in TOGETHER else [row]
+            if spans[row].kind in RECEIVES:
+                sends = [each for each in group if each != row] or self._maker(row, spans[row].end_ns)
+                in_time = bool(sends) and spans[row].start_ns <= spans[sends[0]].start_ns
+                found[row] = sends + [row] * (not in_time)
         return found
 
     def _find_work(self, calls: Sequence[int], partners: Rows) -> Rows:
@@ -211,13 +201,13 @@ class _Inference:
         trace, before, last = [*self.work], dict[int, list[int]](), dict[tuple[int, str], int]()
         for row in calls:
             span, met, lane = trace[row], partners[row], (trace[row].rank, trace[row].lane)
-            came, end = max(trace[each].start_ns for each in met), span.end_ns
+            came, end = max([span.start_ns, *(trace[each].start_ns for each in met)]), span.end_ns
             if span.kind in TOGETHER:
                 end = min(end, max(came, min(trace[each].end_ns for each in met)))
-            earlier = last.get(lane, -1)
-            before[row] = [earlier] * (earlier >= 0 and span.lane != FREE and self.work[earlier].end_ns <= end)
-            came = max([span.start_ns, came, *(self.work[each].end_ns for each in before[row])])
-            self.work[row] = span._replace(start_ns=min(came, end), end_ns=end)
+            free = lane not in last or span.lane == FREE or self.work[last[lane]].end_ns > end
+            before[row] = [] if free else [last[lane]]
+            begin = max([came, *(self.work[each].end_ns for each in before[row])])
+            self.work[row] = span._replace(start_ns=min(begin, end), end_ns=end)
             last[lane] = row
         return before
 
@@ -271,9 +261,5 @@ def _inputs(key: Key) -> list[Key]:
     near = stage - 1 if letter == "F" else stage + 1
     if what == "SEND" or letter == "W":
         return [("", stage, letter.replace("W", "B"), microbatch)]
-    if what == "RECV":
-        return [("SEND", near, letter, microbatch)]
-    return [
-        (*place, microbatch)
-        for place in (("RECV", stage, letter), ("SEND", near, letter), ("", near, letter), ("", stage, "F"))
-    ]
+    makers = [("SEND", near, letter, microbatch), ("", near, letter, microbatch), ("", stage, "F", microbatch)]
+    return makers[:1] if what == "RECV" else [("RECV", stage, letter, microbatch), *makers]

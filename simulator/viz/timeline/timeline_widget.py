@@ -185,7 +185,7 @@ class Timeline(anywidget.AnyWidget):
             self.view = (0.0, end_s)
             self._scene, self._paths = scene, ()
             self._pack(force=True)
-            self._show_paths()
+            self._look_back({"name": "critical"})
 
     @traitlets.validate("view")
     def _onto_the_spans(self, proposal: Any) -> View:
@@ -216,25 +216,19 @@ class Timeline(anywidget.AnyWidget):
         with self.hold_sync():
             self.packed, self.packet = packed, packet
 
-    def _find_paths(self) -> tuple[CriticalPath, ...]:
-        assert self._scene is not None, "put() made it"
-        self._paths = self._paths or timeline.find_paths(self._scene)
-        return self._paths
-
-    @traitlets.observe("critical")
-    def _show_paths(self, _change: object = None) -> None:
-        with self.hold_sync():
-            self.paths, self.path_words = [], ""
-            if self.critical and self._scene is not None:
-                self.paths = timeline.path_boxes(self._scene, self._find_paths())
-                self.path_words = str(self._paths[0])
-
-    @traitlets.observe("asked")
-    def _tell_why_idle(self, _change: object) -> None:
-        (number, at_s), paths = self.asked, self._find_paths()
-        for row_of, path in zip(self._scene.row_of if self._scene else (), paths, strict=True):
-            if (row_of == number).any():
-                self.told = {"asked": self.asked, "why": path.waits_for(self.rows[number]["rank"], round(at_s * 1e9))}
+    @traitlets.observe("critical", "asked")
+    def _look_back(self, change: Any) -> None:
+        """Find the critical paths when they are first asked for; show them, or say why a rank is idle."""
+        if self._scene is None:
+            return
+        if self.critical or change["name"] == "asked":
+            self._paths = self._paths or timeline.find_paths(self._scene)
+        shown = self._paths if self.critical else ()
+        self.paths, self.path_words = timeline.path_boxes(self._scene, shown), str(shown[0]) if shown else ""
+        if change["name"] == "asked":
+            (number, at_s), sides = self.asked, zip(self._scene.row_of, self._paths, strict=True)
+            path = next(path for row_of, path in sides if (row_of == number).any())
+            self.told = {"asked": self.asked, "why": path.waits_for(self.rows[number]["rank"], round(at_s * 1e9))}
 
     @property
     def figure(self) -> Figure:
