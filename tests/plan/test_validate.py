@@ -54,18 +54,11 @@ def runs_to_the_end(schedule):
 @st.composite
 def shuffled(draw):
     """A valid schedule with some actions swapped: right or wrong, as chance has it."""
-    split = draw(st.booleans())
-    num_ranks, num_microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    schedule = draw(st.sampled_from([plan.gpipe, plan.one_f_one_b]))(num_ranks, num_microbatches)
-    ranks = [schedule.actions(rank) for rank in range(num_ranks)]
-    if split:
-        halves = [[a] if a.kind == "F" else [a._replace(kind="I"), a._replace(kind="W")] for row in ranks for a in row]
-        size = 2 * num_microbatches
-        ranks = [sum(halves[r * size : (r + 1) * size], []) for r in range(num_ranks)]
-    schedule = plan.Schedule.from_actions(ranks)
+    make = draw(st.sampled_from([plan.gpipe, plan.one_f_one_b, plan.zb_h1]))
+    schedule = make(draw(st.integers(1, 3)), draw(st.integers(1, 3)))
     if draw(st.booleans()):
         schedule = plan.add_communication(schedule)
-    ranks = [schedule.actions(rank) for rank in range(num_ranks)]
+    ranks = [schedule.actions(rank) for rank in range(schedule.num_ranks)]
     for _ in range(draw(st.integers(0, 3))):
         row = draw(st.sampled_from(ranks))
         i = draw(st.integers(0, len(row) - 1))
