@@ -7,7 +7,7 @@ they need not: communication that nothing hides, calls that are too small, the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,10 +78,8 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
     slow = (np.median(slower, axis=1) >= SLOWER) & ((slower >= 1 + (SLOWER - 1) / 2).mean(axis=1) >= OFTEN)
     slow &= _deviations_from_others(work) >= SURELY
     if slow.any():
-        slowest = int(np.where(slow, np.median(slower, axis=1), 0.0).argmax())
-        more_s = work[slowest] - lower_median(work)
-        faster = 1 - 1 / np.maximum(slower[slowest], 1.0)
-        cost_s = float(np.median(np.minimum(more_s, _room_s(profile, profile.ranks[slowest], faster))))
+        shorter = np.where(slow, 100 - 100 / np.maximum(np.median(slower, axis=1), 1.0), 0.0)
+        cost_s = _gain_s(profile, dict(zip(profile.ranks, shorter.tolist(), strict=True)))
         if cost_s < FLOOR * step_s:
             return
         factors = [np.median(each[slow] / np.maximum(lower_median(each), 1e-12)) for each in (passes, update)]
@@ -100,11 +98,7 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
             advice = "Look at its clock, its temperature and other programs there."
             yield Finding("straggler", text, ranks, cost_s, cost_s / step_s, advice)
         return
-    last, mean = passes.argmax(axis=0), passes.mean(axis=0)
-    faster_in = 1 - mean / np.maximum(passes.max(axis=0), 1e-12)
-    rooms = np.array([_room_s(profile, rank, faster_in) for rank in profile.ranks])
-    more_s = np.minimum(passes.max(axis=0) - mean, rooms[last, np.arange(profile.num_steps)])
-    cost_s = float(np.median(more_s))
+    cost_s = float(np.median(passes.max(axis=0) - passes.mean(axis=0)))
     if cost_s >= FLOOR * step_s and passes.shape[1] >= 4 and _long_together(seconds) >= TOGETHER:
         text = "a different rank is last in each step: forward and backward of the same rank are long together"
         advice = "Batches hold uneven work: sort or pack samples by length."
@@ -147,21 +141,11 @@ def _deviations_from_others(work: Floats) -> Floats:
     return deviations
 
 
-def _room_s(profile: Profile, rank: int, faster: Floats) -> Floats:
-    """Return how much earlier each step could end, were the rank faster: the network may be the slower of the two [S].
-
-    The first bucket would leave earlier by its share; after it, calls could move up by the time in which none travels.
-    """
-    calls, windows, pieces = profile.calls, profile.windows_ns[rank], profile.moments[rank]
-    travelled = np.bincount(pieces.step, pieces.length_ns * pieces.shares, profile.num_steps)
-    room = np.full(profile.num_steps, np.inf)
-    mine = profile.shares & (calls.spans.rank == rank)
-    for step in np.unique(calls.step[mine]).tolist():
-        rows = mine & (calls.step == step)
-        first, last = calls.arrival_ns[rows].min(), calls.spans.end_ns[rows].max()
-        room[step] = (first - windows[step, 0]) * faster[step] + (last - first) - travelled[step]
-    room_s: Floats = room / 1e9
-    return room_s
+def _gain_s(profile: Profile, percent: Mapping[int, float]) -> float:
+    """Return how much shorter the middle step would be, were what ranks compute shorter by some percent."""
+    return profile.critical_path.gain_s(
+        lambda span: percent[span.rank] * (span.lane == "compute" and span.kind not in ("data", "wait"))
+    )
 
 
 def _of(seconds: Floats, *sections: str) -> Floats:
@@ -308,7 +292,7 @@ def report(profile: Profile, predicted: Profile | None = None) -> str:
         profile: what was measured.
         predicted: the same step as a simulator sees it: a row under the table.
     """
-    lines = [headline(profile), "", *_table(profile, predicted), ""]
+    lines = [headline(profile), "", *_table(profile, predicted), "", _critical_path(profile)]
     found = find(profile)
     lines += [str(finding) for finding in found]
     if not found and not profile.unmarked:
@@ -316,6 +300,15 @@ def report(profile: Profile, predicted: Profile | None = None) -> str:
         lines.append(f"Nothing was found that costs {FLOOR * 100:.0f} % of {whole} or more.")
     lines += [f"Note: {note}" for note in profile.notes]
     return "\n".join(lines)
+
+
+def _critical_path(profile: Profile) -> str:
+    """Say what decides how long the middle step is, or which marks are missing for it."""
+    if profile.unmarked:
+        return f"Critical path: not known, since {ranks_in_words(profile.unmarked)} marked no section."
+    if len(profile.ranks) > 1 and not (profile.calls.number >= 0).any():
+        return "Critical path: not known, since no call that ranks made together is in the trace."
+    return str(profile.critical_path)
 
 
 def headline(profile: Profile) -> str:

@@ -1,15 +1,11 @@
 """A trace of some ranks, taken apart: the calls that they make together, and seconds of each rank, step and section.
 
-The k-th call of one kind, in one step, over one group, is the same call on all of its ranks. A collective moves nothing
-before its last rank has come; until then the others wait for that rank. A receive waits for its send in the same way.
-All ranks leave a collective at nearly the same time, so the first that sees its end is right: a rank that computes sees
-the end of its call when it looks the next time.
+`distlab.trace.span` says which calls are one. All ranks leave a collective at nearly the same time, so the first that
+sees its end is right: a rank that computes sees the end of its call when it looks the next time.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,15 +14,13 @@ from numpy.typing import NDArray
 
 from distlab.comm.agree import ranks_in_words
 from distlab.profile.sections import SECTIONS, STEP, SectionMoments, covers, moments_of, windows_of
-from distlab.trace import Trace
+from distlab.trace import CriticalPath, Trace
+from distlab.trace.span import RECEIVES, TOGETHER, noted_twice, number_calls
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-"""Kinds of calls of which no rank can leave before the last one has come."""
 NOT_CALLS = ("compute", "wait", "step", "host")
 """Lanes that hold no calls."""
-_MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,7 @@ class Calls:
         """When the last rank of each row's call had come; the row's own start where no partner is known."""
         spans, known = self.spans, self.number >= 0
         last = np.full(int(self.number.max(initial=-1)) + 1, np.iinfo(np.int64).min)
-        makes = known & ~spans.is_word("kind", "recv", "RECV_F", "RECV_B")
+        makes = known & ~spans.is_word("kind", *RECEIVES)
         np.maximum.at(last, self.number[makes], spans.start_ns[makes])
         arrival = spans.start_ns.copy()
         arrival[known] = np.maximum(arrival[known], last[self.number[known]])
@@ -99,53 +93,14 @@ def calls_of(trace: Trace, windows: dict[int, Ints]) -> Calls:
     """
     spans = trace.select(~trace.is_word("lane", *NOT_CALLS))
     spans = spans.take(np.argsort(spans.start_ns, kind="stable"))
-    spans = spans.select(~_noted_twice(spans))
+    spans = spans.select(~np.array(noted_twice(list(spans)), bool))
     step = np.full(len(spans), -1, np.int64)
     for rank, own in windows.items():
         mine = spans.rank == rank
         place = np.searchsorted(own[:, 0], spans.start_ns[mine], side="right") - 1
         step[mine] = np.where((place >= 0) & (spans.start_ns[mine] < own[place, 1]), place, -1)
     spans, step = spans.take(step >= 0), step[step >= 0]
-    return Calls(spans, step, _numbers(spans, step))
-
-
-def _numbers(spans: Trace, step: Ints) -> Ints:
-    """Number the calls; ranks that made different numbers of calls of a kind in a step have no partners there."""
-    count: Counter[tuple[object, ...]] = Counter()
-    keys: list[tuple[object, ...]] = []  # step, channel, kind and which; () for what has no partners
-    for span, when in zip(spans, step.tolist(), strict=True):
-        channel, kind = span.lane, "message" if span.kind in ("send", "recv") else span.kind
-        if message := _MESSAGE.fullmatch(span.name):
-            stage, side, letter, microbatch = message.groups()
-            edge = int(stage) - ((side == "RECV") == (letter == "F"))  # between this stage and the next
-            channel, kind = f"{edge} {letter} {microbatch}", "message"
-        if kind == "message" or kind in TOGETHER:
-            count[span.rank, when, channel, kind] += 1
-            keys.append((when, channel, kind, count[span.rank, when, channel, kind]))
-        else:
-            keys.append(())
-    numbers: dict[tuple[object, ...], int] = {}
-    partners = Counter(keys)
-    totals: dict[tuple[object, ...], set[int]] = {}
-    for (_, *which), total in count.items():
-        totals.setdefault(tuple(which), set()).add(total)
-    found = []
-    for key in keys:
-        known = bool(key) and partners[key] > 1 and len(totals[key[:3]]) == 1
-        if key and key[2] == "message":
-            known = partners[key] == 2
-        found.append(numbers.setdefault(key, len(numbers)) if known else -1)
-    return np.array(found, np.int64).reshape(-1)
-
-
-def _noted_twice(spans: Trace) -> NDArray[np.bool_]:
-    """Mark calls as techniques note them where a recorder, which names calls "all_reduce #7", saw the same kind."""
-    is_numbered = np.array([" #" in word for word in spans.words], bool)
-    recorded = is_numbered[spans.name] if len(spans) else np.zeros(0, bool)
-    pairs = list(zip(spans.rank.tolist(), spans.kind.tolist(), strict=True))
-    seen = {pair for pair, is_recorded in zip(pairs, recorded.tolist(), strict=True) if is_recorded}
-    twice: NDArray[np.bool_] = np.array([pair in seen for pair in pairs], bool) & ~recorded
-    return twice
+    return Calls(spans, step, np.array(number_calls(spans, step.tolist()), np.int64))
 
 
 @dataclass(frozen=True)
@@ -256,13 +211,21 @@ class Profile:
         shown = [index for index, name in enumerate(SECTIONS) if name != "other" or mean[:, index].any()]
         return {rank: {SECTIONS[i]: float(mean[row, i]) for i in shown} for row, rank in enumerate(self.ranks)}
 
+    @property
+    def middle(self) -> int:
+        """The number of the step of median length."""
+        return int(np.argsort(self.step_s, kind="stable")[self.num_steps // 2])
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """What decides how long the middle step is."""
+        return self.middle_step().critical_path()
+
     def middle_step(self) -> Trace:
         """Return what all ranks did in the step of median length: spans that lie in it, for a picture."""
-        order = np.argsort(self.step_s, kind="stable")
-        step = int(order[len(order) // 2])
         parts = []
         for rank, windows in self.windows_ns.items():
-            start, end = windows[step]
+            start, end = windows[self.middle]
             own = self.trace.select(self.trace.rank == rank)
             inside = (own.start_ns >= start) & (own.end_ns <= end) & ~own.is_word("lane", STEP)
             parts.append(own.select(inside))

@@ -17,10 +17,11 @@ import numpy as np
 
 from distlab.comm.agree import ranks_in_words
 from distlab.profile.kineto import events_of, is_kineto, read_rank
-from distlab.profile.profile import TOGETHER, Calls, Profile, calls_of
+from distlab.profile.profile import Calls, Profile, calls_of
 from distlab.profile.sections import windows_of
 from distlab.trace import Trace, load_folder, read_chrome
 from distlab.trace.chrome import load_events
+from distlab.trace.span import TOGETHER
 
 PREDICTED = "predicted"
 SAME_NS = 1_000_000  # clocks this near are one clock, where the calls allow it

@@ -1,7 +1,7 @@
 """What happened, or should happen, and when: spans in columns, written by each rank, merged, and shown in Perfetto.
 
-Read `span` (`Trace`; and `SpanWriter`: a rank notes what it does) and `chrome` (files in the format of ui.perfetto.dev,
-and one trace of all ranks).
+Read `trace` (`Trace`; and `SpanWriter`: a rank notes what it does), `critical_path` (what decides how long it is) and
+`chrome` (files in the format of ui.perfetto.dev, and one trace of all ranks).
 """
 
 from distlab.trace.chrome import (
@@ -13,4 +13,6 @@ from distlab.trace.chrome import (
     save_trace as save_trace,
     write_chrome as write_chrome,
 )
-from distlab.trace.span import OpenCall as OpenCall, Span as Span, SpanWriter as SpanWriter, Trace as Trace
+from distlab.trace.critical_path import CriticalPath as CriticalPath
+from distlab.trace.span import Span as Span
+from distlab.trace.trace import OpenCall as OpenCall, SpanWriter as SpanWriter, Trace as Trace

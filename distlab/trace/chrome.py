@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from distlab.trace.span import Span, Trace
+from distlab.trace.span import Span
+from distlab.trace.trace import Trace
 
 _VERSION = 1
 _KEY = "distlab"

@@ -277,7 +277,9 @@ show_bars(shown, "ms", "The straggler computes, and the others wait for it")
 # The rank with the *shortest* all-reduce is the slow one, the [straggler](../GLOSSARY.md#straggler). The others wait
 # in theirs for it. The library says the same of the same trace (`distlab profile` does it for files), and it knows the
 # sections. In its table `sync` is the time in which a rank waits for bytes, and `idle` the time in which it waits for a
-# rank that has not come yet. `sent` is how long bytes travelled, and `hidden` the part of it under computing:
+# rank that has not come yet. `sent` is how long bytes travelled, and `hidden` the part of it under computing. The line
+# *Critical path* goes from the end of the step back to its start, and takes at each place what was waited for last.
+# These spans decide how long the step is: what is not among them may be shorter, and nothing is won.
 
 # %%
 from distlab.profile import report

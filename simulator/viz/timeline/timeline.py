@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +12,20 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from distlab.trace import Trace
+from distlab.trace import CriticalPath, Trace
 from simulator.units import counted, format_s, percent
 from simulator.viz.drawing import theme
-from simulator.viz.drawing.lanes import LaneRow, Scene, Side, View, add_boxes, add_pixels, fill_of, scene_of
+from simulator.viz.drawing.lanes import (
+    LaneRow,
+    Scene,
+    Side,
+    View,
+    add_boxes,
+    add_pixels,
+    fill_of,
+    heights_of,
+    scene_of,
+)
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, Picture, legend_lines, put_legend
 from simulator.viz.drawing.plot import axes_pixels, draw_time_scale, frame, new_figure, put_title
 from simulator.viz.timeline.facts import Facts, Overlay, facts_of
@@ -22,6 +33,7 @@ from simulator.viz.timeline.facts import Facts, Overlay, facts_of
 UNIT_IN = 0.36  # height of one lane where there is room
 MAX_ROWS_IN = 7.0  # a slide's height
 BAND_ALPHA = 0.14, 0.05  # of the bands in which the measured and the predicted end may lie; the second has dashed edges
+CRITICAL = "#D6007A"  # no kind has it; it is seen on light and on dark paper
 LEFT_IN, SHORT_LEFT_IN, RIGHT_IN = 2.15, 1.15, 0.35
 
 
@@ -40,7 +52,9 @@ class Caption(NamedTuple):
     dim: bool = False
 
 
-def draw_scene(scene: Scene, words: Caption, time_range_s: View | None = None) -> Figure:
+def draw_scene(
+    scene: Scene, words: Caption, time_range_s: View | None = None, paths: Sequence[CriticalPath] = ()
+) -> Figure:
     """Draw a view of a scene with the words around it: exact boxes, or pixel columns where there are too many.
 
     Raises:
@@ -64,9 +78,19 @@ def draw_scene(scene: Scene, words: Caption, time_range_s: View | None = None) -
     for heading in scene.headings:
         axes.text(view[0], heading.at, heading.text, **look)
     _mark_ends(axes, scene.sides, words)
+    _outline(axes, path_boxes(scene, paths))
     put_title(figure, words.title, note)
     put_legend(figure, boxes)
     return figure
+
+
+def _outline(axes: Axes, paths: Sequence[Sequence[Sequence[float]]]) -> None:
+    """Draw an outline around the boxes of each path, and a line from each box to the next."""
+    for boxes in paths:
+        edges = [[(x, y), (end, y), (end, y + height), (x, y + height)] for x, end, y, height in boxes]
+        edges += [[(a[1], a[2] + a[3] / 2), (b[0], b[2] + b[3] / 2)] for a, b in pairwise(boxes)]
+        look: dict[str, Any] = {"facecolors": "none", "edgecolors": CRITICAL, "linewidths": 1.8, "gid": "critical"}
+        axes.add_collection(PolyCollection(edges, zorder=3, **look), autolim=False)
 
 
 def draw_rows(axes: Axes, scene: Scene, view: View, *, dim: bool = False) -> None:
@@ -156,7 +180,26 @@ def _mark_ends(axes: Axes, sides: Sequence[Side], words: Caption) -> None:
         text.set(x=low, ha="left")
 
 
-def draw_timeline(measured: Trace | Overlay, predicted: Trace | None = None, *, title: str | None = None) -> Picture:
+def find_paths(scene: Scene) -> tuple[CriticalPath, ...]:
+    """Return the critical path of each side."""
+    words = [tuple(word.partition(theme.SHADE)[0] for word in side.trace.words) for side in scene.sides]
+    return tuple(replace(side.trace, words=own).critical_path() for side, own in zip(scene.sides, words, strict=True))
+
+
+def path_boxes(scene: Scene, paths: Sequence[CriticalPath]) -> list[list[list[float]]]:
+    """Return of each path the boxes that have a row: start and end in seconds, top and height [sides][N, 4]."""
+    found = []
+    for which, path in enumerate(paths):
+        rows = np.array(path.rows, np.int64)
+        shown = np.flatnonzero((rows >= 0) & (scene.row_of[which][rows] >= 0))
+        times = np.array([span[4:6] for span in path.spans], np.float64).reshape(-1, 2)[shown] / 1e9
+        found.append(np.column_stack([times, *heights_of(scene, which, rows[shown])]).tolist())
+    return found
+
+
+def draw_timeline(
+    measured: Trace | Overlay, predicted: Trace | None = None, *, title: str | None = None, critical: bool = False
+) -> Picture:
     """Draw a trace as one row for each lane of each rank, and a second trace right under it for comparison.
 
     Each trace starts at zero, whatever its clock. Up to MAX_BOXES spans are exact boxes; more become pixel columns.
@@ -166,12 +209,16 @@ def draw_timeline(measured: Trace | Overlay, predicted: Trace | None = None, *, 
     Of an Overlay both traces are drawn, on the step's clock, with a line at each median and the bands around it. Its
     measured boxes are pale where the machine was not calm.
 
+    With `critical` the spans that decide when the last rank ends have an outline, and the words say what they are.
+
     Raises:
         ValueError: a trace is empty.
     """
     words, said = words_of(measured, predicted, title=title)
-    figure = draw_scene(scene_of(*traces_of(measured, predicted), words.bands), words)
-    return Picture(figure, (f"{title}. " if title else "") + said)
+    scene = scene_of(*traces_of(measured, predicted), words.bands)
+    paths = find_paths(scene) if critical else ()
+    figure = draw_scene(scene, words, paths=paths)
+    return Picture(figure, " ".join([*([f"{title}."] if title else []), said, *map(str, paths[:1])]))
 
 
 def note_of(scene: Scene) -> str:

@@ -53,6 +53,7 @@ function paint(context, scene, place, look) {
   if (scene.picture) paintColumns(context, scene, place, xOf);
   else paintBoxes(context, scene, place, xOf, look);
   context.restore();
+  if (scene.paths.length) paintPaths(context, scene.paths, place, xOf);
   if (scene.until !== null) paintClock(context, xOf(scene.until), place);
   paintNames(context, scene, place, look);
   paintEnds(context, scene, place, xOf, look);
@@ -63,6 +64,29 @@ function paintClock(context, x, { left, wide, tall }) {
   if (x < left || x > left + wide) return;
   context.fillStyle = "#D55E00";
   context.fillRect(x - 1, TOP - 4, 2, tall + 8);
+}
+
+const CRITICAL = "#D6007A"; // no kind has it; it is seen on light and on dark paper
+
+function paintPaths(context, paths, { left, wide, unit, tall }, xOf) {
+  context.save();
+  context.beginPath();
+  context.rect(left, TOP - 2, wide, tall + 4);
+  context.clip();
+  context.strokeStyle = CRITICAL;
+  for (const boxes of paths) {
+    context.lineWidth = 2;
+    for (const [start, end, top, height] of boxes) {
+      context.strokeRect(xOf(start), TOP + top * unit, Math.max(xOf(end) - xOf(start), 1), height * unit);
+    }
+    context.beginPath();
+    boxes.forEach(([start, end, top, height], place) => { // from each box to the next
+      if (place) context.lineTo(xOf(start), TOP + (top + height / 2) * unit);
+      context.moveTo(xOf(end), TOP + (top + height / 2) * unit);
+    });
+    context.stroke();
+  }
+  context.restore();
 }
 
 function paintColumns(context, scene, { unit }, xOf) {

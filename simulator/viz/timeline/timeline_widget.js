@@ -4,7 +4,7 @@
 const SHORTEST_S = 1e-8; // the shortest view
 const LATER_MS = [100, 300, 1000, 3000]; // when colours are looked at after a theme's name has changed
 const KEYS = "Drag or arrow keys: move. Click, then wheel, or + and −: zoom. 0: everything. Home, End: the ends. " +
-  "Point, or n and p: read a span.";
+  "Point, or n and p: read a span, or why a rank is idle. c: critical path.";
 
 function make(parent, tag, properties = {}) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -29,10 +29,11 @@ class Timeline {
     const head = make(figure, "header");
     this.heading = make(head, "h4");
     const button = (textContent, label, onclick) =>
-      make(head, "button", { type: "button", textContent, title: label, onclick }).setAttribute("aria-label", label);
+      Object.assign(make(head, "button", { type: "button", textContent, title: label, onclick }), { ariaLabel: label });
     button("−", "zoom out", () => this.zoom(2));
     button("+", "zoom in", () => this.zoom(0.5));
     button("all", "show everything", () => this.move(0, Infinity));
+    this.critical = button("path", "critical path", () => this.toggle());
     this.stage = make(figure, "div", { className: "stage" });
     this.canvas = make(this.stage, "canvas", { tabIndex: 0 });
     this.canvas.setAttribute("role", "application");
@@ -41,6 +42,8 @@ class Timeline {
     this.tip.setAttribute("aria-live", "polite");
     this.legend = make(figure, "ul", { className: "legend" });
     this.keys = make(figure, "p", { className: "keys", textContent: KEYS });
+    this.problem = make(figure, "pre", { className: "problem", hidden: true });
+    this.problem.setAttribute("role", "alert");
     this.caption = make(figure, "figcaption");
     this.caption.setAttribute("aria-live", "polite");
     this.figure = figure;
@@ -88,7 +91,13 @@ class Timeline {
       if (note) make(this.heading, "small", { textContent: note });
       this.canvas.setAttribute("aria-label", `${title}. ${KEYS}`);
     }
-    if (this.caption.textContent !== this.get("summary")) this.caption.textContent = this.get("summary");
+    const said = [this.get("summary"), this.get("path_words")].filter(Boolean).join(" ");
+    if (this.caption.textContent !== said) this.caption.textContent = said;
+    this.critical.ariaPressed = String(this.get("critical"));
+    this.answer();
+    if (this.problem.textContent !== this.get("problem")) this.problem.textContent = this.get("problem");
+    this.problem.hidden = !this.get("problem");
+    this.stage.classList.toggle("stale", !this.problem.hidden); // the picture is of before
     const explained = this.kinds !== this.get("kinds") || this.rows !== this.get("rows");
     if (explained) this.explain();
     if (explained || this.packet !== this.get("packet") || this.packed !== this.get("packed")) this.unpack();
@@ -167,6 +176,7 @@ class Timeline {
       "+": () => this.zoom(1 / 1.5), "=": () => this.zoom(1 / 1.5), "-": () => this.zoom(1.5), _: () => this.zoom(1.5),
       0: () => this.move(0, Infinity),
       Home: () => this.move(0, high - low), End: () => this.move(this.get("limit_s") - (high - low), this.get("limit_s")),
+      c: () => this.toggle(),
       n: () => this.choose(1), p: () => this.choose(-1), Escape: () => this.hide(),
     };
     if (!actions[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -225,7 +235,7 @@ class Timeline {
     if (!width) return;
     const scene = { rows: this.rows, kinds: this.kinds, packed: this.packed, view, chosen: this.chosen };
     Object.assign(scene, { total_height: this.get("total_height"), ends: this.get("ends"), labels: this.labels });
-    Object.assign(scene, { headings: this.get("headings"), until: this.get("until_s") });
+    Object.assign(scene, { headings: this.get("headings"), until: this.get("until_s"), paths: this.get("paths") });
     scene[this.packed.form === "pixels" ? "picture" : "boxes"] = this.packed.form === "pixels" ? this.picture : this.boxes;
     const context = this.canvas.getContext("2d");
     this.place = placeOf(context, scene, width, this.get("height"));
@@ -279,9 +289,33 @@ class Timeline {
       if (start - slack <= at && at <= end + slack && top <= height && height <= top + tall && (found < 0 || at >= start && at <= end)) found = i;
     }
     this.chosen = found / FIELDS;
-    if (found < 0) return this.hide();
-    this.tell(x, y, this.words(found));
+    if (found >= 0) this.tell(x, y, this.words(found));
+    else this.hide();
+    const row = this.rows.findIndex((one) => one.lane === "compute" && one.top <= height && height <= one.top + one.height);
+    if (found < 0 && row >= 0) this.ask(row, at, x, y, [`rank ${this.rows[row].rank} is idle`]);
+    else if (found >= 0 && this.kinds[this.boxes[found + 4]].words === "wait") this.ask(this.boxes[found + 5], at, x, y, this.words(found));
     this.schedule();
+  }
+
+  // ---- why a rank is idle: Python knows
+
+  ask(row, at, x, y, lines) {
+    this.pending = { asked: [row, at], x, y, lines };
+    this.model.set("asked", [row, at]);
+    this.model.save_changes();
+  }
+
+  answer() {
+    const told = this.get("told");
+    if (!this.pending || String(told.asked) !== String(this.pending.asked)) return;
+    const { x, y, lines } = this.pending;
+    this.pending = null;
+    if (told.why) this.tell(x, y, [...lines, told.why]);
+  }
+
+  toggle() {
+    this.model.set("critical", !this.get("critical"));
+    this.model.save_changes();
   }
 
   words(i) {
@@ -318,7 +352,9 @@ class Timeline {
     this.chosen = next;
     const [start, end, top, tall] = this.boxes.subarray(next * FIELDS, next * FIELDS + 4);
     const middle = (Math.max(start, low) + Math.min(end, high)) / 2;
-    this.tell(this.place.left + ((middle - low) / (high - low)) * this.place.wide, TOP + (top + tall / 2) * this.place.unit, this.words(next * FIELDS));
+    const x = this.place.left + ((middle - low) / (high - low)) * this.place.wide, y = TOP + (top + tall / 2) * this.place.unit;
+    this.tell(x, y, this.words(next * FIELDS));
+    if (start > 0) this.ask(this.boxes[next * FIELDS + 5], start - 1e-9, x, y, this.words(next * FIELDS)); // idle before it
     this.schedule();
   }
 
@@ -333,6 +369,7 @@ class Timeline {
 
   hide() {
     this.tip.hidden = true;
+    this.pending = null;
     if (this.chosen >= 0) this.schedule();
     this.chosen = -1;
   }

@@ -16,7 +16,7 @@ import traitlets
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from distlab.trace import Trace
+from distlab.trace import CriticalPath, Trace
 from simulator.units import format_s
 from simulator.viz.drawing import lanes
 from simulator.viz.drawing.lanes import MAX_BOXES, Ints, Scene, View
@@ -117,12 +117,15 @@ class Timeline(anywidget.AnyWidget):
     """A timeline to look into: measured spans, and what was predicted for them in a pale row under each.
 
     Drag or use the arrow keys to move, the wheel (after a click) or + and - to zoom, 0 for everything, Home and End for
-    the two ends; point at a box, or press n and p, to read it. Set `view` to move in code.
+    the two ends; point at a box, or press n and p, to read it, and at idle time for what it waits for; c shows the
+    critical path. Set `view` to move in code.
 
     Attributes:
         view: (start, end) in seconds from the first span; a view beyond the spans is moved onto them.
         summary: the text that says what the timeline shows.
+        critical: whether the spans that decide how long the step is have an outline; `path_words` says what they are.
         until_s: show only what had happened by then, with a line where the clock stands; None for everything.
+        problem: why what was asked for cannot be shown; it stands under the picture, which stays as it was.
 
     Raises:
         ValueError: a trace is empty.
@@ -145,11 +148,18 @@ class Timeline(anywidget.AnyWidget):
     packed = traitlets.Dict().tag(sync=True)
     headings: traitlets.List[Any] = traitlets.List().tag(sync=True)
     until_s = traitlets.Float(None, allow_none=True).tag(sync=True)
+    problem = traitlets.Unicode().tag(sync=True)
+    critical = traitlets.Bool(False).tag(sync=True)
+    path_words = traitlets.Unicode().tag(sync=True)
+    paths: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    asked: traitlets.List[Any] = traitlets.List().tag(sync=True)  # a row and a time at which it is idle
+    told = traitlets.Dict().tag(sync=True)  # the same, and why
 
     def __init__(
         self, measured: Trace | Overlay, predicted: Trace | None = None, title: str = "", height: int = 460
     ) -> None:
         self._scene: Scene | None = None
+        self._paths: tuple[CriticalPath, ...] = ()
         super().__init__(height=height)
         words, said = timeline.words_of(measured, predicted, title=title)
         scene = lanes.scene_of(*timeline.traces_of(measured, predicted), words.bands)
@@ -171,10 +181,11 @@ class Timeline(anywidget.AnyWidget):
             self.kinds = kinds_of(scene.styles)
             self.limit_s = scene.limit_s
             self.ends = {"at_s": ends_s, "text": words.ends, "bands_s": words.bands, "dim": words.dim}
-            self.until_s = None
+            self.until_s, self.problem = None, ""
             self.view = (0.0, end_s)
-            self._scene = scene
+            self._scene, self._paths = scene, ()
             self._pack(force=True)
+            self._look_back({"name": "critical"})
 
     @traitlets.validate("view")
     def _onto_the_spans(self, proposal: Any) -> View:
@@ -205,13 +216,27 @@ class Timeline(anywidget.AnyWidget):
         with self.hold_sync():
             self.packed, self.packet = packed, packet
 
+    @traitlets.observe("critical", "asked")
+    def _look_back(self, change: Any) -> None:
+        """Find the critical paths when they are first asked for; show them, or say why a rank is idle."""
+        if self._scene is None:
+            return
+        if self.critical or change["name"] == "asked":
+            self._paths = self._paths or timeline.find_paths(self._scene)
+        shown = self._paths if self.critical else ()
+        self.paths, self.path_words = timeline.path_boxes(self._scene, shown), str(shown[0]) if shown else ""
+        if change["name"] == "asked":
+            (number, at_s), sides = self.asked, zip(self._scene.row_of, self._paths, strict=True)
+            path = next(path for row_of, path in sides if (row_of == number).any())
+            self.told = {"asked": self.asked, "why": path.waits_for(self.rows[number]["rank"], round(at_s * 1e9))}
+
     @property
     def figure(self) -> Figure:
         """The view as a figure, drawn anew, for readers without a kernel."""
         assert self._scene is not None, "put() made it"
-        return timeline.draw_scene(self._scene, self._words, self.view)
+        return timeline.draw_scene(self._scene, self._words, self.view, self._paths if self.critical else ())
 
     def _repr_mimebundle_(self, **_options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and also the figure and its text for readers without a kernel."""
-        words = f"{self.title}. {self.summary}"
+        words = f"{self.title}. {self.summary} {self.path_words}".strip()
         return with_picture(super()._repr_mimebundle_(), to_png(self.figure), title=self.title, words=words)

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from picture_facts import clashes, colours, faults, look_at, pale_texts, plain, small_texts, with_gid
 from viz_traces import MS, data_parallel, grid
 
-from distlab.plan import one_f_one_b
+from distlab.plan import ActionTimes, one_f_one_b
 from distlab.trace import Span, Trace
+from simulator import simulate_schedule
 from simulator.viz import Overlay, Timeline, draw_timeline, facts_of, to_png
 from simulator.viz.drawing.lanes import MAX_BOXES, MAX_LEVELS, MAX_RANKS, pack, pixel_columns, scene_of
 from simulator.viz.drawing.paint import pack_png
@@ -150,6 +151,28 @@ def test_a_reader_without_a_kernel_gets_the_figure_its_text_and_alt_text():
     assert (metadata["image/png"]["alt"], whole[:4]) == ("Two ranks", b"\x89PNG")
     widget.view = (0.05, 0.06)
     assert to_png(widget.figure) != whole
+
+
+def test_the_critical_path_is_outlined_and_said_and_idle_time_says_what_it_waits_for():
+    run = simulate_schedule(one_f_one_b(4, 8), ActionTimes(1, 1, 1)).trace
+    widget = Timeline(run)
+    usual = to_png(widget.figure)
+    widget.critical = True
+    assert widget.path_words == str(run.critical_path())
+    (outlines,), rows = widget.paths, run.critical_path().rows
+    assert [(start, end) for start, end, _, _ in outlines] == [
+        (run[row].start_ns / 1e9, run[row].end_ns / 1e9) for row in rows
+    ]
+    assert to_png(widget.figure) != usual
+    for rank, why in enumerate(
+        ["", "1F0 waits for 0F0 of rank 0", "2F0 waits for 1F0 of rank 1, and so for 0F0 of rank 0"]
+    ):
+        widget.asked = [rank, 0.5e-3]
+        assert widget.told == {"asked": [rank, 0.5e-3], "why": why}
+    widget.critical = False
+    assert (widget.paths, widget.path_words, to_png(widget.figure)) == ([], "", usual)
+    picture = draw_timeline(run, critical=True)
+    assert (len(with_gid(picture.figure, "critical")), str(run.critical_path()) in picture.words) == (1, True)
 
 
 def step(compute, communication=0, waiting=0):
