@@ -181,7 +181,8 @@ class Step:
     @cached_property
     def memory(self) -> Memory:
         """Bytes of each kind on each stage's ranks."""
-        return step_memory(self.workload, self.plan, self.stages, self.timing, software=self.cluster.software)
+        flat = self.cluster.software.flat_buffers
+        return step_memory(self.workload, self.plan, self.stages, self.timing, flat_buffers=flat)
 
     @cached_property
     def _in_layers(self) -> Timing:
