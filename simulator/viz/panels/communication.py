@@ -94,8 +94,7 @@ def compression_panel(
 ) -> Panel:
     """Return a panel with a slider of bandwidths and a drop-down of compressors.
 
-    In code: `panel.controls["bytes_per_s"].value = 1e9` (1, 2 or 5 times a power of ten) and
-    `panel.controls["compressor"].value = "sign"`.
+    In code: `panel.controls["bytes_per_s"].value = 1e9` (or 2e9, 5e9, ...); the other one is "compressor".
 
     Args:
         workload: the model.
