@@ -12,7 +12,7 @@
 # kind of snippet is on trial, in our own words. The page takes an hour. [The map](START.ipynb) leads to the lessons.
 #
 # **Predict**: read the snippet, and type a number into its box. **Run** the cell below: four real ranks run the snippet
-# as it stands, and then a mended one. **Compare** the verdict's two sentences, of both runs, in measured numbers.
+# as it stands, and then a mended one. **Compare**: the verdict has a sentence for each run, with what was measured.
 # Change a snippet, run both cells again: yours is on trial. What hangs is stopped, and you read who waits for whom.
 
 # %%

@@ -202,12 +202,12 @@ def top_k(send):
     return Found(sent / 6, sentence, all(one.allclose(result) for one in everyone(result)) and sent < 60)
 
 
-def random_k(gradient, k):
+def random_k(gradient, k, step):
     """Random-k. Each of four ranks draws 100 of 1,000 places, and sends the values alone, which are averaged.
     Asks: At how many of these places has rank 0 the mean gradient? [places] Lesson 05: Random elements: random-k.
-    Why: Values travel without their places. Ranks that draw apart add up gradients of different weights."""
-    index = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(dist.get_rank()))[:k]  # -
-    index = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(0))[:k]  # +
+    Why: Values travel without their places, so all ranks must draw the same. All know the step: it is their seed."""
+    index = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(step + dist.get_rank()))[:k]  # -
+    index = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(step))[:k]  # +
     dist.all_reduce(values := gradient[index])
     return torch.zeros_like(gradient).index_copy_(0, index, values / dist.get_world_size())
 
@@ -215,7 +215,7 @@ def random_k(gradient, k):
 @trial(random_k)
 def own_places(send):
     gradients = drawn(0, NUM_RANKS, 1000)
-    count = int(send(gradients[dist.get_rank()], 100).isclose(gradients.mean(0)).sum())
+    count = int(send(gradients[dist.get_rank()], 100, 7).isclose(gradients.mean(0)).sum())
     return Found(count, f"Rank 0 has the mean at {count} of its 100 places.", count == 100)
 
 
