@@ -9,12 +9,11 @@
 # %% [markdown]
 # # The guide's code on trial
 # You know PyTorch on one device, and have read a guide or two about distributed training. They print code. Here each
-# kind of snippet that they print is on trial, in our own words. The page takes an hour.
+# kind of snippet is on trial, in our own words. The page takes an hour. [The map](START.ipynb) leads to the lessons.
 #
 # **Predict**: read the snippet, and type a number into its box. **Run** the cell below: four real ranks run the snippet
-# as it stands there, and then a mended one. **Compare**: the verdict tells both runs in the same words, with the
-# numbers that were measured. Change a snippet, run both cells again, and your version is on trial. What hangs is
-# stopped after 2 seconds, and you read who waits for whom. [The map of the course](START.ipynb) leads to the lessons.
+# as it stands, and then a mended one. **Compare**: the verdict has a sentence for each run, with what was measured.
+# Change a snippet, run both cells again: yours is on trial. What hangs is stopped, and you read who waits for whom.
 
 # %%
 # %load_ext distlab.course.notebook
@@ -30,7 +29,7 @@ from guides import *  # torch, dist, nn, F and what else the snippets use
 # ## The training loop
 # Wrap the model, loop over batches, done. What is missing on the first pages of a guide is seldom an error.
 
-# %% [markdown] trials="every_microbatch lars_norm top_k ten_bits nothing_sent wrong_tensor"
+# %% [markdown] trials="every_microbatch lars_norm top_k own_places ten_bits nothing_sent wrong_tensor"
 # ## Fewer and smaller messages
 # What is sent less often, in fewer bits, or while backward computes. What was really sent is recorded.
 

@@ -6,14 +6,12 @@ written, so nothing is gathered but names; a tied tensor is written under each o
 row of elements, and the layout knows boxes alone, so a row that begins in the middle of a matrix becomes a few boxes.
 
 torch sees a run as nested dictionaries: `{"model": {name: tensor}, "optimizer": {"state": {name: {"exp_avg": tensor,
-"step": number}}, "param_groups": [{"lr": ..., "params": [names]}]}}`, which is what its `get_state_dict` returns. Our
-parts hold the same as named parts of tensors (`modules.named_parts`). Plain optimizers and the rest are torch's own
-matter.
+"step": number}}, "param_groups": [{"lr": ..., "params": [names]}]}}`, as its `get_state_dict` returns. Our parts hold
+the same as named parts of tensors (`modules.named_parts`). Plain optimizers and the rest are torch's own matter.
 
-torch's reader runs what a pickle asks for, and changes a box of a different kind of numbers without a word. Here
-`.metadata` goes through an unpickler that knows torch's records alone, and each box through torch.load with
-weights_only; it must be what `.metadata` says. The layout has no checksums: `SHA256SUMS` stands next to the files.
-torch ignores it, `sha256sum -c` and our reader check it.
+torch's reader runs what a pickle asks for, and changes numbers of a different kind without a word. Here `.metadata` is
+read by an unpickler that knows torch's records alone, and each box by torch.load with weights_only. `SHA256SUMS` stands
+next to the files, since the layout has no checksums: torch ignores it, `sha256sum -c` and our reader check it.
 """
 
 from __future__ import annotations
@@ -180,8 +178,10 @@ class _Planner(DefaultSavePlanner):
 def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None = None) -> Path:
     """Write parts in torch.distributed.checkpoint's layout; every rank of the group calls it.
 
-    Any of torch's programs reads it: `dcp.load` into plain tensors or DTensors, at any number of ranks. Names are those
-    of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, `optimizer.param_groups.0.lr`.
+    Plain torch reads it on any number of ranks, with `torch.distributed.checkpoint as dcp` and two of its `state_dict`:
+
+        dcp.load(state := dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=directory)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     Args:
         directory: a new one; it appears when it is complete.

@@ -739,7 +739,7 @@ pays = compression_panel(MODEL, MACHINES, Plan(4), compressions=COMPRESSIONS, by
 pays
 
 # %%
-pays.controls["log_bytes_per_s"].value = 10.0
+pays.controls["bytes_per_s"].value = 10e9
 print(pays.text)
 
 # %% [markdown]

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from distlab.comm import recorded
 from distlab.large_batch import lars_update
 from guides.trial import NUM_RANKS, SCRIPT, Found, everyone, trial
-from simulator.viz import draw_bars
 
 
 def drawn(seed, *shape):
@@ -27,9 +26,8 @@ def average(tensor):
 
 
 def gathered(tensor):
-    parts = [torch.empty_like(tensor) for _ in range(NUM_RANKS)]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts)
+    dist.all_gather_into_tensor(whole := tensor.new_empty(NUM_RANKS * len(tensor)), tensor)
+    return whole
 
 
 def ddp_loop(model, batches, optimizer):
@@ -59,9 +57,8 @@ def ddp_loader(dataset):
     """A loader on every rank. A data set of 32 samples; each of four ranks goes through its loader once.
     Asks: How many samples does each rank work through in an epoch? [samples] Lesson 03: Every sample once.
     Why: The mean of four equal gradients is one of them: four devices do the work of one, in the same time."""
-    sampler = None  # -
-    sampler = DistributedSampler(dataset)  # +
-    return DataLoader(dataset, batch_size=4, sampler=sampler)
+    return DataLoader(dataset, batch_size=4)  # -
+    return DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset))  # +
 
 
 @trial(ddp_loader, fault="wasteful")
@@ -76,17 +73,15 @@ def ddp_epochs(sampler, epochs):
     """Three epochs, shuffled. torch's sampler shuffles 32 samples; a rank takes its quarter three times.
     Asks: In how many different orders does rank 0 see its samples? [orders] Lesson 03: Every sample once.
     Why: Ranks agree on an order without a word: it is drawn from (seed, epoch). Until it is told, the epoch is 0."""
-    orders = []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)  # +
-        orders.append(list(sampler))
-    return orders
+        yield tuple(sampler)
 
 
 @trial(ddp_epochs)
 def set_epoch(go_through):
-    seen = go_through(DistributedSampler(range(32), shuffle=True), 3)
-    orders, different = len(set(map(tuple, seen))), len(set().union(*seen))
+    seen = set(go_through(DistributedSampler(range(32), shuffle=True), 3))
+    orders, different = len(seen), len(set().union(*seen))
     return Found(orders, f"Rank 0's different orders: {orders}; its different samples: {different} of 32.", orders == 3)
 
 
@@ -157,29 +152,33 @@ def every_microbatch(loop):
     with recorded() as seen:
         loop(model, batches, torch.optim.SGD(model.parameters(), lr=0.1), 4)
     sent, moved = seen.records.num_calls("all_reduce"), int(model.module.weight.count_nonzero())
-    return Found(
-        sent, f"{sent} all-reduces; {moved} of 10 micro-batches came into an update.", (sent, moved) == (3, 10)
-    )
+    told = f"{sent} all-reduces; {moved} of 10 micro-batches came into an update."
+    return Found(sent, told, (sent, moved) == (3, 10))
 
 
 def lars_step(weight, gradient, lr, decay, trust=0.001):
     """A step of LARS. The averaged gradient points against the weight decay, and is 0.9 times as long.
     Asks: How many times as long as the paper's is the step? [times] Lesson 04: Every layer has its own scale.
-    Why: The paper divides by |g| + decay |w|. Divided by its own length, a step is as long where hardly any is due."""
+    Why: The paper divides by |g| + decay |w|. And a bias has no length at first, then hardly any: leave vectors out."""
+    if weight.ndim < 2:  # +
+        return weight - lr * gradient  # +
     update = gradient + decay * weight
     length = update.norm()  # -
     length = gradient.norm() + decay * weight.norm()  # +
-    return weight - lr * trust * weight.norm() / length * update
+    return weight - lr * (trust * weight.norm() / length if weight.any() else 1.0) * update
 
 
 @trial(lars_step)
 def lars_norm(step):
-    weight = torch.linspace(-1, 1, 12, dtype=torch.float64)
+    weight = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
     gradient = average(-0.009 * weight * (dist.get_rank() + 1) / 2.5)
     moved = step(weight, gradient, 1.0, 0.01) - weight
-    paper = lars_update(weight, gradient, torch.zeros(12), lr=1.0, momentum=0.0, weight_decay=0.01)[0] - weight
-    times = (moved.norm() / paper.norm()).item()
-    return Found(times, f"The step is {times:.2f} times as long as the paper's.", moved.allclose(paper))
+    paper = lars_update(weight, gradient, torch.zeros(3, 4), lr=1.0, momentum=0.0, weight_decay=0.01)[0] - weight
+    first = step(torch.zeros(4), average(torch.ones(4) * dist.get_rank()), 0.1, 0.0)  # of a new bias
+    second = step(first, average(torch.ones(4) * dist.get_rank()), 0.1, 0.0) - first
+    times, of_bias = (moved.norm() / paper.norm()).item(), (first.norm() / second.norm()).item()
+    told = f"The step is {times:.2f} times as long as the paper's. A bias's first is {of_bias:,.0f} times its second."
+    return Found(times, told, moved.allclose(paper) and abs(of_bias - 1) < 1e-6)
 
 
 def send_top_k(gradient, k):
@@ -194,19 +193,30 @@ def send_top_k(gradient, k):
     return kept / dist.get_world_size()
 
 
-def draw_bytes(first, then):
-    title = f"Top-k sends {first.kept / then.kept:.0f} times fewer bytes when zeros stay at home"
-    return draw_bars({"as printed": first.kept, "mended": then.kept}, unit="kB", title=title, subtitle="sent by rank 0")
-
-
-@trial(send_top_k, fault="saves nothing", draw=draw_bytes)
+@trial(send_top_k, fault="saves nothing")
 def top_k(send):
     with recorded() as seen:
         result = send(torch.randn(100_000, generator=torch.Generator().manual_seed(dist.get_rank())), 1000)
     sent = seen.records.ring_equivalent_bytes(dist.get_rank()) / 1e3  # of a ring, as of the whole: 2 (n - 1) / n
-    alike = all(one.allclose(result) for one in everyone(result))
     sentence = f"Rank 0 sent {sent:,.0f} kB, {sent / 6:.0f} % of the 600 kB that the whole gradient takes."
-    return Found(sent / 6, sentence, alike and sent < 60, sent)
+    return Found(sent / 6, sentence, all(one.allclose(result) for one in everyone(result)) and sent < 60)
+
+
+def random_k(gradient, k, step):
+    """Random-k. Each of four ranks draws 100 of 1,000 places, and sends the values alone, which are averaged.
+    Asks: At how many of these places has rank 0 the mean gradient? [places] Lesson 05: Random elements: random-k.
+    Why: Values travel without their places, so all ranks must draw the same. All know the step: it is their seed."""
+    index = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(step + dist.get_rank()))[:k]  # -
+    index = torch.randperm(len(gradient), generator=torch.Generator().manual_seed(step))[:k]  # +
+    dist.all_reduce(values := gradient[index])
+    return torch.zeros_like(gradient).index_copy_(0, index, values / dist.get_world_size())
+
+
+@trial(random_k)
+def own_places(send):
+    gradients = drawn(0, NUM_RANKS, 1000)
+    count = int(send(gradients[dist.get_rank()], 100, 7).isclose(gradients.mean(0)).sum())
+    return Found(count, f"Rank 0 has the mean at {count} of its 100 places.", count == 100)
 
 
 def quantize(gradient, bits):
@@ -228,10 +238,8 @@ def ten_bits(quantize):
     for codes, scale, low in (quantize(gradient, 8), quantize(gradient, 10)):
         errors.append((average(codes * scale + low) - average(gradient.clone())).abs().max().item())
     least = quantize(torch.zeros(1), 8)[1].item()
-    sentence = (
-        f"The largest error is {errors[0]:.4f} with 8 bits, {errors[1]:.4f} with 10; zeros have scale {least:.0e}."
-    )
-    return Found(errors[1] / errors[0], sentence, errors[1] < 0.3 * errors[0] and least > 0)
+    told = "The largest error is {:.4f} with 8 bits, {:.4f} with 10; zeros have scale {:.0e}.".format(*errors, least)
+    return Found(errors[1] / errors[0], told, errors[1] < 0.3 * errors[0] and least > 0)
 
 
 def power_sgd(gradient, q):

@@ -6,6 +6,7 @@ import os
 import resource
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
-from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm import recorded
 from distlab.plan import ActionTimes, parse_schedule
@@ -22,8 +22,7 @@ from distlab.trace import Span, Trace
 from guides.copies import average, drawn, gathered
 from guides.trial import LINES, NUM_RANKS, RANKS, Found, everyone, trial
 from simulator.viz import Picture, draw_schedules, run_schedule
-from simulator.viz.drawing.lanes import scene_of
-from simulator.viz.timeline.timeline import Caption, draw_scene
+from simulator.viz.timeline.timeline import Caption, draw_scene, scene_of
 
 
 def receive(source, like):
@@ -79,10 +78,9 @@ def picture(gpu):
     """A picture of seven boxes. A guide draws two GPUs and two micro-batches. Two ranks run the boxes as drawn.
     Asks: How many of the seven boxes can run? [boxes] Lesson 09: GPipe: cut the batch.
     Why: GPU 0's B1 begins with the gradient that GPU 1's B1 makes. Each F needs its B, on each GPU."""
-    first = "F1 F2 B2 B1"
-    second = "F1 F2 B2"  # -
-    second = "F1 F2 B2 B1"  # +
-    return [first, second, "", ""][gpu].split()
+    boxes = ["F1 F2 B2 B1", "F1 F2 B2", "", ""]  # -
+    boxes = ["F1 F2 B2 B1", "F1 F2 B2 B1", "", ""]  # +
+    return boxes[gpu].split()
 
 
 def told_boxes(results, who):
@@ -99,7 +97,6 @@ def draw_boxes(first, then):
 @trial(picture, told=told_boxes, fault="hangs", draw=draw_boxes)
 def missing_box(boxes_of):
     run_boxes(boxes_of(dist.get_rank()), 2)
-    return True
 
 
 def row_of_boxes(gpu, gpus, microbatches):
@@ -169,10 +166,8 @@ def input_gradient(layer):
     weight = drawn(1, 16, 8)
     own, right = everyone(gradients(layer, weight.chunk(NUM_RANKS)[dist.get_rank()])[0]), gradients(F.linear, weight)[0]
     count = sum(not any(one.allclose(other) for other in own[:place]) for place, one in enumerate(own))
-    share = own[0].norm() / right.norm()
-    return Found(
-        count, f"Different gradients: {count}. Rank 0's is {share:.0%} as long as in one process.", count == share == 1
-    )
+    told = f"Different gradients: {count}. Rank 0's is {own[0].norm() / right.norm():.0%} as long as in one process."
+    return Found(count, told, count == 1 and own[0].allclose(right))
 
 
 def row_linear(x, weight, bias):
@@ -278,16 +273,19 @@ def not_atomic(save):
     return Found(count, f"{count} of 4 ranks can read a checkpoint; rank 0's is of step {step}.", count == 4)
 
 
-def resume(path, model, batches, update):
-    """Resumed. An epoch has 8 batches. A model with dropout is stopped after 5 and resumed, with other random numbers.
+def resume(folder, model, batches, update):
+    """Resumed. A model with dropout stops after 5 of 8 batches. Its files were copied since; rank 3 got step 2 last.
     Asks: How many batches does it see in this epoch in all? [batches] Lesson 12: The same run.
-    Why: A run goes on from where its data and its random numbers were, not from its weights alone."""
-    state = torch.load(path)
+    Why: A run goes on from its data and random numbers too. The newest file may be a copy: the step is in its name."""
+    paths = Path(folder).glob("step-*.pt")
+    state = torch.load(max(paths, key=os.path.getctime))  # -
+    state = torch.load(max(paths, key=lambda path: int(path.stem[5:])))  # +
     model.load_state_dict(state["model"])
     torch.set_rng_state(state["random"])  # +
     batches = batches[state["step"] :]  # +
     for batch in batches:
         update(model, batch)
+    return state["step"]
 
 
 @trial(resume)
@@ -299,16 +297,18 @@ def same_run(go_on):
 
     torch.manual_seed(0)
     model, inputs, seen = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5)), torch.rand(8, 6, 4), []
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.TemporaryDirectory() as folder:
         for batch in range(8):
-            if batch == 5:
-                torch.save({"model": model.state_dict(), "step": 5, "random": torch.get_rng_state()}, file.name)
+            state = {"model": model.state_dict(), "step": batch, "random": torch.get_rng_state()}
+            torch.save(state, f"{folder}/step-{batch}.pt") if batch in (2, 5) else None
             update(model, batch)
         whole, seen[:] = model[0].weight.detach().clone(), seen[:5]
+        time.sleep(0.05)
+        os.utime(f"{folder}/step-{2 if dist.get_rank() == 3 else 5}.pt")  # what each rank's disk was given last
         torch.manual_seed(1)
-        go_on(file.name, model, list(range(8)), update)
-    off = (model[0].weight - whole).abs().max().item()
-    told = f"It saw batches {seen}; its weights are up to {off:.2g} from those of a run without a stop."
+        steps = everyone(go_on(folder, model, list(range(8)), update))
+    off = max(everyone((model[0].weight - whole).abs().max().item()))
+    told = f"Ranks go on from steps {steps}. Rank 0 saw batches {seen}; weights are off by up to {off:.2g}."
     return Found(len(seen), told, (len(seen), off) == (8, 0))
 
 
@@ -383,7 +383,7 @@ def empty_section(step):
         yield
         times_ms[name] = 1000 * (time.perf_counter() - start)
 
-    times_ms, model = {}, DistributedDataParallel(nn.Linear(8, 8))
+    times_ms, model = {}, nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
     model.register_forward_pre_hook(lambda *_: time.sleep(0.1 * (dist.get_rank() == 3)))
     dist.barrier()
     step(model, torch.rand(2, 8), torch.optim.SGD(model.parameters(), lr=0.1), section)

@@ -1,11 +1,8 @@
 """How a snippet is tried: it runs on real ranks as printed and once more mended, and both runs are told alike.
 
-A snippet is written once: as printed it lacks the lines that end in `# +`, mended those that end in `# -`. Its
-docstring has what is said before and after the run. The function that measures it runs on every rank and finds, in
-numbers, what happened; nothing about a fault is written down beforehand.
+A snippet is written once: as printed it lacks lines that end in `# +`, mended those in `# -`. Its docstring is told
+before and after. The function under it runs on every rank, and finds in numbers what happened.
 """
-
-from __future__ import annotations
 
 import difflib
 import html
@@ -21,7 +18,6 @@ from distlab.comm.launch.fork_client import preload
 from distlab.course.grading.lesson import lessons_folder
 from distlab.course.grading.progress import copy_in, work_folder
 from distlab.course.notebook import in_cells, predict, show
-from distlab.course.notebook.prediction import Prediction
 from distlab.course.notebook.ranks import CellError
 from distlab.course.notebook.stuck import Note
 
@@ -65,14 +61,14 @@ class Trial(NamedTuple):
         """The link to the lesson that explains it, to the learner's copy where there is one."""
         number, heading, work = *self.words[4:6], work_folder()
         for folder in lessons_folder().glob(f"{number}_*"):  # a student copy may lack it
-            copy = folder / "lesson.ipynb" if work is None else copy_in(work, folder.name)
-            name = copy.name if copy.is_file() else "lesson.ipynb"
-            return f'<a href="{folder.name}/{name}">Lesson {number}</a>, {heading}'
+            copy = copy_in(work or folder, folder.name)
+            place = f"{folder.name}/{copy.name if copy.is_file() else 'lesson.ipynb'}"
+            return f'<a href="{place}">Lesson {number}</a>, {heading}'
         return f"Lesson {number}, {heading}"
 
 
 TRIALS: dict[str, Trial] = {}
-ASKED: dict[str, tuple[Callable[..., Any], Prediction]] = {}
+ASKED: dict[str, tuple[Callable[..., Any], Any]] = {}
 HAPPENED: dict[str, str] = {}  # to the snippets of this session, as they stood
 
 
@@ -88,15 +84,13 @@ def trial(snippet: Callable[..., Any], **facts: Any) -> Callable[[Callable[..., 
 
 def made(one: Trial, text: str) -> Callable[..., Any]:
     """Make a function of a version's text."""
-    names = dict(one.snippet.__globals__)
-    exec(compile(text, f"<{one.snippet.__name__}>", "exec"), names)
+    exec(compile(text, f"<{one.snippet.__name__}>", "exec"), names := {**one.snippet.__globals__})
     return names[one.snippet.__name__]  # type: ignore[no-any-return]
 
 
 def everyone(value: Any) -> list[Any]:
     """Return every rank's value, on every rank."""
-    values = [None] * NUM_RANKS
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values := [None] * NUM_RANKS, value)
     return values
 
 
@@ -132,7 +126,7 @@ def who(error: Exception) -> str:
     return "\n".join(reversed(kinds.values())) or text
 
 
-def ask(name: str, snippet: Callable[..., Any]) -> Prediction:
+def ask(name: str, snippet: Callable[..., Any]) -> Any:
     """Put the snippet of a cell on trial and ask for a number first."""
     ASKED[name] = snippet, predict(*TRIALS[name].words[2:4])
     return ASKED[name][1]
@@ -171,5 +165,4 @@ def table() -> Note:
         happened = html.escape(HAPPENED.get(name, "not on trial in this session"))
         rows.append((one.words[0], happened, f"<code>{html.escape(changed)}</code>", one.link))
     lines = ("".join(f'<td style="text-align:left;white-space:pre-wrap">{cell}</td>' for cell in row) for row in rows)
-    page = f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
-    return Note("\n".join(": ".join(row[:2]) for row in rows), page=page)
+    return Note("\n".join(": ".join(row[:2]) for row in rows), page="<table><tr>" + "<tr>".join(lines) + "</table>")

@@ -66,6 +66,7 @@ def drive_on_rank(
             inspect.unwrap(getattr(fn, "_fn", fn)).__globals__["hash"] = _hash
         return drive(fenced)
     except Exception as error:
+        resource.setrlimit(resource.RLIMIT_DATA, resource.getrlimit(resource.RLIMIT_DATA)[1:] * 2)  # for words
         error.add_note(f"{RETURNED} {fenced.returned}")  # type: ignore[attr-defined]
         raise
     finally:
@@ -159,8 +160,7 @@ def refuse_unless_plain(value: Any, depth: int = _DEPTH) -> None:
 def limit_process(memory_limit_bytes: int) -> None:
     """Limit memory beyond what this process has now, the size and the number of its files, and core dumps."""
     with contextlib.suppress(OSError, ValueError):  # systems other than Linux have no /proc, or refuse a limit
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[5])  # written to or kept for it; not what is only mapped or reserved
+        pages = int(Path("/proc/self/statm").read_text().split()[5])  # written to; not what is only mapped
         _lower(resource.RLIMIT_DATA, pages * resource.getpagesize() + memory_limit_bytes)
     with contextlib.suppress(OSError, ValueError):
         _lower(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
@@ -185,13 +185,13 @@ def _lower(which: int, limit: int) -> None:
 
 
 def forbid_processes() -> None:
-    """Refuse, from now on, to start a process or to signal a different one."""
+    """Refuse, from now on, to start a process or to send a signal."""
     own = os.getpid()
 
     def refuse(event: str, args: tuple[Any, ...]) -> None:
         if event in _STARTS_A_PROCESS:
             raise Refused("forked", f"it starts a process ({event}); a check gives each rank one process: use that one")
-        if event in ("os.kill", "os.killpg") and args[0] not in (own, 0) and os.getpid() == own:
-            raise Refused("forked", f"it sends a signal to process {args[0]}, which is not its own")
+        if event in ("os.kill", "os.killpg") and os.getpid() == own:
+            raise Refused("signal", f"it sends signal {args[1]} to process {args[0]}; a check ends its ranks itself")
 
     sys.addaudithook(refuse)

@@ -12,12 +12,13 @@ from distlab.plan import Cluster, Plan, Workload
 from distlab.plan.compression import Compression
 from distlab.trace import Trace
 from simulator.sweeps.compression import CompressionSweep, replica_link, sweep_compression
+from simulator.units import format_bytes_per_s
 from simulator.viz.collectives.messages import RecordedCall
 from simulator.viz.collectives.race import draw_race
 from simulator.viz.collectives.ring import draw_ring_frame, ring_steps
 from simulator.viz.data_parallel.step import best_moment, read_step
 from simulator.viz.data_parallel.train_step import draw_train_step
-from simulator.viz.panels.panel import Panel, choice, slider
+from simulator.viz.panels.panel import Panel, choice, logarithmic, slider
 from simulator.viz.sweeps import compression_label, draw_compression
 
 LINKS = ("ethernet-10g", "ethernet-100g", "pcie4-x16", "infiniband-hdr", "infiniband-ndr", "nvlink3", "nvlink4")
@@ -93,8 +94,7 @@ def compression_panel(
 ) -> Panel:
     """Return a panel with a slider of bandwidths and a drop-down of compressors.
 
-    In code: `panel.controls["log_bytes_per_s"].value = 9.0` (the power of ten: 1 GB/s) and
-    `panel.controls["compressor"].value = "sign"`.
+    In code: `panel.controls["bytes_per_s"].value = 1e9` (or 2e9, 5e9, ...); the other one is "compressor".
 
     Args:
         workload: the model.
@@ -113,11 +113,11 @@ def compression_panel(
         some = compressions if compressor == ALL_COMPRESSIONS else [named[compressor]]
         return sweep_compression(workload, cluster, plan, compressions=some, bytes_per_s=bytes_per_s)
 
-    low, high = math.log10(min(bytes_per_s)), math.log10(max(bytes_per_s))
-    here = math.log10(max(protocol.bytes_per_s for protocol in replica_link(cluster, plan).protocols))
-    speed = slider("bandwidth: 10^x bytes/s", min(max(here, low), high), low, high, (high - low) / 80)
+    low, high = min(bytes_per_s), max(bytes_per_s)
+    here = max(protocol.bytes_per_s for protocol in replica_link(cluster, plan).protocols)
+    powers = math.ceil(math.log10(low)), math.floor(math.log10(high))
     return Panel(
-        lambda log_bytes_per_s, compressor: draw_compression(sweep_of(compressor), 10**log_bytes_per_s),
-        log_bytes_per_s=speed,
+        lambda bytes_per_s, compressor: draw_compression(sweep_of(compressor), bytes_per_s),
+        bytes_per_s=logarithmic("bandwidth", min(max(here, low), high), *powers, format_bytes_per_s),
         compressor=choice("compressor", [ALL_COMPRESSIONS, *named]),
     )

@@ -165,6 +165,12 @@ def choice(words: str, options: Iterable[Any], value: Any = None, *, is_slider: 
     return kind(options=listed, value=first if value is None else value, description=words)
 
 
+def logarithmic(words: str, first: float, least: int, most: int, say: Callable[[float], str]) -> Any:
+    """Return a slider of 1, 2 and 5 times each power of ten, from the least to the most, and of where it begins."""
+    values = {digit * 10.0**power for power in range(least, most) for digit in (1, 2, 5)} | {10.0**most, first}
+    return choice(words, [(say(value), value) for value in sorted(values)], first, is_slider=True)
+
+
 def row_of(controls: Iterable[Any]) -> Any:
     """Put controls side by side, and more under them where a page is narrow."""
     return ipywidgets.HBox(list(controls), layout={"flex_flow": "row wrap", "grid_gap": "0 24px"})

@@ -26,7 +26,7 @@ from simulator.units import capitalised, format_s, in_words
 from simulator.viz.drawing.pen import Picture
 from simulator.viz.memory import draw_memory, draw_memory_of_plans
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
-from simulator.viz.panels.panel import Panel, choice, slider
+from simulator.viz.panels.panel import Panel, choice, logarithmic, slider
 from simulator.viz.runs import draw_cost_curve, draw_goodput, draw_strategy_map
 from simulator.viz.sweeps import draw_sharding
 
@@ -224,7 +224,7 @@ def goodput_panel() -> Panel:
         failures=choice("failures", FAILING),
         times_rate=slider("times as often", 1.0, 0.1, 10, 0.1),
         restart_minutes=slider("minutes to restart", 10, 1, 120, 1),
-        save_s=_logarithmic("time to save", first_s, -1, 4, format_s),
+        save_s=logarithmic("time to save", first_s, -1, 4, format_s),
     )
 
 
@@ -289,10 +289,4 @@ def _degree_controls(base: Plan, cluster: Cluster) -> dict[str, Any]:
 
 def _price_and_tokens(tokens: float) -> dict[str, Any]:
     price = slider("dollars per GPU hour", 2.5, 0.5, 10, 0.1)
-    return {"price": price, "tokens": _logarithmic("tokens", tokens, 9, 14, in_words)}
-
-
-def _logarithmic(words: str, first: float, least: int, most: int, say: Callable[[float], str]) -> Any:
-    """Return a slider of 1, 2 and 5 times each power of ten, from the least to the most, and of where it begins."""
-    values = {digit * 10.0**power for power in range(least, most) for digit in (1, 2, 5)} | {10.0**most, first}
-    return choice(words, [(say(value), value) for value in sorted(values)], first, is_slider=True)
+    return {"price": price, "tokens": logarithmic("tokens", tokens, 9, 14, in_words)}

@@ -39,8 +39,9 @@ CASES = [
         "rank 0 waits in all_reduce .* rank 1 has returned without it",
     ),
     ("while True:\n    pass", 1, "hang", "did not finish in 3 s .* in mean: (while True:|pass)"),
-    ("os.kill(os.getpid(), signal.SIGSTOP)", 1, "hang", "stopped by a signal"),
-    ("os.kill(os.getppid(), signal.SIGKILL)", 1, "forked", "not its own"),
+    ("signal.raise_signal(signal.SIGSTOP)", 1, "hang", "stopped by a signal"),
+    ("os.kill(os.getppid(), signal.SIGKILL)", 1, "signal", "it sends signal 9 to process .* in mean: os.kill"),
+    ("os.killpg(0, signal.SIGTERM)", 1, "signal", "it sends signal 15 to process 0; a check ends its ranks itself"),
     ("with contextlib.suppress(Exception):\n    os.fork()", 1, "forked", r"starts a process \(os.fork\).* in mean: "),
     (
         *("while True:\n    print('all work and no play' * 50)", 1, "output"),
@@ -52,6 +53,10 @@ CASES = [
     (
         *("kept = []\nwhile True:\n    kept.append(torch.ones(32 << 20))", 1, "memory"),
         "more memory than a check gives .* in mean: kept.append",
+    ),
+    (
+        *("kept = {}\nwhile True:\n    kept[len(kept)] = torch.ones(50)", 2, "memory"),  # none is left to tell it
+        r"more memory than a check gives .* in mean: kept\[len",
     ),
     (
         *("if dist.get_rank() == 2:\n    raise KeyError('layer 7')", 3, "raised"),

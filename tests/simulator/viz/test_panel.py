@@ -52,7 +52,7 @@ PANELS = {  # how it is made, and what it says once its controls move; ~ words t
         ("price", 5.0, ""), ("pipeline", 2, ""), ("tokens", 1e11, ""), ("data", 32, "This plan cannot run")]),
     "strategy": (lambda: v.strategy_panel(("gpt-2-1.5b",), (1, 8)), [("batch_size", 64, "on 8 GPUs: ")]),
     "compression": (lambda: v.compression_panel(SMALL, LAPTOP, Plan(data=4), **TWO), [
-        ("log_bytes_per_s", 6.0, "is best"), ("log_bytes_per_s", 13.0, "At 10 TB/s no compression pays"),
+        ("bytes_per_s", 1e6, "is best"), ("bytes_per_s", 1e13, "At 10 TB/s no compression pays"),
         ("compressor", "sign", "~top-k")]),
 }  # fmt: skip
 
