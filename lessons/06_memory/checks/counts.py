@@ -159,7 +159,7 @@ WRONG_STATES = (
         1,
     ).edit(_BYTES, "size * num_parameters"),
     Mutant("copy not split", "not sharded", "stage 1 splits master weights over the ranks", 1).edit(
-        "else 0, 1)", "else 0, 3)"
+        "else 0, 1)", "else 0, 9)"
     ),
     Mutant("rounded down", "rounded down", "no rank holds the last elements; round a shard up", 1).edit(
         _SHARD, _ELEMENTS
