@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distlab.course.grading.cases import Cases, Place, alike, compared_with_rank_0, difference, leaves
@@ -111,27 +111,32 @@ class _Known(NamedTuple):
     def by_values(self, evidence: Evidence) -> Mutant | None:
         """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
 
-        Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told the one
-        that explains what is wrong first; not by drawn calls, where few values may be alike by chance.
+        Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told both
+        where both are known, else the one that explains what is wrong first; not by drawn calls, where few values may
+        be alike by chance.
         """
         got, want, is_drawn = leaves(evidence.results), leaves(self.wanted.results), not isinstance(self.cases, Cases)
         wrong_at = self._differ(got, want)
         if is_drawn and len(wrong_at) < FEWEST and not any(is_telling(got.get(place)) for place in wrong_at):
             return None
         first, made, known = wrong_at[0], _operations(evidence), [*told(self.exercise, self.ranks.world_size)]
+        means = [wrong for wrong in self.exercise.mutants if wrong.fault in AVERAGED]  # with a second mistake: no ratio
+        every = [*known, *(replace(wrong, says=AVERAGED[wrong.fault].format(self.ranks.world_size)) for wrong in means)]
+        ends = time.perf_counter() + BUDGET_S  # of pairs, which are many, on a busy machine too
         whole: list[Mutant] = []
+        partly: list[Mutant] = []
         in_part: list[tuple[bool, int, Mutant]] = []  # does it explain what is wrong first; how much it explains
-        means = [
-            wrong for wrong in self.exercise.mutants if wrong.fault in AVERAGED
-        ]  # beside a second mistake: no ratio
-        more = [replace(wrong, says=AVERAGED[wrong.fault].format(self.ranks.world_size)) for wrong in means]
-        pairs = (_both(*two) for two in combinations([*known, *more], 2) if not (whole or is_drawn))
 
         def is_wrong_alike(theirs: Mapping[Place, Any]) -> bool:
             here = [place for place in wrong_at if place[1] == first[1] and alike(got, theirs, place, self.scale)]
             return first in here or any(is_telling(got.get(place)) for place in here)
 
-        for wrong, run in self._runs(chain(known, pairs), is_wrong_alike, first[1]):
+        def pairs() -> Iterator[Mutant]:
+            for two in product(partly, every) if partly else combinations(every, 2):
+                if not (whole or is_drawn or time.perf_counter() > ends):
+                    yield _both(*two)
+
+        for wrong, run in self._runs(chain(known, pairs()), is_wrong_alike, first[1]):
             theirs = leaves(run.results)
             odd = self._differ(theirs, want)
             agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
@@ -139,15 +144,11 @@ class _Known(NamedTuple):
                 if _operations(run) == made:
                     return wrong
                 whole.append(wrong)
-            elif (
-                wrong in known
-                and not is_drawn
-                and (
-                    (4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) >= len(wrong_at))
-                    or (len(agrees) == len(odd) and any(is_telling(got[place]) for place in agrees))
-                )
-            ):
-                in_part.append((first in agrees, len(agrees), wrong))
+            elif wrong in known and not is_drawn:
+                partly.append(wrong)
+                explains_most = 4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) >= len(wrong_at)
+                if explains_most or (len(agrees) == len(odd) and any(is_telling(got[place]) for place in agrees)):
+                    in_part.append((first in agrees, len(agrees), wrong))
         if whole:
             return whole[0]
         return max(in_part, key=lambda one: one[:2])[2] if in_part else None

@@ -195,9 +195,12 @@ WRONG_RING_ALL_GATHER = (
     Mutant("returns its chunk", "wrong length", "this rank's chunk is returned; return the whole tensor", 2).edit(
         "return tensor", "return chunks[rank]"
     ),
-    Mutant("works on a copy", "not in place", "it gathers into a new tensor; fill the one that was passed in", 2)
-    .edit("tensor.tensor_split", "tensor.clone().tensor_split")
-    .edit("return tensor", "return torch.cat(chunks)"),
+    *(
+        Mutant(name, "not in place", "it gathers into copies of the chunks; fill the tensor that was passed in", 2)
+        .edit("tensor.tensor_split", "tensor.clone().tensor_split")
+        .edit("return tensor", f"return {returned}")
+        for name, returned in (("works on a copy", "torch.cat(chunks)"), ("fills a copy", "tensor"))
+    ),
     Mutant("always its own", "mismatch", "receives the chunk that its sender sends", 3, races=True, ends=True).edit(
         "chunks[(rank - step) % n]", "chunks[rank]"
     ),

@@ -211,7 +211,6 @@ def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[New]:
         case ast.BinOp(left, op, right):
             yield from (left, right, ast.BinOp(right, op, left), *_one_more_or_less(node))
             if isinstance(op, ast.Mult | ast.Div | ast.Mod):
-                yield from (ast.BinOp(ast.Constant(2), ast.Mult(), node), ast.BinOp(node, ast.Div(), ast.Constant(2)))
                 yield from (ast.BinOp(left, op, scalar) for scalar in scope.scalars)
         case ast.BoolOp():
             yield from node.values
