@@ -8,12 +8,14 @@ the reference; its `says` is what a learner with that fault is told. Drawn calls
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, combinations, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distlab.course.grading.cases import Cases, Place, alike, compared_with_rank_0, difference, leaves
-from distlab.course.grading.diagnosis.traffic import calls, in_megabytes, most_sent, sent_bytes
-from distlab.course.grading.diagnosis.values import is_telling
+from distlab.course.grading.diagnosis.traffic import calls, most_sent, over_budget, sent_bytes
+from distlab.course.grading.diagnosis.values import DIVIDED_TWICE, SUM_NOT_MEAN, is_telling
 from distlab.course.grading.exercise import ENDED, SEEN, Evidence, Exercise, Fault
 from distlab.course.grading.mutant import Mutant, build
 
@@ -24,10 +26,11 @@ if TYPE_CHECKING:
 LIMIT_S = 1.5  # of one wrong version: on some numbers of ranks it may wait without end
 BUDGET_S = 4.0  # of all of them: they take less than half a second
 SLOWER = 20.0  # times the reference's own run is added to both: on a busy machine all runs take longer
-AVERAGED = {"sum not mean", "divided twice"}  # what a ratio is told to be, where ranks are averaged
-NO_CAUSE = AVERAGED | {"dtype", "changed argument", "argument changed"}
+AVERAGED = {"sum not mean": SUM_NOT_MEAN, "divided twice": DIVIDED_TWICE}  # what a ratio is told to be, of ranks
+NO_CAUSE = AVERAGED.keys() | {"dtype", "changed argument", "argument changed"}
 FEWEST = 3  # results without a drawn digit that must be wrong alike: fewer agree by chance
 NOT_RUN = ENDED | {"not waited", "kept", "state left behind"}
+_Test = Callable[[Mapping[Place, Any]], bool]
 
 
 def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., Any], ranks: Ranks) -> Fault | None:
@@ -50,10 +53,9 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
         is_mean = divided.code == "divided twice" or any(wrong.fault in AVERAGED for wrong in exercise.mutants)
         return divided if is_mean else seen
     fault = None if exercise.judge is None else next(iter(exercise.judge(evidence)), None)
-    if fault is None and cases.most_bytes and most_sent(evidence) > cases.most_bytes * most_sent(wanted):
-        text = f"right result, but {in_megabytes(most_sent(evidence))} sent per rank"
-        seen = Fault("too many bytes", f"{text} where {cases.needs} needs {in_megabytes(most_sent(wanted))}")
-        fault = _named(known.by_bytes(evidence, cases), seen)
+    if fault is None and cases.most_bytes:
+        seen = over_budget(evidence, most_sent(wanted), cases.needs, slack=cases.most_bytes - 1)
+        fault = seen and _named(known.by_bytes(evidence, cases), seen)
     return fault
 
 
@@ -81,6 +83,13 @@ def told(exercise: Exercise, world_size: int) -> Iterator[Mutant]:
             yield wrong
 
 
+def _both(one: Mutant, other: Mutant) -> Mutant:
+    """Return a wrong version with the faults of two, which are both told."""
+    says, edits = f"{words_of(one)}. Besides, {words_of(other)}", (*one.edits, *other.edits)
+    setup, body = f"{one.preamble}\n{other.preamble}", one.new_body or other.new_body
+    return replace(one, says=says, does="", edits=edits, preamble=setup, new_body=body)
+
+
 def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
     """Let the ranks make the cases' calls."""
     results = ranks.run(cases, fn)
@@ -102,21 +111,32 @@ class _Known(NamedTuple):
     def by_values(self, evidence: Evidence) -> Mutant | None:
         """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
 
-        Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told the one
-        that explains what is wrong first; not by drawn calls, where few values may be alike by chance.
+        Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told both
+        where both are known, else the one that explains what is wrong first; not by drawn calls, where few values may
+        be alike by chance.
         """
         got, want, is_drawn = leaves(evidence.results), leaves(self.wanted.results), not isinstance(self.cases, Cases)
         wrong_at = self._differ(got, want)
         if is_drawn and len(wrong_at) < FEWEST and not any(is_telling(got.get(place)) for place in wrong_at):
             return None
-        first, made = wrong_at[0], _operations(evidence)
+        first, made, known = wrong_at[0], _operations(evidence), [*told(self.exercise, self.ranks.world_size)]
+        means = [wrong for wrong in self.exercise.mutants if wrong.fault in AVERAGED]  # with a second mistake: no ratio
+        every = [*known, *(replace(wrong, says=AVERAGED[wrong.fault].format(self.ranks.world_size)) for wrong in means)]
+        ends = time.perf_counter() + BUDGET_S  # of pairs, which are many, on a busy machine too
         whole: list[Mutant] = []
-        in_part: list[tuple[int, Mutant]] = []
+        partly: list[Mutant] = []
+        in_part: list[tuple[bool, int, Mutant]] = []  # does it explain what is wrong first; how much it explains
 
         def is_wrong_alike(theirs: Mapping[Place, Any]) -> bool:
-            return alike(got, theirs, first, self.scale) and not alike(theirs, want, first, self.scale)
+            here = [place for place in wrong_at if place[1] == first[1] and alike(got, theirs, place, self.scale)]
+            return first in here or any(is_telling(got.get(place)) for place in here)
 
-        for wrong, run in self._runs(is_wrong_alike, first[1]):
+        def pairs() -> Iterator[Mutant]:
+            for two in product(partly, every) if partly else combinations(every, 2):
+                if not (whole or is_drawn or time.perf_counter() > ends):
+                    yield _both(*two)
+
+        for wrong, run in self._runs(chain(known, pairs()), is_wrong_alike, first[1]):
             theirs = leaves(run.results)
             odd = self._differ(theirs, want)
             agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
@@ -124,14 +144,14 @@ class _Known(NamedTuple):
                 if _operations(run) == made:
                     return wrong
                 whole.append(wrong)
-            elif not is_drawn and (
-                (4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) >= len(wrong_at))
-                or (len(agrees) == len(odd) and any(is_telling(got[place]) for place in agrees))
-            ):
-                in_part.append((len(agrees), wrong))
+            elif wrong in known and not is_drawn:
+                partly.append(wrong)
+                explains_most = 4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) >= len(wrong_at)
+                if explains_most or (len(agrees) == len(odd) and any(is_telling(got[place]) for place in agrees)):
+                    in_part.append((first in agrees, len(agrees), wrong))
         if whole:
             return whole[0]
-        return max(in_part, key=lambda pair: pair[0])[1] if in_part else None
+        return max(in_part, key=lambda one: one[:2])[2] if in_part else None
 
     def by_bytes(self, evidence: Evidence, cases: Cases) -> Mutant | None:
         """Return the wrong version that sends as much on each rank, by the same calls if there is one.
@@ -139,15 +159,13 @@ class _Known(NamedTuple):
         Else the dearest that sends no more.
         """
         found: list[tuple[bool, int, Mutant]] = []  # does it send as much on each rank; the most that one sends
-        takes, first = cases.use or self.reference, next(iter(self.wanted.results[0]))
-        want = {place: value for place, value in leaves(self.wanted.results).items() if place[1] == first}
-        for wrong, run in self._runs(lambda theirs: not self._differ(theirs, want), first):
+        want, first = leaves(self.wanted.results), next(iter(self.wanted.results[0]))
+        case = {place: value for place, value in want.items() if place[1] == first}
+        known = told(self.exercise, self.ranks.world_size)
+        for wrong, run in self._runs(known, lambda theirs: not self._differ(theirs, case), first):
             most = most_sent(run)
-            if most <= cases.most_bytes * most_sent(self.wanted):
-                continue
-            if difference(run.results, self.wanted.results, takes) is not None:
-                continue
-            if self.exercise.judge is not None and next(iter(self.exercise.judge(run)), None) is not None:
+            is_right = most > cases.most_bytes * most_sent(self.wanted) and not self._differ(leaves(run.results), want)
+            if not is_right or (self.exercise.judge is not None and next(iter(self.exercise.judge(run)), None)):
                 continue  # its calls are wrong, and the answer's are right
             sends_alike = _sent(run) == _sent(evidence)
             if sends_alike and _operations(run) == _operations(evidence):
@@ -156,18 +174,18 @@ class _Known(NamedTuple):
                 found.append((sends_alike, most, wrong))
         return max(found, key=lambda one: one[:2])[2] if found else None
 
-    def _runs(self, goes_on: Callable[[Mapping[Place, Any]], bool], case: str) -> Iterator[tuple[Mutant, Evidence]]:
+    def _runs(self, versions: Iterable[Mutant], goes_on: _Test, case: str) -> Iterator[tuple[Mutant, Evidence]]:
         """Yield each wrong version with its run of all cases, if it goes on after its run of one."""
         from distlab.comm import RankError, RankTimeout
 
         begun, limit_s, lost = time.perf_counter(), self.ranks.timeout_s, False
         self.ranks.timeout_s = min(limit_s, LIMIT_S + self.slower_s)
         try:
-            for wrong in told(self.exercise, self.ranks.world_size):
+            for wrong in versions:
                 if time.perf_counter() - begun > BUDGET_S + self.slower_s:
                     return
-                fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
                 try:
+                    fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
                     run = _driven(self.cases.at(case), fn, self.ranks)
                     if not goes_on(leaves(run.results)):
                         continue

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distlab.course.grading.exercise import SEEN, Evidence, Exercise, Fault
+from distlab.course.grading.exercise import SEEN, Exercise, Fault
 from distlab.course.grading.lesson import load_lesson, reference_of
 from distlab.course.grading.progress import keep
 from distlab.course.grading.report import Report
@@ -141,7 +141,7 @@ def _fault_on(
         return drawn, True, budget
     if earlier is not None and not 0 < own.weight >= earlier.weight:
         return None, False, ()
-    if isinstance(outcome, Evidence) and own.code in SEEN and not own.cause and exercise.vary is not None:
+    if own.code in SEEN | {"raised"} and not own.cause and exercise.vary is not None:
         drawn = drawn_fault(exercise, fn, reference, ranks, seed, is_wrong=True)
         if drawn is not None and drawn.cause:
             own = own._replace(cause=drawn.cause)

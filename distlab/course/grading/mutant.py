@@ -9,11 +9,9 @@ from __future__ import annotations
 import __future__
 
 import ast
-import functools
 import inspect
 import linecache
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -118,16 +116,12 @@ def build(mutant: Mutant, exercise: str, reference: Callable[..., Any], imports:
     who = f"mutant {mutant.name!r} of {exercise}"
     text = "\n\n\n".join(filter(None, ["\n".join(imports), mutant.preamble, wrong_text(mutant, reference, who)])) + "\n"
     file = f"{exercise}, {mutant.name}"
-    namespace = dict(vars(sys.modules[reference.__module__]))
-    is_future = namespace.get("annotations") is __future__.annotations
-    flags = __future__.annotations.compiler_flag if is_future else 0
     try:
-        code = compile(text, file, "exec", flags=flags, dont_inherit=True)
+        fn = compiled(reference, text, file)
     except SyntaxError as error:
         raise ValueError(f"{who} is not Python: {error.msg}, line {error.lineno} of\n{text}") from None
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
-    exec(code, namespace)
-    return replace(mutant, exercise=exercise, fn=namespace[reference.__name__])
+    return replace(mutant, exercise=exercise, fn=fn)
 
 
 def compiled(reference: Callable[..., Any], text: str, file: str = "<slip>") -> Callable[..., Any]:
@@ -135,7 +129,7 @@ def compiled(reference: Callable[..., Any], text: str, file: str = "<slip>") -> 
     namespace = dict(inspect.unwrap(reference).__globals__)
     flags = __future__.annotations.compiler_flag  # a rank may not know the names of types
     exec(compile(text, file, "exec", flags=flags, dont_inherit=True), namespace)
-    return functools.wraps(reference)(namespace[reference.__name__])
+    return namespace[reference.__name__]  # type: ignore[no-any-return]
 
 
 def wrong_text(mutant: Mutant, reference: Callable[..., Any], who: str = "") -> str:

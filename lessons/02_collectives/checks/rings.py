@@ -72,6 +72,16 @@ judge_repair = partial(shared.in_steps, what="the relay", needs=lambda n: n - 1)
 _EXCHANGE = "exchange(Receive(received, (rank - 1) % n), Send(outgoing, (rank + 1) % n), group=group)"
 _MY_CHUNK = ".tensor_split(dist.get_world_size(group))[dist.get_rank(group)]"
 _WHOLE = "whole tensors travel; a chunk is enough in each step"
+_TO, _REST = "at * size + size", "at * size + size if at < n - 1 else None"
+_CUTS = tuple(
+    Mutant(name, "cut otherwise", f"chunks are cut {how}; tensor_split(n) cuts 7 into 4, 3, or 3, 2, 2", world).edit(
+        "tensor.tensor_split(n)", f"[tensor[at * (size := {size}) : {end}] for at in range(n)]"
+    )
+    for name, how, size, end, world in (
+        ("as chunk cuts", "as by chunk(n), 7 into 3, 3, 1", "-(-len(tensor) // n)", _TO, 3),
+        ("rest to the last", "so that the last gets the rest, 7 into 2, 2, 3", "len(tensor) // n", _REST, 2),
+    )
+)
 WRONG_RING_REDUCE_SCATTER = (
     Mutant("whole tensors travel", "whole tensors", _WHOLE, 2, 1).body(
         f"return relay_all_reduce(tensor, group){_MY_CHUNK}"
@@ -110,6 +120,7 @@ WRONG_RING_REDUCE_SCATTER = (
         2,
         8,
     ).edit("tensor.tensor_split(n)", "tensor[: tensor.numel() // n * n].tensor_split(n)"),
+    *(wrong.edit("empty_like(chunks[0])", "empty_like(tensor)") for wrong in _CUTS),
     Mutant(
         "passes on what came",
         "own part not passed on",
@@ -170,9 +181,9 @@ WRONG_RING_ALL_GATHER = (
     Mutant("adds instead of copying", "added", "what arrives is added; the chunks are finished: copy them", 2)
     .edit(_INTO, "received = torch.empty_like(unknown)\nexchange(Receive(received")
     .edit("group=group)", "group=group)\nunknown += received"),
-    Mutant("n-2 steps", "chunk never received", "a chunk never comes; a ring has n - 1 steps", 2).edit(
-        "n - 1):", "n - 2):"
-    ),
+    Mutant(
+        "n-2 steps", "chunk never received", "a chunk never comes to its place; each of n - 1 steps fills one", 2
+    ).edit("n - 1):", "n - 2):"),
     Mutant("whole tensors travel", "whole tensors", _WHOLE, 2, 1)
     .edit(_INTO, "received = torch.empty_like(tensor)\nexchange(Receive(received")
     .edit("Send(known", "Send(tensor.clone()")
@@ -184,13 +195,17 @@ WRONG_RING_ALL_GATHER = (
     Mutant("returns its chunk", "wrong length", "this rank's chunk is returned; return the whole tensor", 2).edit(
         "return tensor", "return chunks[rank]"
     ),
-    Mutant("works on a copy", "not in place", "it gathers into a new tensor; fill the one that was passed in", 2)
-    .edit("tensor.tensor_split", "tensor.clone().tensor_split")
-    .edit("return tensor", "return torch.cat(chunks)"),
+    *(
+        Mutant(name, "not in place", "it gathers into copies of the chunks; fill the tensor that was passed in", 2)
+        .edit("tensor.tensor_split", "tensor.clone().tensor_split")
+        .edit("return tensor", f"return {returned}")
+        for name, returned in (("works on a copy", "torch.cat(chunks)"), ("fills a copy", "tensor"))
+    ),
     Mutant("always its own", "mismatch", "receives the chunk that its sender sends", 3, races=True, ends=True).edit(
         "chunks[(rank - step) % n]", "chunks[rank]"
     ),
     Mutant("group ignored", "group ignored", "pass group=group", 3, ends=True).edit(", group=group)", ")"),
+    *_CUTS,
 )
 _SWAP = "outgoing, incoming = incoming, outgoing  # pass on what came, receive into the other buffer"
 WRONG_REPAIR = (

@@ -6,6 +6,7 @@ lacks rank 2's part and 462100 has it twice. A barrier comes after each call of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from distlab.comm import RankError
 from distlab.comm.record.read import Call
 from distlab.course.grading.cases import Given
 from distlab.course.grading.diagnosis.blame import messages_that_do_not_fit
-from distlab.course.grading.diagnosis.traffic import MESSAGES, calls, order
+from distlab.course.grading.diagnosis.traffic import MESSAGES, calls
 from distlab.grading import Evidence, Fault, Mutant
 
 LENGTHS = (12, 7, 2)  # divisible by 1, 2, 3 and 4; uneven; fewer elements than ranks
@@ -92,7 +93,7 @@ def refuse_native(evidence: Evidence, num_calls: int | None = None) -> Iterator[
     if num_calls is None:
         num_calls = sum(len(ranks) == evidence.world_size for _, ranks, _ in played(evidence))
     for rank in range(evidence.world_size):
-        made = order(evidence, rank)
+        made = [call.op for call in calls(evidence, rank)]
         native = [op for op in made if op not in (*MESSAGES, "barrier")]
         native += ["barrier"] * (made.count("barrier") - num_calls)
         if native:
@@ -150,6 +151,9 @@ def failure(error: RankError, world_size: int) -> Fault | None:
         words = "right on all ranks, but not in a group of some of them. Does it take rank and size from"
         words += " dist.get_rank(group) and dist.get_world_size(group), and pass group=group to every exchange, whose"
         return Fault("group ignored", f"{words} ranks are counted inside the group?\n{lines[0]}")
+    if "itself; copy" in text and re.search(r"in the case: root [1-9]", text):
+        words = "with root 0 no rank sends to itself: the place of a rank is (rank - root) % n, the rank of a place"
+        return Fault("root", f"{words} (place + root) % n\n{lines[0]}")
     if (pair := messages_that_do_not_fit(text)) is not None:
         first, _, rest = pair.partition("\n")
         words = "in each step a rank receives the chunk that its sender sends in this step, in a place as long as it"

@@ -208,6 +208,8 @@ WRONG_TIMES = (
         Mutant(name, name, says, 1).edit(old, new)
         for name, says, old, new in (
             ("one latency", "the ring pays its latency once; each of its 2 (n - 1) steps pays it", _PAYS, "latency_s"),
+            ("latencies of halves", "halving_doubling pays log2 n latencies; it takes 2 log2 n", _BACK, _BACK[4:]),
+            ("latencies one way", "the ring pays n - 1 latencies; round twice, it pays 2 (n - 1)", _PAYS, _PAYS[4:]),
             ("one way round", "the ring goes round once; sums need one round, and copies a second", _ROUNDS, _ROUND),
             ("tree up alone", "the tree only goes up; the sum comes down as long again", '"tree": 2 *', '"tree":'),
             ("chunks in the tree", "the tree sends chunks; whole tensors travel in its steps", _STEP, _LEAST),

@@ -80,6 +80,9 @@ WRONG_BUCKETS = (
         "return buckets + [members] if members else buckets",
         "return [one[::-1] for one in [*buckets, members][::-1] if one]",
     ),
+    Mutant(
+        "from the end", "numbered from the end", "it counts parameters from the last one; the first one is 0", 1
+    ).edit("append(index)", "append(len(sizes_bytes) - 1 - index)"),
     Mutant("takes from the list", "changed argument", "it belongs to the caller", 1, 40).edit(
         "+= sizes_bytes[index]", "+= sizes_bytes.pop()"
     ),

@@ -284,6 +284,9 @@ WRONG_OVERLAP = (
     .edit(_START_NEXT, "if missing[index] == 0:\n    buckets[index].start(None)\n    started.append(index)")
     .edit(_REST, "for bucket in [bucket for index, bucket in enumerate(buckets) if index not in started]:"),
     Mutant("never set back", "second step", "every count set back", 2, 50).without(f"missing[:] = {_SET_BACK}"),
+    Mutant("below 0", "below 0", "counts go on below 0, and buckets start too early; set them back after a step", 2)
+    .edit("missing[len(started)] == 0", "missing[len(started)] <= 0")
+    .without(f"missing[:] = {_SET_BACK}"),
     Mutant("unused hangs", "unused parameter", "did not use layer 0", 2, 15, ends=True)
     .without(f"{_REST}\n    bucket.start(None)")
     .edit(_FINISH, "for index in started:\n    buckets[index].finish()"),
@@ -304,8 +307,7 @@ WRONG_OVERLAP = (
     Mutant(
         "too early a hook",
         "starts too early",
-        "a bucket leaves before all its gradients are there; count each of them, in a hook that runs when it is "
-        "written "
+        "a bucket leaves before all its gradients are there; count each in a hook that runs when it is written "
         "(register_post_accumulate_grad_hook, not register_hook)",
         2,
     ).edit("register_post_accumulate_grad_hook", "register_hook"),

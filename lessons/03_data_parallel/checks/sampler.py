@@ -65,9 +65,9 @@ def _use_sampler(
     seen = {
         "samples in its batches": sizes,
         "each batch is the same when it is asked for again": found == again,
-        "the ranks' shares of a batch differ by one sample at most": all(
-            max(map(len, shares)) - min(map(len, shares)) <= 1 for shares in found
-        ),
+        "the largest and the smallest share of each batch": [
+            [max(map(len, shares)), min(map(len, shares))] for shares in found
+        ],
         "each sample is shown once": sorted(shown) == list(range(num_samples)),
         "each batch holds what it holds on one rank": all(
             sorted(flat([shares])) == sorted(flat([one])) for shares, one in zip(found, alone, strict=True)
@@ -75,12 +75,16 @@ def _use_sampler(
     }
     if num_samples >= FEWEST:
         order = flat(alone)
+        turns = set(zip(order, order[1:] + order[:1], strict=True))  # one order, wherever it begins
         others = {
-            "the next epoch": [batch(position + num_samples, ranks=1) for position in positions],
-            "a different seed": [batch(position, ranks=1, seed=seed + 1) for position in positions],
+            "the next epoch": flat([batch(position + num_samples, ranks=1) for position in positions]),
+            "a different seed": flat([batch(position, ranks=1, seed=seed + 1) for position in positions]),
         }
         seen["its samples are shuffled"] = order != list(range(num_samples))
-        seen |= {f"{name} has a different order": flat(batches) != order for name, batches in others.items()}
+        for name, other in others.items():
+            again = "the same order" + ", begun elsewhere" * (other != order)
+            is_turned = turns == set(zip(other, other[1:] + other[:1], strict=True))
+            seen[f"{name} has"] = again if is_turned else "a different order"
     return seen
 
 
@@ -146,11 +150,14 @@ def failure_uneven(error: RankError, world_size: int) -> Fault | None:
 
 
 _ORDER = "order = torch.randperm(num_samples, generator=shuffle)"
-_CUT = "order[start : start + batch_size]"
+_CUT, _DOWN, _TO = "order[start : start + batch_size]", "len(batch) // world_size", "(rank + 1) * share"
 WRONG_SAMPLER = (
     Mutant(
         "epoch left out", "epoch", "all epochs have one order; make the epoch part of the seed (set_epoch)", 1, 19
     ).edit('f"epoch {epoch}"', '"order"'),
+    Mutant("rolled", "rolled", "epochs have one order, begun elsewhere; make the epoch part of the seed", 1)
+    .edit('f"epoch {epoch}"', '"order"')
+    .edit(_ORDER, f"{_ORDER}.roll(epoch)"),
     Mutant("seed left out", "seed ignored", "all seeds have one order; shuffle by seed and epoch", 1).edit(
         "(seed, 0,", "(0, 0,"
     ),
@@ -205,11 +212,12 @@ WRONG_SAMPLER = (
     *(
         Mutant(f"rounded {way}", f"shares rounded {way}", f"{says}; deal it out, [rank::world_size]", 1).edit(
             f"return {_CUT}[rank::world_size].tolist()",
-            f"batch = {_CUT}.tolist()\nshare = {share}\nreturn batch[rank * share : (rank + 1) * share]",
+            f"batch = {_CUT}.tolist()\nshare = {share}\nreturn batch[rank * share : {end}]",
         )
-        for way, says, share in (
-            ("down", "shares are rounded down, and nobody gets the rest of a batch", "len(batch) // world_size"),
-            ("up", "shares are rounded up, so that the last rank has much less", "-(-len(batch) // world_size)"),
+        for way, says, share, end in (
+            ("down", "shares are rounded down, and nobody gets the rest of a batch", _DOWN, _TO),
+            ("up", "shares are rounded up, so that the last rank has much less", f"-(-{_DOWN})", _TO),
+            ("unevenly", "the last rank gets the rest of a batch", _DOWN, f"{_TO} if rank + 1 < world_size else None"),
         )
     ),
     Mutant("drops the rest", "lost", "the end of an epoch is dropped; let its last batch be smaller", 1, 43).edit(

@@ -164,6 +164,12 @@ WRONG_LAMB = (
             ("norm clipped", "the weight's norm is clipped at 10; take it whole", "t.norm()", "t.norm().clip(0, 10)"),
             ("of the gradient", "the ratio takes the gradient's length, not the update's", "update.n", "gradient.n"),
             ("no square corrected", "the square is not corrected; divide it by 1 - 0.999^step", _ROOT, "square.sqrt()"),
+            (
+                "corrected alike",
+                "both are corrected by 0.9; the square's is 1 - 0.999^step",
+                "0.999**step",
+                "0.9**step",
+            ),
             ("no mean corrected", "the mean is not corrected; divide it by 1 - 0.9^step", " / (1 - 0.9**step)", ""),
             ("vectors left out", "a tensor of one dimension has a ratio, too", "if w", "if weight.dim() > 1 and w"),
             ("no root", "the mean is divided by the square itself; take its root", ".sqrt() + 1e-6", " + 1e-6"),

@@ -89,7 +89,7 @@ def budget_activations(evidence: Evidence) -> list[str]:
 _ELEMENTS = "num_parameters // plan.sharding.num_shards(plan.data)"
 _SHARD = f"-(-{_ELEMENTS})"
 _BYTES = "size * (shard if stage >= sharded_from else num_parameters)"
-_COPY = "4 if precision.has_master_weights else 0"
+_COPY, _HALF = (f"{size} if precision.has_master_weights else 0" for size in ("4", "DTYPE_BYTES[precision.compute]"))
 WRONG_STATES = (
     Mutant(
         "inference",
@@ -133,9 +133,6 @@ WRONG_STATES = (
         "popular claim",
     ).edit("4 * numbers", "DTYPE_BYTES[precision.compute] * numbers"),
     Mutant(
-        "always Adam", "always Adam", "the optimizer keeps so many `numbers` per parameter, not always Adam's two", 1
-    ).edit("4 * numbers", "8"),
-    Mutant(
         "all split at stage 1",
         "sharded too early",
         "stage 1 splits optimizer and master weights alone: stage 2 is the first that splits gradients, stage 3 is "
@@ -146,20 +143,21 @@ WRONG_STATES = (
     Mutant(
         "that kind alone", "one kind alone", "a stage splits what the stages below it split, too: stage >= 1, 2, 3", 1
     ).edit("stage >= sharded_from", "stage == sharded_from"),
-    Mutant("parameters at 2", "parameters too early", "stage 2 leaves parameters whole; stage 3 splits them", 1).edit(
-        "compute], 3)", "compute], 2)"
-    ),
-    Mutant("gradients not split", "gradients whole", "stage 2 splits gradients over the ranks", 1).edit(
-        "gradients], 2)", "gradients], 3)"
-    ),
     Mutant(
         "never split",
         "nothing sharded",
         "the plan's stage says which kinds are split over the ranks: multiply their bytes by the shard",
         1,
     ).edit(_BYTES, "size * num_parameters"),
-    Mutant("copy not split", "not sharded", "stage 1 splits master weights over the ranks", 1).edit(
-        "else 0, 1)", "else 0, 3)"
+    *(
+        Mutant(name, name, says, 1).edit(old, new)
+        for name, says, old, new in (
+            ("always Adam", "the optimizer keeps `numbers` per parameter, not always Adam's two", "4 * numbers", "8"),
+            ("16-bit copy", "master weights are float32, 4 bytes each", _COPY, _HALF),
+            ("parameters at 2", "stage 2 leaves parameters whole; stage 3 splits them", "compute], 3)", "compute], 2)"),
+            ("gradients whole", "stage 2 splits gradients over the ranks", "gradients], 2)", "gradients], 3)"),
+            ("copy whole", "stage 1 splits master weights over the ranks", "else 0, 1)", "else 0, 9)"),
+        )
     ),
     Mutant("rounded down", "rounded down", "no rank holds the last elements; round a shard up", 1).edit(
         _SHARD, _ELEMENTS

@@ -76,7 +76,9 @@ def budget_step(evidence: Evidence) -> list[str]:
     return [f"sent {sent} per rank and step, as an all-reduce does", f"optimizer state: {state} of {ROW} elements"]
 
 
-_LENGTH, _PIECE = "-(-sum(sizes) // num_shards)", "(tensor, start - begin, stop - begin)"
+_LENGTH, _BOTH = "-(-sum(sizes) // num_shards)", "start - begin, stop - begin"
+_PIECE, _FROM_LOW, _MANY = f"(tensor, {_BOTH})", "start - low, stop - low", "start - begin, stop - start"
+_ROW_END = "start - begin, high if high < begin + size else size"
 _BOUNDS = "low, high = shard * length, (shard + 1) * length"
 _SUM, _OWN = "scatter_sum(gradient, mean)\nmean /= dist.get_world_size()", "gradient.chunk(dist.get_world_size())"
 _ALONE = "the shard is updated with this rank's own gradient; scatter_sum adds up those of all ranks"
@@ -87,11 +89,6 @@ WRONG_PIECES = (
         "elements lost",
         "the last elements are in no shard, so no rank would update them; round up: -(-total // num_shards)",
     ).edit(_LENGTH, "sum(sizes) // num_shards"),
-    Mutant(
-        "places in the row",
-        "counted in the row",
-        "start and stop count elements of the whole row; subtract where the tensor begins",
-    ).edit(_PIECE, "(tensor, start, stop)"),
     Mutant(
         "whole tensors",
         "unequal shards",
@@ -120,14 +117,6 @@ WRONG_PIECES = (
     Mutant("padding is the last's", "past the end", "what the row is filled up with belongs to no tensor").edit(
         "low, high =", "sizes = [*sizes[:-1], sizes[-1] + length * num_shards - sum(sizes)]\nlow, high ="
     ),
-    Mutant(
-        "counted from the shard",
-        "counted in the shard",
-        "start and stop count elements of the shard: subtract where the tensor begins, not where the shard does",
-    ).edit(_PIECE, "(tensor, start - low, stop - low)"),
-    Mutant("last element", "stop is the last", "stop is the last element; one past it is asked, as in a slice").edit(
-        _PIECE, "(tensor, start - begin, stop - begin - 1)"
-    ),
     Mutant("first ones longer", "first longer", "the first shards are one longer; all are equal, and filled up").edit(
         _BOUNDS,
         "low, high = (s * (sum(sizes) // num_shards) + min(s, sum(sizes) % num_shards) for s in (shard, shard + 1))",
@@ -141,13 +130,16 @@ WRONG_PIECES = (
     .edit(_LENGTH, "sum(sizes) // num_shards")
     .edit(_BOUNDS, "low, high = shard * length, (shard + 1) * length if shard < num_shards - 1 else sum(sizes)"),
     *(
-        Mutant(f"not cut at its {end}", f"not cut at its {end}", f"a piece is not cut at the {end} of its shard").edit(
-            _PIECE, piece
+        Mutant(name, name, says).edit(_PIECE, f"(tensor, {piece})")
+        for name, says, piece in (
+            ("in the row", "start and stop count in the whole row; subtract where the tensor begins", "start, stop"),
+            ("end in the row", "the end of a shard counts in the row; subtract where the tensor begins", _ROW_END),
+            ("in the shard", "both count in the shard; subtract the tensor's begin, not the shard's", _FROM_LOW),
+            ("last element", "stop is the last element; one past it is asked, as in a slice", f"{_BOTH} - 1"),
+            ("a length", "stop is how many elements there are; start + that many is asked", _MANY),
+            ("not cut at its end", "a piece is not cut at the end of its shard", "start - begin, size"),
+            ("not cut at its start", "a piece is not cut at the start of its shard", "0, stop - begin"),
         )
-        for end, piece in (("end", "(tensor, start - begin, size)"), ("start", "(tensor, 0, stop - begin)"))
-    ),
-    Mutant("a length", "stop is a length", "stop is how many elements there are; start + that many is asked").edit(
-        _PIECE, "(tensor, start - begin, stop - start)"
     ),
     Mutant("filled in front", "filled in front", "the row is filled up in front; fill it up at its end").edit(
         "], 0\n", "], length * num_shards - sum(sizes)\n"

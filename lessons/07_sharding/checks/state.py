@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -68,6 +70,9 @@ drive_repair = Cases(_state_cases, use_state, most_bytes=0)
 def failure_repair(error: RankError, world_size: int) -> Fault | None:
     """Name a gather that only rank 0 calls."""
     text = str(error)
+    row = re.search(r"shape '\[(.+)\]' is invalid for input of size (\d+)", text)
+    if row is not None and int(row[2]) > (size := math.prod(map(int, row[1].split(",")))):
+        return Fault("not cut", f"a row of {size} elements was filled up to {row[2]}: cut it, then view\n{row[0]}")
     if text.partition("do not make the same call")[2].partition("every rank must")[0].count(": all_gather") > 1:
         words = "the ranks gather different tensors at the same time: all must go through the names in one order"
         return Fault("names mixed", f"{words}, such as that of the dict, which is the same on every rank")

@@ -17,6 +17,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,8 +110,9 @@ class Versions:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the text that was chosen."""
-        assert self._now is not None
-        return self._now(*arguments, **keywords)
+        if self._now is None:
+            self.choose(0)
+        return self._now(*arguments, **keywords)  # type: ignore[misc]
 
 
 def mend_of(
@@ -167,7 +169,7 @@ class _Search(NamedTuple):
             spent_s += took_s
             for version in (version for version, is_right in zip(batch, are_right, strict=True) if is_right):
                 others = others or [(calls, self.right(calls)) for calls in more_calls]
-                if all(self.tried([version], *more)[0][0] for more in others) and self.holds_on_more(version):
+                if all(self.tried([version], *more)[0][0] for more in others) and self.passes(version):
                     change = "with one change there" if is_sealed(self.calls.reference) else version.words
                     num_calls, n = (1 + len(others)) * len(wanted[0]), self.ranks.world_size
                     told = f"all results are right in {num_calls} drawn calls" + f" on {n} ranks" * (n > 1)
@@ -180,29 +182,25 @@ class _Search(NamedTuple):
         from distlab.course.grading.guard import drive_on_rank
 
         drive = functools.partial(_drive, len(batch), calls, wanted)
-        texts = Versions(self.fn, [f"{self.text.head}\n{textwrap.indent(one.body, '    ')}" for one in batch])
+        texts = Versions(self.fn, list(map(self.text_of, batch)))
         fenced = functools.partial(drive_on_rank, is_looked_at=False)  # once for each version: most calls take less
         of_ranks, took_s = zip(*self.ranks.run(fenced, drive, texts, self.exercise.memory_limit_bytes), strict=True)
         return [all(votes) for votes in zip(*of_ranks, strict=True)], took_s[0]
+
+    def text_of(self, version: Version) -> str:
+        return f"{self.text.head}\n{textwrap.indent(version.body, '    ')}"
 
     def right(self, calls: DrawnCalls) -> Results:
         """Return what the reference gives in these calls."""
         return results_of(self.ranks.run(calls, calls.reference))
 
-    def holds_on_more(self, version: Version) -> bool:
-        """Whether a mend that was found on one rank is right on more, where the exercise runs on more."""
-        from distlab.comm import RankError
-        from distlab.course.grading.run import start_ranks
+    def passes(self, version: Version) -> bool:
+        """Whether the exercise's own check finds no fault: wrong calls may give right results, as one rank may."""
+        from distlab.course.grading.check import examine
 
-        more = min((world for world in self.exercise.worlds if world > 1), default=1)
-        if self.ranks.world_size > 1 or more == 1:
-            return True
-        with start_ranks(more, LIMIT_S) as ranks:
-            search = self._replace(ranks=ranks)
-            try:
-                return search.tried([version], self.calls, search.right(self.calls))[0][0]
-            except RankError:
-                return False
+        worlds = {self.ranks.world_size, min((world for world in self.exercise.worlds if world > 1), default=1)}
+        fn = Versions(self.fn, [self.text_of(version)])
+        return examine(replace(self.exercise, vary=None), fn, worlds=sorted(worlds)).passed
 
 
 def results_of(run: Sequence[dict[str, dict[str, Any]]]) -> Results:

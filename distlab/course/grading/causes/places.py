@@ -225,6 +225,8 @@ def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[New]:
             if isinstance(at, ast.Name):
                 places.append(ast.Call(ast.Attribute(at, "argsort", ast.Load()), [], []))  # back to where they were
             yield from (ast.Subscript(value, place, ctx) for place in places)
+            if isinstance(at, ast.Constant) and isinstance(ctx, ast.Load):
+                yield from scope.before(line)
         case ast.Slice(lower, upper, step):
             yield from (ast.Slice(None, upper, step), ast.Slice(lower, None, step))
             yield from (ast.Slice(new, upper, step) for new in (_one_more_or_less(lower) if lower else ()))
@@ -271,6 +273,9 @@ def _of_statement(node: ast.stmt, scope: Scope) -> Iterator[New]:
                 yield _with(node, value=ast.Tuple(turned, ast.Load()))
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Subscript | ast.Attribute):
         yield ast.AugAssign(node.targets[0], ast.Add(), node.value)
+        summed = ast.parse(f"dist.all_reduce({ast.unparse(node.targets[0])})").body
+        for ranks in [number for number in scope.scalars if isinstance(number, ast.Call)]:
+            yield from ([one, *summed] for one in (node, _with(node, value=ast.BinOp(node.value, ast.Div(), ranks))))
     if isinstance(node, ast.AugAssign):
         yield ast.Assign([node.target], node.value)
     if isinstance(node, ast.Expr) and isinstance(value, ast.Call) and value.args:
@@ -319,5 +324,6 @@ def _risk(original: str, text: str) -> int:
 
 
 def _set_by(line: str) -> set[str]:
-    """Return the words left of the first = of a line."""
-    return {*_WORD.findall(line.partition("=")[0])} if "=" in line else set()
+    """Return the words left of the first = of a line; none of a slice, whose values let no rank wait."""
+    left, sign, _ = line.partition("=")
+    return {*_WORD.findall(left)} if sign and not re.search(r":.*\]\W*$", left) else set()

@@ -58,8 +58,8 @@ _MEANINGS = {  # a pattern of the error's text, and what it means: the first tha
     r"view size is not compatible|[Tt]ensors? must be contiguous|be contiguous": (
         "the tensor is not contiguous (a transposed or strided view): use .contiguous() or .reshape()"
     ),
-    r"rank should not be the same as the rank of the current process": (
-        "a rank sends to, or receives from, itself here: keep the tensor, or a copy, and leave that message out"
+    r"rank should not be the same as the rank of the current process|(?:send to|receive from) itself": (
+        "a rank sends to, or receives from, itself here: one rank alone needs no message; of more, print who is named"
     ),
     r"(list|tuple) index out of range": "the {0} is shorter than this index needs: print its length",
     r"index (-?\d+) is out of bounds for dimension (\d+) with size (\d+)|index out of range in self": (

@@ -33,21 +33,9 @@ def most_sent(evidence: Evidence) -> int:
     return max((sent_bytes(evidence, rank) for rank in evidence.records.ranks), default=0)
 
 
-def num_calls(evidence: Evidence, op: str | None = None, *, rank: int | None = None) -> int:
-    """Return the number of calls of all ranks, or of one rank, of one operation or of all."""
-    if rank is None:
-        return evidence.records.num_calls(op)
-    return evidence.records.rank(rank).num_calls(op) if rank in evidence.records.by_rank else 0
-
-
-def order(evidence: Evidence, rank: int) -> list[str]:
-    """Return the names of a rank's calls in order, such as ["send", "recv", "all_reduce"]."""
-    return [call.op for call in calls(evidence, rank)]
-
-
 def native_collectives(evidence: Evidence) -> tuple[str, ...]:
     """Return the names of torch's own collectives that any rank called, without repeats; barriers do not count."""
-    seen = [op for rank in evidence.records.ranks for op in order(evidence, rank)]
+    seen = [call.op for rank in evidence.records.ranks for call in calls(evidence, rank)]
     return tuple(dict.fromkeys(op for op in seen if op not in (*MESSAGES, "barrier")))
 
 
@@ -72,7 +60,7 @@ def in_megabytes(num_bytes: float) -> str:
 
 
 def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: float = 0.01) -> Fault | None:
-    """Say which rank sent more than it needed, or return None.
+    """Say that a rank sent more than it needed, or return None.
 
     Args:
         evidence: the run.
@@ -80,14 +68,10 @@ def over_budget(evidence: Evidence, wanted_bytes: float, what: str, *, slack: fl
         what: what needs so many, such as "a ring".
         slack: how much more passes, relative.
     """
-    ranks = evidence.records.ranks
-    most = max(ranks, key=lambda rank: sent_bytes(evidence, rank), default=0)
-    sent = sent_bytes(evidence, most)
-    if sent <= wanted_bytes * (1 + slack):
+    if (sent := most_sent(evidence)) <= wanted_bytes * (1 + slack):
         return None
     text = f"right result, but {in_megabytes(sent)} sent per rank where {what} needs {in_megabytes(wanted_bytes)}"
-    many = {sent_bytes(evidence, rank) for rank in ranks}
-    return Fault("too many bytes", text + (f" (rank {most})" if len(many) > 1 else ""))
+    return Fault("too many bytes", text)
 
 
 def sent_line(evidence: Evidence, wanted_bytes: float, what: str) -> str:

@@ -132,8 +132,8 @@ class _Differences:
             pairs += [(f"{name} afterwards", mine[AFTER].get(name), want, name) for name, want in right[AFTER].items()]
             for what, got, want, name in pairs:
                 parts = [of_rank[call]["before"].get(name) for of_rank in self.wanted]
-                is_float = isinstance(want, Tensor) and want.is_floating_point() and not near(got, want, self.scale)
-                if is_float and all(getattr(part, "shape", None) == want.shape for part in parts):
+                is_wide = isinstance(want, Tensor) and want.dtype.itemsize > 2 and not near(got, want, self.scale)
+                if is_wide and all(getattr(part, "shape", None) == want.shape for part in parts):
                     expected = weights_of(want, parts)
                     what = f"{call}, {self.name}({right['words']}): rank {rank}'s {what}"
                     fault = expected and explain_sum(got, parts, expected=expected, what=what, rank=rank)
