@@ -8,10 +8,21 @@ the reference; its `says` is what a learner with that fault is told. Drawn calls
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distlab.course.grading.cases import Cases, Place, alike, compared_with_rank_0, difference, leaves
+from distlab.course.grading.cases import (
+    RESULT,
+    Cases,
+    Place,
+    alike,
+    compared_with_rank_0,
+    difference,
+    few_cases,
+    leaves,
+)
 from distlab.course.grading.diagnosis.traffic import calls, in_megabytes, most_sent, sent_bytes
 from distlab.course.grading.diagnosis.values import is_telling
 from distlab.course.grading.exercise import ENDED, SEEN, Evidence, Exercise, Fault
@@ -48,7 +59,8 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     if seen is not None:
         divided = difference(*pair, takes, num_averaged=ranks.world_size) or seen
         is_mean = divided.code == "divided twice" or any(wrong.fault in AVERAGED for wrong in exercise.mutants)
-        return divided if is_mean else seen
+        seen = divided if is_mean else seen
+        return seen._replace(message=seen.message + few_cases(*pair))
     fault = None if exercise.judge is None else next(iter(exercise.judge(evidence)), None)
     if fault is None and cases.most_bytes and most_sent(evidence) > cases.most_bytes * most_sent(wanted):
         text = f"right result, but {in_megabytes(most_sent(evidence))} sent per rank"
@@ -81,6 +93,13 @@ def told(exercise: Exercise, world_size: int) -> Iterator[Mutant]:
             yield wrong
 
 
+def two_at_once(known: Iterable[Mutant]) -> Iterator[Mutant]:
+    """Yield what makes the mistakes of two wrong versions: the reference with the edits of both."""
+    for a, b in combinations([wrong for wrong in known if wrong.new_body is None], 2):
+        both = f"two mistakes: {words_of(a)}; and {words_of(b)}"
+        yield replace(a, edits=(*a.edits, *b.edits), preamble=f"{a.preamble}\n{b.preamble}", says=both, does="")
+
+
 def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
     """Let the ranks make the cases' calls."""
     results = ranks.run(cases, fn)
@@ -110,27 +129,28 @@ class _Known(NamedTuple):
         if is_drawn and len(wrong_at) < FEWEST and not any(is_telling(got.get(place)) for place in wrong_at):
             return None
         first, made = wrong_at[0], _operations(evidence)
-        whole: list[Mutant] = []
-        in_part: list[tuple[int, Mutant]] = []
+        whole, in_part = list[Mutant](), list[tuple[float, Mutant]]()
 
         def is_wrong_alike(theirs: Mapping[Place, Any]) -> bool:
             return alike(got, theirs, first, self.scale) and not alike(theirs, want, first, self.scale)
 
-        for wrong, run in self._runs(is_wrong_alike, first[1]):
-            theirs = leaves(run.results)
-            odd = self._differ(theirs, want)
-            agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
-            if len(agrees) == len(odd) and set(odd) == set(wrong_at):
-                if _operations(run) == made:
-                    return wrong
-                whole.append(wrong)
-            elif not is_drawn and (
-                (4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) >= len(wrong_at))
-                or (len(agrees) == len(odd) and any(is_telling(got[place]) for place in agrees))
-            ):
-                in_part.append((len(agrees), wrong))
-        if whole:
-            return whole[0]
+        for mistakes in (1, 2) if is_telling(got.get(first)) else (1,):
+            for wrong, run in self._runs(is_wrong_alike, first[1], mistakes):
+                theirs = leaves(run.results)
+                odd = self._differ(theirs, want)
+                agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
+                if len(agrees) == len(odd) and set(odd) == set(wrong_at):
+                    if _operations(run) == made:
+                        return wrong
+                    whole.append(wrong)
+                elif mistakes == 1 and not is_drawn:
+                    telling = {place for place in (*odd, *wrong_at) if is_telling(got.get(place))}  # of many digits
+                    is_sure, sizes = not telling.isdisjoint(agrees), (len(odd), len(wrong_at))
+                    enough = min(sizes) if is_sure else max(1.5 * sizes[0], sizes[1])
+                    if 2 * len(agrees) >= enough and (is_sure or not telling):
+                        in_part.append((len(agrees) / len({*odd, *wrong_at}), wrong))
+            if whole:
+                return whole[0]
         return max(in_part, key=lambda pair: pair[0])[1] if in_part else None
 
     def by_bytes(self, evidence: Evidence, cases: Cases) -> Mutant | None:
@@ -156,18 +176,19 @@ class _Known(NamedTuple):
                 found.append((sends_alike, most, wrong))
         return max(found, key=lambda one: one[:2])[2] if found else None
 
-    def _runs(self, goes_on: Callable[[Mapping[Place, Any]], bool], case: str) -> Iterator[tuple[Mutant, Evidence]]:
+    def _runs(self, goes_on: Callable[..., bool], case: str, mistakes: int = 1) -> Iterator[tuple[Mutant, Evidence]]:
         """Yield each wrong version with its run of all cases, if it goes on after its run of one."""
         from distlab.comm import RankError, RankTimeout
 
         begun, limit_s, lost = time.perf_counter(), self.ranks.timeout_s, False
+        known = told(self.exercise, self.ranks.world_size)
         self.ranks.timeout_s = min(limit_s, LIMIT_S + self.slower_s)
         try:
-            for wrong in told(self.exercise, self.ranks.world_size):
-                if time.perf_counter() - begun > BUDGET_S + self.slower_s:
+            for wrong in known if mistakes == 1 else two_at_once(known):
+                if time.perf_counter() - begun > BUDGET_S + 5 * self.slower_s:
                     return
-                fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
                 try:
+                    fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
                     run = _driven(self.cases.at(case), fn, self.ranks)
                     if not goes_on(leaves(run.results)):
                         continue
@@ -185,8 +206,10 @@ class _Known(NamedTuple):
             self.ranks.timeout_s = limit_s
 
     def _differ(self, one: Mapping[Place, Any], other: Mapping[Place, Any]) -> list[Place]:
-        """Return the places where two runs differ."""
-        return [place for place in dict.fromkeys([*other, *one]) if not alike(one, other, place, self.scale)]
+        """Return the places where two runs differ, case by case as `difference` goes through them."""
+        cases = [*self.wanted.results[0]]
+        places = sorted(dict.fromkeys([*other, *one]), key=lambda at: (at[0] != RESULT, cases.index(at[1])))
+        return [place for place in places if not alike(one, other, place, self.scale)]
 
 
 def _operations(evidence: Evidence) -> set[str]:

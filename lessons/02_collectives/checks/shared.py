@@ -17,7 +17,7 @@ from distlab.comm import RankError
 from distlab.comm.record.read import Call
 from distlab.course.grading.cases import Given
 from distlab.course.grading.diagnosis.blame import messages_that_do_not_fit
-from distlab.course.grading.diagnosis.traffic import MESSAGES, calls, order
+from distlab.course.grading.diagnosis.traffic import MESSAGES, calls
 from distlab.grading import Evidence, Fault, Mutant
 
 LENGTHS = (12, 7, 2)  # divisible by 1, 2, 3 and 4; uneven; fewer elements than ranks
@@ -92,7 +92,7 @@ def refuse_native(evidence: Evidence, num_calls: int | None = None) -> Iterator[
     if num_calls is None:
         num_calls = sum(len(ranks) == evidence.world_size for _, ranks, _ in played(evidence))
     for rank in range(evidence.world_size):
-        made = order(evidence, rank)
+        made = [call.op for call in calls(evidence, rank)]
         native = [op for op in made if op not in (*MESSAGES, "barrier")]
         native += ["barrier"] * (made.count("barrier") - num_calls)
         if native:

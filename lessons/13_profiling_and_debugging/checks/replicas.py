@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distlab.comm import RankError
 from distlab.course.grading.cases import Cases
-from distlab.course.grading.diagnosis.traffic import calls, num_calls
+from distlab.course.grading.diagnosis.traffic import calls
 from distlab.course.grading.diagnosis.values import compare, describe, near, seeded
 from distlab.grading import Evidence, Fault, Mutant
 
@@ -49,7 +49,7 @@ drive_flip = Cases(_flips, _use_flip, most_bytes=0)
 
 def judge_flip(evidence: Evidence) -> Iterator[Fault]:
     """A search needs few calls, and sends few numbers in them."""
-    made, given = num_calls(evidence, rank=0), evidence.records.payload_bytes(0)
+    made, given = len(calls(evidence, 0)), evidence.records.payload_bytes(0)
     if made > 2 * (most := len(FLIPS) * SEARCH):  # one may ask for the least and for the largest
         text = f"right, but rank 0 makes {made} calls in {len(FLIPS)} searches, where {most} are enough"
         yield Fault("calls", f"{text}: halve the steps that are left with each look")
@@ -68,7 +68,7 @@ def failure_flip(error: RankError, world_size: int) -> Fault | None:
 
 def budget_flip(evidence: Evidence) -> list[str]:
     """Say how much the search talked."""
-    each = num_calls(evidence, rank=0) / len(FLIPS)
+    each = len(calls(evidence, 0)) / len(FLIPS)
     return [f"{each:.1f} calls per search in {STEPS} steps; comparing every step takes {STEPS}"]
 
 

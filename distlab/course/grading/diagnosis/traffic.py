@@ -33,21 +33,9 @@ def most_sent(evidence: Evidence) -> int:
     return max((sent_bytes(evidence, rank) for rank in evidence.records.ranks), default=0)
 
 
-def num_calls(evidence: Evidence, op: str | None = None, *, rank: int | None = None) -> int:
-    """Return the number of calls of all ranks, or of one rank, of one operation or of all."""
-    if rank is None:
-        return evidence.records.num_calls(op)
-    return evidence.records.rank(rank).num_calls(op) if rank in evidence.records.by_rank else 0
-
-
-def order(evidence: Evidence, rank: int) -> list[str]:
-    """Return the names of a rank's calls in order, such as ["send", "recv", "all_reduce"]."""
-    return [call.op for call in calls(evidence, rank)]
-
-
 def native_collectives(evidence: Evidence) -> tuple[str, ...]:
     """Return the names of torch's own collectives that any rank called, without repeats; barriers do not count."""
-    seen = [op for rank in evidence.records.ranks for op in order(evidence, rank)]
+    seen = [call.op for rank in evidence.records.ranks for call in calls(evidence, rank)]
     return tuple(dict.fromkeys(op for op in seen if op not in (*MESSAGES, "barrier")))
 
 
