@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distlab.course.grading.variation.calls import DrawnCalls
 
 LIMIT_S = 1.5  # of one wrong version: on some numbers of ranks it may wait without end
-BUDGET_S = 4.0  # of all of them: they take less than half a second
+BUDGET_S = 4.0  # of all of them: one by one they take less than half a second, then two at once
 SLOWER = 20.0  # times the reference's own run is added to both: on a busy machine all runs take longer
 AVERAGED = {"sum not mean", "divided twice"}  # what a ratio is told to be, where ranks are averaged
 NO_CAUSE = AVERAGED | {"dtype", "changed argument", "argument changed"}
@@ -185,7 +185,7 @@ class _Known(NamedTuple):
         self.ranks.timeout_s = min(limit_s, LIMIT_S + self.slower_s)
         try:
             for wrong in known if mistakes == 1 else two_at_once(known):
-                if time.perf_counter() - begun > BUDGET_S + 5 * self.slower_s:
+                if time.perf_counter() - begun > BUDGET_S + max(self.slower_s, min(5 * self.slower_s, 10.0)):
                     return
                 try:
                     fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn

@@ -162,9 +162,7 @@ _PRODUCTS = "[x.T @ inner for x, inner in reversed(later)]"
 _TANH, _KEEP = "grad = grad * (1 - activations[k + 1].square())", "later.append((activations[k], grad))"
 _SLOPE = "(1 - activations[k + 1].square())"
 _BACK = "grad = grad @ weights[k].T"
-_SHARED = (
-    "layers share one gradient: a function sees a variable's last value; keep a pair (input, gradient) for each layer"
-)
+_SHARED = "layers share one gradient: a function sees a variable's last value; keep a pair (input, gradient) for each"
 WRONG_SPLIT = (
     Mutant(
         "now",
