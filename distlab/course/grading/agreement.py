@@ -10,10 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distlab.course.grading.cases import Cases, Place, alike, compared_with_rank_0, difference, leaves
+from distlab.course.grading.cases import (
+    RESULT,
+    Cases,
+    Place,
+    alike,
+    compared_with_rank_0,
+    difference,
+    few_cases,
+    leaves,
+)
 from distlab.course.grading.diagnosis.traffic import calls, most_sent, over_budget, sent_bytes
 from distlab.course.grading.diagnosis.values import DIVIDED_TWICE, SUM_NOT_MEAN, is_telling
 from distlab.course.grading.exercise import ENDED, SEEN, Evidence, Exercise, Fault
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
     from distlab.course.grading.variation.calls import DrawnCalls
 
 LIMIT_S = 1.5  # of one wrong version: on some numbers of ranks it may wait without end
-BUDGET_S = 4.0  # of all of them: they take less than half a second
+BUDGET_S = 4.0  # of all of them: one by one they take less than half a second, then two at once
 SLOWER = 20.0  # times the reference's own run is added to both: on a busy machine all runs take longer
 AVERAGED = {"sum not mean": SUM_NOT_MEAN, "divided twice": DIVIDED_TWICE}  # what a ratio is told to be, of ranks
 NO_CAUSE = AVERAGED.keys() | {"dtype", "changed argument", "argument changed"}
@@ -51,7 +60,8 @@ def fault_of(exercise: Exercise, evidence: Evidence, reference: Callable[..., An
     if seen is not None:
         divided = difference(*pair, takes, num_averaged=ranks.world_size) or seen
         is_mean = divided.code == "divided twice" or any(wrong.fault in AVERAGED for wrong in exercise.mutants)
-        return divided if is_mean else seen
+        seen = divided if is_mean else seen
+        return seen._replace(message=seen.message + few_cases(*pair))
     fault = None if exercise.judge is None else next(iter(exercise.judge(evidence)), None)
     if fault is None and cases.most_bytes:
         seen = over_budget(evidence, most_sent(wanted), cases.needs, slack=cases.most_bytes - 1)
@@ -83,11 +93,11 @@ def told(exercise: Exercise, world_size: int) -> Iterator[Mutant]:
             yield wrong
 
 
-def _both(one: Mutant, other: Mutant) -> Mutant:
-    """Return a wrong version with the faults of two, which are both told."""
-    says, edits = f"{words_of(one)}. Besides, {words_of(other)}", (*one.edits, *other.edits)
-    setup, body = f"{one.preamble}\n{other.preamble}", one.new_body or other.new_body
-    return replace(one, says=says, does="", edits=edits, preamble=setup, new_body=body)
+def two_at_once(known: Iterable[Mutant]) -> Iterator[Mutant]:
+    """Yield what makes the mistakes of two wrong versions: the reference with the edits of both."""
+    for a, b in combinations([wrong for wrong in known if wrong.new_body is None], 2):
+        both = f"two mistakes: {words_of(a)}; and {words_of(b)}"
+        yield replace(a, edits=(*a.edits, *b.edits), preamble=f"{a.preamble}\n{b.preamble}", says=both, does="")
 
 
 def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
@@ -119,39 +129,31 @@ class _Known(NamedTuple):
         wrong_at = self._differ(got, want)
         if is_drawn and len(wrong_at) < FEWEST and not any(is_telling(got.get(place)) for place in wrong_at):
             return None
-        first, made, known = wrong_at[0], _operations(evidence), [*told(self.exercise, self.ranks.world_size)]
-        means = [wrong for wrong in self.exercise.mutants if wrong.fault in AVERAGED]  # with a second mistake: no ratio
-        every = [*known, *(replace(wrong, says=AVERAGED[wrong.fault].format(self.ranks.world_size)) for wrong in means)]
-        ends = time.perf_counter() + BUDGET_S  # of pairs, which are many, on a busy machine too
-        whole: list[Mutant] = []
-        partly: list[Mutant] = []
-        in_part: list[tuple[bool, int, Mutant]] = []  # does it explain what is wrong first; how much it explains
+        first, made = wrong_at[0], _operations(evidence)
+        whole, in_part = list[Mutant](), list[tuple[float, Mutant]]()
 
         def is_wrong_alike(theirs: Mapping[Place, Any]) -> bool:
             here = [place for place in wrong_at if place[1] == first[1] and alike(got, theirs, place, self.scale)]
             return first in here or any(is_telling(got.get(place)) for place in here)
 
-        def pairs() -> Iterator[Mutant]:
-            for two in product(partly, every) if partly else combinations(every, 2):
-                if not (whole or is_drawn or time.perf_counter() > ends):
-                    yield _both(*two)
-
-        for wrong, run in self._runs(chain(known, pairs()), is_wrong_alike, first[1]):
-            theirs = leaves(run.results)
-            odd = self._differ(theirs, want)
-            agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
-            if len(agrees) == len(odd) and set(odd) == set(wrong_at):
-                if _operations(run) == made:
-                    return wrong
-                whole.append(wrong)
-            elif wrong in known and not is_drawn:
-                partly.append(wrong)
-                explains_most = 4 * len(agrees) >= 3 * len(odd) and 2 * len(agrees) >= len(wrong_at)
-                if explains_most or (len(agrees) == len(odd) and any(is_telling(got[place]) for place in agrees)):
-                    in_part.append((first in agrees, len(agrees), wrong))
-        if whole:
-            return whole[0]
-        return max(in_part, key=lambda one: one[:2])[2] if in_part else None
+        for mistakes in (1, 2) if is_telling(got.get(first)) else (1,):
+            for wrong, run in self._runs(is_wrong_alike, first[1], mistakes):
+                theirs = leaves(run.results)
+                odd = self._differ(theirs, want)
+                agrees = [place for place in odd if alike(got, theirs, place, self.scale)]
+                if len(agrees) == len(odd) and set(odd) == set(wrong_at):
+                    if _operations(run) == made:
+                        return wrong
+                    whole.append(wrong)
+                elif mistakes == 1 and not is_drawn:
+                    telling = {place for place in (*odd, *wrong_at) if is_telling(got.get(place))}  # of many digits
+                    is_sure, sizes = not telling.isdisjoint(agrees), (len(odd), len(wrong_at))
+                    enough = min(sizes) if is_sure else max(1.5 * sizes[0], sizes[1])
+                    if 2 * len(agrees) >= enough and (is_sure or not telling):
+                        in_part.append((len(agrees) / len({*odd, *wrong_at}), wrong))
+            if whole:
+                return whole[0]
+        return max(in_part, key=lambda pair: pair[0])[1] if in_part else None
 
     def by_bytes(self, evidence: Evidence, cases: Cases) -> Mutant | None:
         """Return the wrong version that sends as much on each rank, by the same calls if there is one.
@@ -161,8 +163,7 @@ class _Known(NamedTuple):
         found: list[tuple[bool, int, Mutant]] = []  # does it send as much on each rank; the most that one sends
         want, first = leaves(self.wanted.results), next(iter(self.wanted.results[0]))
         case = {place: value for place, value in want.items() if place[1] == first}
-        known = told(self.exercise, self.ranks.world_size)
-        for wrong, run in self._runs(known, lambda theirs: not self._differ(theirs, case), first):
+        for wrong, run in self._runs(lambda theirs: not self._differ(theirs, case), first):
             most = most_sent(run)
             is_right = most > cases.most_bytes * most_sent(self.wanted) and not self._differ(leaves(run.results), want)
             if not is_right or (self.exercise.judge is not None and next(iter(self.exercise.judge(run)), None)):
@@ -174,15 +175,18 @@ class _Known(NamedTuple):
                 found.append((sends_alike, most, wrong))
         return max(found, key=lambda one: one[:2])[2] if found else None
 
-    def _runs(self, versions: Iterable[Mutant], goes_on: _Test, case: str) -> Iterator[tuple[Mutant, Evidence]]:
+    def _runs(self, goes_on: _Test, case: str, mistakes: int = 1) -> Iterator[tuple[Mutant, Evidence]]:
         """Yield each wrong version with its run of all cases, if it goes on after its run of one."""
         from distlab.comm import RankError, RankTimeout
 
         begun, limit_s, lost = time.perf_counter(), self.ranks.timeout_s, False
+        known, size = [*told(self.exercise, self.ranks.world_size)], self.ranks.world_size
+        means = [wrong for wrong in self.exercise.mutants if wrong.fault in AVERAGED]  # with a second mistake: no ratio
+        every = [*known, *(replace(wrong, says=AVERAGED[wrong.fault].format(size)) for wrong in means)]
         self.ranks.timeout_s = min(limit_s, LIMIT_S + self.slower_s)
         try:
-            for wrong in versions:
-                if time.perf_counter() - begun > BUDGET_S + self.slower_s:
+            for wrong in known if mistakes == 1 else two_at_once(every):
+                if time.perf_counter() - begun > BUDGET_S + max(self.slower_s, min(5 * self.slower_s, 10.0)):
                     return
                 try:
                     fn = build(wrong, self.exercise.name, self.reference, self.exercise.imports).fn
@@ -203,8 +207,10 @@ class _Known(NamedTuple):
             self.ranks.timeout_s = limit_s
 
     def _differ(self, one: Mapping[Place, Any], other: Mapping[Place, Any]) -> list[Place]:
-        """Return the places where two runs differ."""
-        return [place for place in dict.fromkeys([*other, *one]) if not alike(one, other, place, self.scale)]
+        """Return the places where two runs differ, case by case as `difference` goes through them."""
+        cases = [*self.wanted.results[0]]
+        places = sorted(dict.fromkeys([*other, *one]), key=lambda at: (at[0] != RESULT, cases.index(at[1])))
+        return [place for place in places if not alike(one, other, place, self.scale)]
 
 
 def _operations(evidence: Evidence) -> set[str]:

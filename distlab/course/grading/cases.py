@@ -171,6 +171,14 @@ def difference(
     return None
 
 
+def few_cases(got: Sequence[Any], want: Sequence[Any]) -> str:
+    """Return in words which cases alone are wrong, or right, where these are few; or ""."""
+    right = [case for case in want[0] if all(near(mine[case], one[case]) for mine, one in zip(got, want, strict=True))]
+    wrong = [case for case in want[0] if case not in right]
+    few, word = min((wrong, "wrong"), (right, "right"), key=lambda pair: len(pair[0]))
+    return f"\n  {word} in {len(few)} of {len(want[0])} cases: {'; '.join(few)}" if 0 < len(few) < 4 else ""
+
+
 def _first_part(got: Any, want: Any) -> int:
     """Return which part of a dict differs first: on whatever rank, what was made first is told."""
     if not isinstance(got, dict) or not isinstance(want, dict) or got.keys() != want.keys():

@@ -112,6 +112,9 @@ WRONG_CLIP = (
     Mutant("sum of norms", "norms added", "norms of ranks are added; lengths do not add, their squares do", 2)
     .without(_REDUCE)
     .edit("norm = square.sqrt()", f"norm = square.sqrt()\n{_REDUCE.replace('square', 'norm')}"),
+    Mutant("norms of parts", "norms added", "norms of gradients are added; lengths do not add, their squares do")
+    .edit("square().sum() for gradient in split", "norm() for gradient in split")
+    .edit(_REDUCE, f"square = square.square()\n{_REDUCE}"),
     Mutant("no root", "no root", "it is the sum of squares: take the root").edit(_ROOT, "square"),
     Mutant("norm after", "norm after", "it is the norm after clipping; the one before is asked").edit(
         "return norm", "return norm * factor"

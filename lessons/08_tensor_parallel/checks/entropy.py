@@ -92,6 +92,9 @@ WRONG_CROSS_ENTROPY = (
         37,
     ).edit("(beyond, -torch.inf)", "(beyond, 3.0)"),
     Mutant(
+        "zero padding", "padding counted", "columns beyond the vocabulary count as exp(0) = 1; set them to -inf", 2, 37
+    ).edit("(beyond, -torch.inf)", "(beyond, 0.0)"),
+    Mutant(
         "own maximum",
         "own maximum",
         "each rank subtracted its own largest score: different scales are added; all_reduce the largest with MAX",

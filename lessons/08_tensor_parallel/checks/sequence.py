@@ -128,6 +128,9 @@ WRONG_SEQUENCE = (
     Mutant(
         "joined and summed", "gradient t times", "the second's backward adds up what it joined: all-gather alone", 2
     ).edit(_JOIN, "whole = join(gradient)\ndist.all_reduce(whole)\nreturn whole"),
+    Mutant("dealt out", "dealt out", "positions are dealt out one by one: rank r keeps the r-th piece of the sum", 2)
+    .setup("n = dist.get_world_size")
+    .edit("whole.contiguous().clone()", "torch.cat([whole[r :: n()] for r in range(n())])"),
     Mutant(
         "swapped", "swapped", "the first makes it shorter, the second joins it: return them the other way round", 2
     ).edit("Gather.apply, ReduceScatter.apply", "ReduceScatter.apply, Gather.apply"),

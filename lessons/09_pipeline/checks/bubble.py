@@ -162,6 +162,7 @@ _PRODUCTS = "[x.T @ inner for x, inner in reversed(later)]"
 _TANH, _KEEP = "grad = grad * (1 - activations[k + 1].square())", "later.append((activations[k], grad))"
 _SLOPE = "(1 - activations[k + 1].square())"
 _BACK = "grad = grad @ weights[k].T"
+_SHARED = "layers share one gradient: a function sees a variable's last value; keep a pair (input, gradient) for each"
 WRONG_SPLIT = (
     Mutant(
         "now",
@@ -178,13 +179,12 @@ WRONG_SPLIT = (
     Mutant(
         "loop variable",
         "same for all",
-        "layers share one gradient: a function made in a loop sees the loop's last values; keep a pair (input, "
-        "gradient) "
-        "for each",
+        _SHARED,
         1,
     )
     .edit(_KEEP, "x, inner = activations[k], grad\nlater.append(lambda: x.T @ inner)")
     .edit(_PRODUCTS, "[multiply() for multiply in reversed(later)]"),
+    Mutant("last inner", "same for all", _SHARED, 1).edit(_PRODUCTS, "[x.T @ later[-1][1] for x, _ in later[::-1]]"),
     Mutant("behind the weight", "behind", "W keeps the gradient behind the product with weights[k]; keep it before", 1)
     .without(_KEEP)
     .edit(_BACK, f"{_BACK}\n{_KEEP}"),

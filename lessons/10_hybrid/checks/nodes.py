@@ -70,10 +70,14 @@ def _greedy(mutant: Mutant, worth: str) -> Mutant:
 
 WRONG_PLACE = (
     Mutant(
-        "as given", "as given", "it leaves the axes as they are given; put those inside a node that send most", 1
+        "as given",
+        "as given",
+        "the axes stay as they are given; an axis crosses where its size times all faster axes' is above a node's",
+        1,
     ).edit(_BEST, "list(axes)"),
     Mutant("turned round", "turned round", _TURNED, 1).edit(_BEST, "sorted(axes, key=lambda axis: -traffic[axis])"),
     Mutant("best, turned round", "turned round", _TURNED, 1).edit(_BEST, f"{_BEST}[::-1]"),
+    Mutant("counted from the slowest", "turned round", _TURNED).edit("reversed(order)", "order"),
     Mutant(
         "busiest fastest",
         "room left",

@@ -154,6 +154,9 @@ WRONG_GLOBAL_NORM = (
     Mutant("multiplied", "multiplied", "it multiplies by the number of copies, by which it is to divide", 2).edit(
         "/ copies", "* copies"
     ),
+    Mutant("norms of gradients", "norms added", "norms of gradients are added; lengths do not add, their squares do")
+    .edit(_SQUARE, "gradient.norm()")
+    .edit(_ROOT, "return square"),
     Mutant("magnitudes", "magnitudes", "it adds up magnitudes; a norm is the root of the sum of squares", 1).edit(
         _SQUARE, "gradient.abs().sum()"
     ),

@@ -86,6 +86,12 @@ def budget_ring(evidence: Evidence) -> list[str]:
 
 _MASK, _BLOCK = "mine[:, None] < theirs", "(scores - new_log_sum.clamp(min=lowest)[..., None]).exp() @ held[1]"
 _PASS_ON = "leaving = dist.isend(held, (rank + 1) % n)\ndist.recv(arrived, (rank - 1) % n)\nleaving.wait()"
+_UNDER_ITS_MAXIMUM = """
+    top = scores.amax(-1) if step == 0 else torch.maximum(top, scores.amax(-1))
+    share = (new_log_sum - top).exp()
+    if step == 0:
+"""
+_MERGED = "mean = (log_sum - total).exp()[..., None] * mean + (new_log_sum - total).exp()[..., None] * new"
 
 WRONG_RING = (
     Mutant("gathered", "whole sequence gathered", "which is what did not fit", 2)
@@ -107,16 +113,23 @@ WRONG_RING = (
     ).edit(f"scores = scores.masked_fill({_MASK}, -torch.inf)", ""),
     Mutant(
         "plain mean", "plain mean", "it counts every block alike; each counts with exp(its log_sum - the total)", 2
-    ).edit(
-        "mean = (log_sum - total).exp()[..., None] * mean + (new_log_sum - total).exp()[..., None] * new",
-        "mean = (step * mean + new) / (step + 1)",
-    ),
+    ).edit(_MERGED, "mean = (step * mean + new) / (step + 1)"),
     Mutant(
         "stale log_sum", "log_sum not kept", "the log_sum stays the first block's: keep the total of each merge", 3
     ).without("log_sum = total"),
     Mutant(
         "not rescaled", "mean not rescaled", "the mean so far keeps its weight: times exp(log_sum - the total)", 2
     ).edit("(log_sum - total).exp()[..., None] * mean", "mean"),
+    Mutant(
+        "old maximum",
+        "mean not rescaled",
+        "sums of earlier keys belong to a smaller maximum: times exp(the old maximum - the new) when it grows",
+        2,
+    )
+    .edit("if step == 0:", _UNDER_ITS_MAXIMUM)
+    .edit("mean, log_sum = new, new_log_sum", "mean, log_sum = new, share")
+    .edit(_MERGED, "mean = (log_sum[..., None] * mean + share[..., None] * new) / (log_sum + share)[..., None]")
+    .edit("log_sum = total", "log_sum = log_sum + share"),
     Mutant(
         "values stay", "values stay behind", "own values meet keys of others: a key and its value travel together", 2
     ).edit("@ held[1]", "@ value"),
@@ -160,8 +173,7 @@ WRONG_RING = (
         _MASK, "mine[:, None] > theirs"
     ),
     Mutant("plain sum", "plain sum", "it adds the blocks' means; weights must add up to 1 over all keys", 2).edit(
-        "mean = (log_sum - total).exp()[..., None] * mean + (new_log_sum - total).exp()[..., None] * new",
-        "mean = mean + new",
+        _MERGED, "mean = mean + new"
     ),
     Mutant("not scaled", "not scaled", "it leaves out the division of the scores by sqrt(D)", 1).without(
         " / query.shape[-1] ** 0.5"

@@ -124,7 +124,9 @@ WRONG_ROUTE = (
     Mutant(
         "after drops", "weights after drops", "a drop changes the other weights of its token: leave them as they are", 1
     ).edit(
-        _KEPT, f"{_KEPT}\nweights = weights * kept\nweights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)"
+        _KEPT,
+        f"{_KEPT}\nif top_k > 1:\n    weights = weights * kept\n"
+        "    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)",
     ),
     Mutant(
         "detached", "no gradient", "weights require no grad, so the router learns nothing: keep them in the graph", 1

@@ -71,6 +71,12 @@ WRONG_EXPOSED = (
         "one span at a time", "nested", "a span that ends inside a longer one does not end the computing around it", 1
     ).edit("working + work,", "max(work, 0) if work else working,"),
     Mutant(
+        "hidden twice", "hidden twice", "two spans that overlap hide the same time once: merge the spans of computing"
+    ).body("""
+        sent = {at for start, end in calls for at in range(start, end)}
+        return len(sent) - sum(len(sent & {*range(start, end)}) for start, end in compute)
+    """),
+    Mutant(
         "sums subtracted", "sums", "how long both last does not say whether they overlap: compare the times", 1
     ).body("return max(0, sum(end - start for start, end in calls) - sum(end - start for start, end in compute))"),
     Mutant(

@@ -151,6 +151,9 @@ WRONG_SLURM = (
     Mutant("a number", "not text", "variables of the environment are text, and this port is a number", 1).edit(
         _PORT, _PORT[4:-1]
     ),
+    Mutant("largest node", "LOCAL_WORLD_SIZE", "it is the largest node's number of tasks; take this node's", 1).edit(
+        _SIZE, "max(sizes, key=int)"
+    ),
     Mutant("no local size", "names", "LOCAL_WORLD_SIZE is missing", 1).without(f'"LOCAL_WORLD_SIZE": {_SIZE},\n'),
     Mutant("repeats", "repeats", "SLURM_TASKS_PER_NODE counts repeats: 2(x3) are three nodes of 2", 1)
     .edit("* int(repeats or 1)", "")

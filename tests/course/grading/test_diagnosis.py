@@ -10,6 +10,7 @@ import torch.distributed as dist
 from distlab.collectives import ring_all_gather
 from distlab.comm.p2p import Receive, Send, exchange
 from distlab.course.grading import load_lesson, reference_of
+from distlab.course.grading.cases import few_cases
 from distlab.course.grading.check import examine
 from distlab.course.grading.diagnosis.blame import in_plain_names, messages_that_do_not_fit
 from distlab.sharding import gather_into
@@ -70,22 +71,43 @@ def mean_of_two(module):
         parameter.grad = (every[rank] + every[rank - 1]) / 2
 
 
-def own_start_is_kept(module):
+def half_of_its_own(module):
     for tensor in [*module.parameters(), *module.buffers()]:
         first = tensor.detach().clone()
         dist.broadcast(first, 0)
-        tensor.data = tensor.data if dist.get_rank() == 1 else first
+        tensor.data = (tensor.data + first) / 2 if dist.get_rank() == 1 and first.is_floating_point() else first
 
 
 PARTS = [
     ("03.average", mean_of_two, r"module\S+grad afterwards lacks rank 1's part; besides, all of it is 1.5x too large"),
-    ("03.broadcast", own_start_is_kept, r"rank 1's module\S+ afterwards is this rank's own tensor: nothing of the"),
+    (
+        "03.broadcast",
+        half_of_its_own,
+        r"rank 1's module\S+ afterwards holds rank 0's tensor 0.5 times, rank 1's tensor 0.5",
+    ),
 ]
 
 
 def test_whose_parts_a_wrong_sum_holds_is_told_where_nothing_better_is_known():
     for name, fn, says in PARTS:  # of a partial there is no text to be repaired
         assert re.search(says, checked(name, functools.partial(fn), worlds=(3,), seed=3).message), fn
+
+
+def added_on_top_for_one_gpu(num_steps, step_s, num_gpus, price, mtbf_hours, save_s, restart_s):
+    between = 3600 * mtbf_hours / num_gpus
+    lost = 2 * save_s / (2 * save_s * between) ** 0.5 + restart_s / between
+    hours = num_steps * step_s * (1 + lost) / 3600 if lost < 1 else float("inf")
+    return hours / 24, hours * price
+
+
+def test_two_mistakes_at_once_are_told_and_the_few_cases_that_are_right_or_wrong():
+    message = checked("15.bill", added_on_top_for_one_gpu, worlds=(1,), seed=3).message
+    assert message.startswith("two mistakes: lost time is a part of all time: divide by 1 - lost, not times 1 + lost;")
+    assert "and the price is for one GPU: multiply by num_gpus. Seen: 64 GPUs that hardly fail: " in message
+    want = [dict.fromkeys("abcde", 1), dict.fromkeys("abcde", 2)]
+    assert few_cases([want[0], want[1] | {"d": 9}], want) == "\n  wrong in 1 of 5 cases: d"
+    assert few_cases([want[0], dict.fromkeys("abcde", 1) | {"b": 2}], want) == "\n  right in 1 of 5 cases: b"
+    assert few_cases(want[::-1], want) == few_cases(want, want) == ""
 
 
 def too_long_chunks(tensor, group=None):

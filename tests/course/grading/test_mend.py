@@ -38,6 +38,8 @@ WORDS = {
     "with `return (total / num_ranks, kept)` in the place of `return (total, kept)`": 11,
     "with `total = row[0]` before `for row in rows:`": 5,
     "without `kept.reverse()`": 10,
+    "with `kept.reverse()` moved before `kept = []`": 10,
+    "with `float('-inf')` in the place of `0`": 3,
 }
 
 

@@ -33,7 +33,7 @@ from distlab.course.grading.variation.calls import DrawnCalls, outcome
 if TYPE_CHECKING:
     from distlab.comm import Ranks
 
-BUDGET_S = 1.5  # of a rank's processor time, for all mends of one answer: a busy machine changes no verdict
+BUDGET_S = 2.0  # of a rank's processor time, for all mends of one answer: a busy machine changes no verdict
 BATCH_S = 0.2  # of that, for the mends that are tried together
 ONE_S = 0.3  # of that, for one of them: a changed condition may make a loop without end
 MOST = 64  # mends of a batch

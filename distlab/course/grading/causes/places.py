@@ -10,6 +10,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import permutations, product
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -135,7 +136,9 @@ def versions(function: ast.FunctionDef) -> Iterator[Version]:
     """Yield a function with one place changed, in each way that people mistake."""
     scope, original = Scope.of(function), body_of(function)
     for step in walk(function, lambda node, line: changes(node, scope, line)):
-        before, after = where_they_differ(step.before, step.after)
+        shown = step.before, step.after
+        start = max(0, len(commonprefix(shown)) - SHORT // 4) if max(map(len, shown)) > SHORT else 0
+        before, after = ("..." * (start > 0) + first_line(text[start:]) for text in shown)
         words = f"with `{after}` in the place of `{before}`"
         if isinstance(step.new, list):
             before, *texts = [first_line(one) for one in (step.before, *map(text_of, step.new))]
@@ -144,12 +147,15 @@ def versions(function: ast.FunctionDef) -> Iterator[Version]:
                 words = "with `{}` before `{}`".format(*texts)
                 words = "with `{1}` after `{0}`".format(*texts) if before == texts[0] else words
         yield Version(step.body, words, step.line, _risk(original, step.body))
-
-
-def where_they_differ(before: str, after: str) -> list[str]:
-    """Return two texts as they are shown: of long ones what is alike at the beginning is left out."""
-    start = max(0, len(commonprefix((before, after))) - SHORT // 4) if max(len(before), len(after)) > SHORT else 0
-    return ["..." * (start > 0) + first_line(text[start:]) for text in (before, after)]
+    for node, field in product(ast.walk(function), ("body", "orelse")):
+        block = found if isinstance(found := getattr(node, field, None), list) else []
+        for at, to in permutations(range(len(block)), 2):
+            one, other = (first_line(" ".join(text_of(block[place]).split())) for place in (at, to))
+            rest = [*block[:at], *block[at + 1 :]]
+            setattr(node, field, [*rest[:to], block[at], *rest[to:]])
+            words, text = f"with `{one}` moved {'before' if to < at else 'behind'} `{other}`", body_of(function)
+            setattr(node, field, block)
+            yield Version(text, words, block[at].lineno, _risk(original, text))
 
 
 def first_line(text: str, most: int = SHORT) -> str:
@@ -170,13 +176,15 @@ class Scope(NamedTuple):
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         names = {one.arg: 0 for one in arguments}
         sizes = ("get_world_size", "len(", ".numel()", ".size()")
-        scalars = [one.arg for one in arguments if one.annotation and ast.unparse(one.annotation) in ("int", "float")]
+        kinds = {one.arg: ast.unparse(one.annotation) for one in arguments if one.annotation}
+        scalars = [name for name, kind in kinds.items() if kind in ("int", "float")]
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.setdefault(node.id, node.lineno)
             elif isinstance(node, ast.Assign) and any(word in ast.unparse(node.value) for word in sizes):
                 scalars[:0] = [one.id for one in node.targets if isinstance(one, ast.Name)]
         numbers: list[ast.expr] = [_name(name) for name in dict.fromkeys(scalars)][: FEW // 2]
+        numbers += [ast.BinOp(ast.Constant(1), ast.Sub(), _name(name)) for name in kinds if kinds[name] == "float"]
         if "dist." in ast.unparse(function):
             numbers.append(ast.parse("dist.get_world_size()", mode="eval").body)
         return cls(names, numbers)
@@ -197,6 +205,7 @@ def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[New]:
         case ast.Constant(int(value) | float(value)):
             half = value / 2 if value % 1 or value % 2 == 0 else 0  # 0.5 in the place of 1 is no mistake of anybody
             yield from map(ast.Constant, (value + 1, value - 1, 2 * value, half, -value, 0))
+            yield from [ast.parse("float('-inf')", mode="eval").body] * (value == 0)
         case ast.Attribute(value, name, ast.Load()):
             yield from (ast.Attribute(value, other, ast.Load()) for other in _NAMES.get(name, ()))
             if name in ("T", "mT", "shape"):
@@ -209,6 +218,8 @@ def changes(node: ast.AST, scope: Scope, line: int) -> Iterator[New]:
                 if any(isinstance(one, ast.Name) and one.id == name for one in scope.scalars):
                     yield from _one_more_or_less(node)
         case ast.BinOp(left, op, right):
+            if isinstance(op, ast.FloorDiv):  # rounded up
+                yield ast.parse(f"-(-({ast.unparse(left)}) // ({ast.unparse(right)}))", mode="eval").body
             yield from (left, right, ast.BinOp(right, op, left), *_one_more_or_less(node))
             if isinstance(op, ast.Mult | ast.Div | ast.Mod):
                 yield from (ast.BinOp(left, op, scalar) for scalar in scope.scalars)

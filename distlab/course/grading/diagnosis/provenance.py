@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.course.grading.diagnosis.values import DIVIDED_TWICE, SUM_NOT_MEAN, apart, compare, times_of, tolerance_of
+from distlab.course.grading.diagnosis.values import apart, compare, times_of, tolerance_of, what_a_factor_shows
 from distlab.course.grading.exercise import Fault
 from distlab.plan import split_evenly
 
@@ -44,22 +44,7 @@ def explain_sum(
     fault = compare(got, want, what, len(contributions))
     if fault is None or fault.code in ("returned", "shape", "dtype", "device", "layout", "nan"):
         return fault
-    return _explain(got, parts, wanted, what=what, rank=rank) or fault
-
-
-def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int | None) -> Fault | None:
-    """Say what is wrong with the multiples of the ranks' tensors in `got`; None where they cannot be found.
-
-    Args:
-        got: the result.
-        parts: the ranks' tensors, flat, one per row.
-        wanted: how often each should be in it.
-        what: a name for the result.
-        rank: whose result it is, or None.
-    """
-    n = len(wanted)
-    found = got.detach().to(torch.float64).flatten()
-    tolerance = 10 * tolerance_of(got.dtype)
+    found, tolerance = got.detach().to(torch.float64).flatten(), 10 * tolerance_of(got.dtype)
     multiples = _multiples(found, parts, wanted, tolerance)
     if multiples is not None:
         return _name(multiples, wanted, what, rank)
@@ -67,22 +52,21 @@ def _explain(got: Tensor, parts: Tensor, wanted: Tensor, *, what: str, rank: int
     if chosen is not None:
         return chosen
     wrong = []
-    for index, (start, stop) in enumerate(split_evenly(found.numel(), n)):
+    for index, (start, stop) in enumerate(split_evenly(found.numel(), len(wanted))):
         if start == stop:
             continue
         chunk = _multiples(found[start:stop], parts[:, start:stop], wanted, tolerance)
         if chunk is None or float((chunk - wanted).abs().max()) > 1e-5 * float(wanted.abs().max()):
             wrong.append((index, start, stop, chunk))
-    if not wrong or all(chunk is None for *_, chunk in wrong):
-        return None
-    index, start, stop, multiples = next(entry for entry in wrong if entry[3] is not None)
-    assert multiples is not None
-    named = _name(multiples, wanted, f"chunk {index} of {what} (elements {start} to {stop - 1})", rank)
-    others = [str(other) for other, *_ in wrong if other != index]
-    more = ""
-    if others:
-        more = f"; chunk{'s' * (len(others) > 1)} {', '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
-    return Fault(named.code, named.message + more)
+    for index, start, stop, multiples in wrong:
+        if multiples is not None:
+            named = _name(multiples, wanted, f"chunk {index} of {what} (elements {start} to {stop - 1})", rank)
+            others = [str(other) for other, *_ in wrong if other != index]
+            more = (
+                f"; chunk{'s' * (len(others) > 1)} {', '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
+            )
+            return Fault(named.code, named.message + more * bool(others))
+    return fault
 
 
 def _by_element(found: Tensor, parts: Tensor, tolerance: float, what: str) -> Fault | None:
@@ -96,23 +80,20 @@ def _by_element(found: Tensor, parts: Tensor, tolerance: float, what: str) -> Fa
         ("PRODUCT", "the product", parts.prod(0)),
         ("", "the median", parts.median(0).values),
     ):
+        most, by = float(reduced.abs().max()), f" (ReduceOp.{op})" if op else ""
         for divided, text in ((1.0, ""), (float(n), f", divided by {n}"), (float(n) ** n, f", each divided by {n}")):
-            if bool(reduced.any()) and float((found - reduced / divided).abs().max()) <= tolerance * float(
-                reduced.abs().max()
-            ):
-                by = f" (ReduceOp.{op})" if op else ""
-                return Fault(
-                    "not a sum", f"{what} holds in each element {words} of the ranks' values{by}{text}: add them up"
-                )
+            if most and float((found - reduced / divided).abs().max()) <= tolerance * most:
+                seen = f"{what} holds in each element {words} of the ranks' values{by}{text}"
+                return Fault("not a sum", f"{seen}: add them up")
     return None
 
 
 def weights_of(got: Tensor, contributions: Sequence[Tensor]) -> list[float] | None:
-    """Return how often each tensor is in the sum `got`; None: `got` is not a sum of them, or several weights fit."""
+    """Return how often each tensor is in a sum `got`, some equally often; None: it is none, or several weights fit."""
     parts = torch.stack([part.detach().to(torch.float64).flatten() for part in contributions])
     nothing = torch.zeros(len(parts), dtype=torch.float64)
     found = _multiples(got.detach().to(torch.float64).flatten(), parts, nothing, 10 * tolerance_of(got.dtype))
-    return None if found is None else found.tolist()
+    return None if found is None or len({*found.tolist()} - {0.0}) != 1 else found.tolist()
 
 
 def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -> Tensor | None:
@@ -125,8 +106,7 @@ def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -
         some = _multiples(found, parts[seen], wanted[seen], tolerance) if bool(seen.any()) else None
         if some is None:
             return None
-        base = _base([_ratio(float(got), float(want)) for got, want in zip(some, wanted[seen], strict=True)])
-        filled = wanted * base
+        filled = wanted * _base(_ratios(some, wanted[seen]))
         filled[seen] = some
         return filled
     n, size = parts.shape
@@ -152,7 +132,7 @@ def _multiples(found: Tensor, parts: Tensor, wanted: Tensor, tolerance: float) -
 def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fault:
     """Put in words what is wrong with the multiples of the ranks' tensors."""
     n = len(wanted)
-    ratios = [_ratio(float(got), float(want)) for got, want in zip(multiples, wanted, strict=True)]
+    ratios = _ratios(multiples, wanted)
     present = [r for r in range(n) if abs(float(multiples[r])) > 1e-6]
     if not present:
         return Fault("zeros", f"{what} is all zeros: no rank's tensor is in it")
@@ -166,7 +146,7 @@ def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fau
         also = f", not rank {due[0]}'s" if len(due) == 1 else " alone: the others' parts are not in it"
         return Fault("one rank only", f"{what} is rank {only}'s tensor{times}{also}")
     base = _base(ratios)
-    code, shows = _scale_fault(base, wanted)
+    code, shows = what_a_factor_shows(base, n, is_mean=bool((wanted - 1 / n).abs().max() < 1e-9))
     scale = "" if abs(base - 1) < 1e-5 else f"; besides, all of it is {times_of(base)}{shows}"
     missing = [r for r in range(n) if r not in present and float(wanted[r]) != 0]
     if missing:
@@ -184,10 +164,9 @@ def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fau
     return Fault("wrong weights", f"{what} holds {listed}; expected {', '.join(want for _, want in texts)}")
 
 
-def _ratio(got: float, want: float) -> float:
-    if want == 0:
-        return 1.0 if abs(got) < 1e-6 else math.inf
-    return got / want
+def _ratios(multiples: Tensor, wanted: Tensor) -> list[float]:
+    pairs = zip(multiples.tolist(), wanted.tolist(), strict=True)
+    return [got / want if want else 1.0 if abs(got) < 1e-6 else math.inf for got, want in pairs]
 
 
 def _base(ratios: Sequence[float]) -> float:
@@ -202,16 +181,3 @@ def _base(ratios: Sequence[float]) -> float:
 def _whose(ranks: Sequence[int]) -> str:
     parts = " and ".join(f"rank {rank}'s" for rank in ranks)
     return f"{parts} {'part' if len(ranks) == 1 else 'parts'}"
-
-
-def _scale_fault(ratio: float, wanted: Tensor) -> tuple[str, str]:
-    """Return the code of a wrong factor, and what it shows."""
-    n = len(wanted)
-    is_mean = bool((wanted - 1 / n).abs().max() < 1e-9) and n > 1
-    if is_mean and abs(ratio - n) < 1e-5:
-        return "sum not mean", f": {SUM_NOT_MEAN.format(n)}"
-    if n > 1 and abs(ratio * n - 1) < 1e-5:
-        if is_mean:
-            return "divided twice", f": {DIVIDED_TWICE.format(n)}"
-        return "mean not sum", f": it is the mean over ranks, not the sum: do not divide by world_size ({n})"
-    return "scale", ""

@@ -135,11 +135,7 @@ def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> F
         return None
     ratio = constant_ratio(got, want)
     if ratio is not None:
-        code, advice = "scale", ""
-        if world_size > 1 and abs(ratio - world_size) < 1e-5:
-            code, advice = "sum not mean", f": {SUM_NOT_MEAN.format(world_size)}"
-        elif world_size > 1 and abs(ratio * world_size - 1) < 1e-5:
-            code, advice = "divided twice", f": {DIVIDED_TWICE.format(world_size)}"
+        code, advice = what_a_factor_shows(ratio, world_size)
         both = "" if got.numel() > 1 else " (expected {}, got {})".format(*apart(want.item(), got.item()))
         return Fault(code, f"{what} is {times_of(ratio)}{both}{advice}")
     if got.numel() > 1 and not bool(got.any()):
@@ -227,6 +223,16 @@ def constant_ratio(got: Tensor, want: Tensor) -> float | None:
     return ratio if fits and (got.numel() > 1 or is_simple) else None
 
 
+def what_a_factor_shows(ratio: float, n: int, *, is_mean: bool = True) -> tuple[str, str]:
+    """Return the code of a wrong factor, and what it shows where a mean over n ranks, or else their sum, is right."""
+    if n > 1 and is_mean and abs(ratio - n) < 1e-5:
+        return "sum not mean", f": {SUM_NOT_MEAN.format(n)}"
+    if n > 1 and abs(ratio * n - 1) < 1e-5:
+        of_sum = "mean not sum", f": it is the mean over ranks, not the sum: do not divide by world_size ({n})"
+        return ("divided twice", f": {DIVIDED_TWICE.format(n)}") if is_mean else of_sum
+    return "scale", ""
+
+
 def times_of(ratio: float) -> str:
     """Say by what factor something is wrong."""
     if ratio < 0:
@@ -242,12 +248,12 @@ def _order(got: Tensor, want: Tensor) -> str | None:
     if got.ndim == 2 and got.shape[0] == got.shape[1] and equal(got, want.T):
         return "it is transposed"
     for dim, size in enumerate(got.shape):
+        if size > 1 and equal(got, want.flip(dim)):
+            return f"it is reversed along dimension {dim}"
         for shift in range(1, min(size, 64)):
             if equal(got, want.roll(shift, dim)):
                 ahead = shift if shift <= size // 2 else shift - size
                 return f"it is rolled by {ahead} along dimension {dim}"
-        if size > 1 and equal(got, want.flip(dim)):
-            return f"it is reversed along dimension {dim}"
     for step, words in ((1, "behind"), (-1, "before")):
         if got.dim() > 1 and equal(got.flatten(), want.flatten().roll(step)):
             return f"each is {words} its place by one, row after row"

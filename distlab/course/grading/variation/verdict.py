@@ -72,8 +72,7 @@ class _Drawn(NamedTuple):
         wanted = self._right(self.calls)
         if isinstance(answered, Fault):
             if is_wrong or answered.code in SEEN:
-                cause = mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
-                return answered._replace(cause=cause)
+                return answered._replace(cause=mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks))
             return answered
         differences = _Differences(self.exercise, answered.results, wanted.results)
         fault = next(differences.found(), None)
@@ -84,8 +83,7 @@ class _Drawn(NamedTuple):
             return fault
         cause = cause_in(self.calls, self.exercise, answered, wanted, self.ranks)
         cause = cause or mend_of(self.fn, self.exercise, self.calls, wanted.results, self.ranks)
-        cause = cause or differences.whose_parts()
-        return fault._replace(cause=cause)
+        return fault._replace(cause=cause or differences.whose_parts())
 
     def _right(self, calls: DrawnCalls) -> Evidence:
         """Let the reference make the calls."""
