@@ -146,7 +146,7 @@ MISTAKES = {
 BAD_AT_LOADING = {
     "hangs": ("while True:\n    pass\n", "was still busy after"),
     "exits": ("import sys\nsys.exit(3)\n", "exited with status 3"),
-    "is killed": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "was killed by SIGKILL"),
+    "is killed": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "sends signal 9 to process"),
     "starts a process": ("import os\nos.system('true')\n", "starts a process"),
     "needs what is missing": ("import no_such_package_at_all\n", "No module named 'no_such_package_at_all'"),
 }
