@@ -111,9 +111,8 @@ class _Known(NamedTuple):
     def by_values(self, evidence: Evidence) -> Mutant | None:
         """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
 
-        Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told both
-        where both are known, else the one that explains what is wrong first; not by drawn calls, where few values may
-        be alike by chance.
+        Of several that agree, the first is told that makes the same calls. Two known mistakes are told both; else the
+        one that explains what is wrong first; not by drawn calls, where few values may be alike by chance.
         """
         got, want, is_drawn = leaves(evidence.results), leaves(self.wanted.results), not isinstance(self.cases, Cases)
         wrong_at = self._differ(got, want)
@@ -123,8 +122,7 @@ class _Known(NamedTuple):
         means = [wrong for wrong in self.exercise.mutants if wrong.fault in AVERAGED]  # with a second mistake: no ratio
         every = [*known, *(replace(wrong, says=AVERAGED[wrong.fault].format(self.ranks.world_size)) for wrong in means)]
         ends = time.perf_counter() + BUDGET_S  # of pairs, which are many, on a busy machine too
-        whole: list[Mutant] = []
-        partly: list[Mutant] = []
+        whole, partly = list[Mutant](), list[Mutant]()
         in_part: list[tuple[bool, int, Mutant]] = []  # does it explain what is wrong first; how much it explains
 
         def is_wrong_alike(theirs: Mapping[Place, Any]) -> bool:
