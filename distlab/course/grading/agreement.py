@@ -121,9 +121,8 @@ class _Known(NamedTuple):
     def by_values(self, evidence: Evidence) -> Mutant | None:
         """Return the wrong version that agrees with an answer on everything; or that explains most of what is wrong.
 
-        Of several that agree, the first is told that makes the same calls. An answer with two mistakes is told both
-        where both are known, else the one that explains what is wrong first; not by drawn calls, where few values may
-        be alike by chance.
+        Of several that agree, the first is told that makes the same calls. Two known mistakes are told both; else the
+        one that explains what is wrong first; not by drawn calls, where few values may be alike by chance.
         """
         got, want, is_drawn = leaves(evidence.results), leaves(self.wanted.results), not isinstance(self.cases, Cases)
         wrong_at = self._differ(got, want)

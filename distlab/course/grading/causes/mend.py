@@ -17,7 +17,6 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distlab.course.grading.causes.places import Version, last_call, versions
 from distlab.course.grading.diagnosis.blame import file_of, label
 from distlab.course.grading.diagnosis.values import is_telling, near
-from distlab.course.grading.exercise import Exercise, Refused
+from distlab.course.grading.exercise import Exercise, Fault, Refused
 from distlab.course.grading.mutant import compiled
 from distlab.course.grading.sealed import is_sealed
 from distlab.course.grading.variation.calls import DrawnCalls, outcome
@@ -104,15 +103,14 @@ class Versions:
         if (load := getattr(self.fn, "load", None)) is not None:
             load()
 
-    def choose(self, number: int) -> None:
+    def choose(self, number: int) -> Callable[..., Any]:
         """Call the text of this number from now on."""
         self._now = compiled(getattr(self.fn, "_fn", None) or self.fn, self.texts[number], self.file)
+        return self._now
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call the text that was chosen."""
-        if self._now is None:
-            self.choose(0)
-        return self._now(*arguments, **keywords)  # type: ignore[misc]
+        """Call the text that was chosen, by default the first."""
+        return (self._now or self.choose(0))(*arguments, **keywords)
 
 
 def mend_of(
@@ -196,11 +194,17 @@ class _Search(NamedTuple):
 
     def passes(self, version: Version) -> bool:
         """Whether the exercise's own check finds no fault: wrong calls may give right results, as one rank may."""
-        from distlab.course.grading.check import examine
+        from distlab.course.grading.run import fresh_ranks, judge, run_world
 
         worlds = {self.ranks.world_size, min((world for world in self.exercise.worlds if world > 1), default=1)}
         fn = Versions(self.fn, [self.text_of(version)])
-        return examine(replace(self.exercise, vary=None), fn, worlds=sorted(worlds)).passed
+
+        def is_right(ranks: Ranks) -> bool:
+            run = run_world(self.exercise, self.exercise.drive, fn, ranks)  # type: ignore[arg-type]
+            return not isinstance(run, Fault) and judge(self.exercise, run, fn, ranks)[0] is None
+
+        with fresh_ranks(sorted(worlds), LIMIT_S) as sets:
+            return all(map(is_right, sets))
 
 
 def results_of(run: Sequence[dict[str, dict[str, Any]]]) -> Results:
@@ -217,9 +221,7 @@ def in_order(function: ast.FunctionDef, world_size: int) -> list[Version]:
     found = sorted(versions(function), key=lambda version: (version.risk, version.line <= last))
     number = re.compile(rf"(?<![\w.]){world_size}(?![\w.])")
     had = len(number.findall(ast.unparse(function)))
-    if world_size > 1:
-        found = [version for version in found if version.risk < 2 and len(number.findall(version.body)) <= had]
-    return found
+    return [one for one in found if world_size == 1 or (one.risk < 2 and len(number.findall(one.body)) <= had)]
 
 
 def _drive(count: int, calls: DrawnCalls, wanted: Results, fn: Callable[..., Any]) -> tuple[list[bool], float]:
