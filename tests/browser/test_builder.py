@@ -19,6 +19,7 @@ BAD = {
     "#level=3&s=%E0%A4%A": "The address holds no schedule: URI malformed",
     "#level=1&s=GPipe(4)": "The address holds no schedule: line 1, column 1: 'GPipe(4)' is not an action",
     "#level=1&s=0F0,0F1;1B0": "The address's schedule stops here: B of micro-batch 0 on rank 1 needs its own F first.",
+    "#level=1&t=1,x,1,0": "The address's times are 4 numbers from 0 to 8; here are the usual ones.",
     "#level=own&p=0": f"{HERE_ARE} 4, 8, 1.",
     "#level=own&p=1000&m=2": f"{HERE_ARE} 4, 2, 1.",
     f"#level=1&s={FULL}": "Done in 15 ms, par! 20.0 % idle, a rank holds at most 4.",

@@ -126,6 +126,7 @@ class ScheduleBuilder extends Grid {
       problem = `Here are 1 to 16 ranks, 1 to 64 micro-batches, 1 to 4 stages per rank; shown are ${Object.values(size).join(", ")}.`;
     }
     this.start(level === "own" ? ownSite({ ...size, kinds: ["FB", "FIW", "FBIW"].includes(k) ? k : "FB" }) : found, "", asked);
+    if (this.misread) problem ||= `The address's times are ${4 + (this.times.slow?.length ?? 0)} numbers from 0 to 8; here are the usual ones.`;
     if (s) {
       this.given = this.stored(`at-${this.site.id}`) !== hash; // one's own address, read again, may still win its star
       try {
@@ -142,6 +143,7 @@ class ScheduleBuilder extends Grid {
       const numbers = asked?.t?.split(",").map(Number) ?? [], stages = site.times.slow ? site.home.length : 0;
       const right = numbers.length === 4 + stages && numbers.every((one) => one >= 0 && one <= 8);
       this.times = timesOf(site);
+      this.misread = Boolean(asked?.t) && !right;
       if (right) TIMES.forEach((name, at) => { this.times[name] = numbers[at]; });
       if (right && stages) this.times.slow = numbers.slice(4);
       this.limit = wholeOf(asked?.limit ?? "", 1024, site.limit);
