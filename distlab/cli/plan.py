@@ -127,9 +127,9 @@ def _why_none(arguments: argparse.Namespace, last: Search, too_long: list[float]
     if not last.is_complete:
         return "no plan that fits had been found when the search was interrupted; let it run longer"
     question, row = last.found.question, last.leanest
-    plan, workload, flat = last.found.plan(row), last.found.workload(row), question.cluster.software.flat_buffers
+    plan, workload, software = last.found.plan(row), last.found.workload(row), question.cluster.software
     said = _file(arguments, question, plan, workload.samples)
-    change = find_change(workload, plan, question.device, flat_buffers=flat, run=memory_by_run(said, None))
+    change = find_change(workload, plan, question.device, software=software, run=memory_by_run(said, None))
     needs, free = last.needs(row), question.device.memory_bytes
     more = f"{format_bytes(needs)}, {format_bytes(needs - free)} more than the {format_bytes(free)} of a device"
     lean = f"the leanest ({words_of(plan, workload.samples)}) needs {more}"

@@ -69,14 +69,14 @@ def simulate(arguments: argparse.Namespace) -> int:
         raise ValueError(f"the step's time is not simulated: {why_no_time}; or use --memory FILE, which needs no time")
     with told_of(arguments.file):
         step = None if why_no_time else simulate(workload, cluster, plan, order=said.order)
-        memory = step.memory if step else memory_of(workload, plan, flat_buffers=cluster.software.flat_buffers)
+        memory = step.memory if step else memory_of(workload, plan, software=cluster.software)
     _save(arguments, step, memory, cluster)
     found: dict[str, Any] = {"workload": workload.name, "cluster": cluster.name, "ranks": plan.world_size}
     found |= {"parameters": workload.num_parameters} | (_facts(step) if step else {})
     found |= {"max_memory_bytes": memory.max_bytes, "device_memory_bytes": cluster.device.memory_bytes}
     kinds = memory.at_peak_bytes[memory.fullest_stage].tolist()
     found |= {"memory_bytes_by_kind": dict(zip(KINDS, kinds, strict=True)), "host_memory_bytes": memory.host_bytes}
-    found["fits"] = memory.fits(cluster.device)
+    found |= {"fits": memory.fits(cluster.device), "verdict": memory.verdict(cluster.device)}
     found["why_not"] = "" if found["fits"] else _why_not(said, workload, cluster, arguments.file)
     found["notes"] = _notes(workload, plan, found)
     if arguments.json:
@@ -128,7 +128,7 @@ def memory_by_run(said: PlanFile, file: str | None) -> Run:
     def run(workload: Workload, plan: Plan) -> Memory:
         workload, cluster = _made(said.changed(plan, workload.samples), file)
         if why_not_timed(said.plan):
-            return memory_of(workload, plan, flat_buffers=cluster.software.flat_buffers)
+            return memory_of(workload, plan, software=cluster.software)
         return simulate(workload, cluster, plan, order=said.order).memory
 
     return run
@@ -138,7 +138,7 @@ def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | N
     """Return why a plan does not fit, and what makes it fit, in flags or in words of its file; "": it fits."""
     from simulator import DoesNotFitError, check_fit
 
-    how: Any = {"flat_buffers": cluster.software.flat_buffers, "run": memory_by_run(said, file)}
+    how: Any = {"software": cluster.software, "run": memory_by_run(said, file)}
     try:
         check_fit(workload, said.plan, cluster.device, **how)
     except DoesNotFitError as error:
@@ -180,7 +180,8 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
         rows.append(("step", f"would take {format_s(step.duration_s)} if it fitted"))
     else:
         rows += _rows_of(step)
-    rows.append(("memory, fullest rank", used if found["fits"] else f"{used}: DOES NOT FIT"))
+    told = {"tight": "TIGHT, less than 5% is free", "does not fit": "DOES NOT FIT"}.get(found["verdict"], "fits")
+    rows.append(("memory, fullest rank", f"{used}: {told}"))
     by_kind = sorted(found["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
     rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]
     if found["host_memory_bytes"]:

@@ -10,6 +10,7 @@ Read `records` (`Plan`) and `hardware` (`Cluster`), then `mesh`, `buckets`, `par
 
 from distlab.plan.buckets import Bucket as Bucket, assign_buckets as assign_buckets
 from distlab.plan.hardware import (
+    PLAIN as PLAIN,
     Cluster as Cluster,
     Contention as Contention,
     Device as Device,

@@ -24,8 +24,9 @@ class Device:
         peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
         host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
             reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
-        host_memory_bytes_per_s: what a rank's share of the host's memory streams when the host updates parameters.
-            50e9 is an eighth of 410 GB/s: two sockets with eight channels of DDR4-3200 each, by specification.
+        host_memory_bytes_per_s: what a node's host streams when it updates parameters, its arithmetic included; the
+            node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024); with
+            one thread a rank, as torchrun sets it, hosts take up to five times as long.
         host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
     """
 
@@ -135,6 +136,12 @@ class Software:
             once.
         scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP does outside of `no_sync`, and adds up
             its shard; else in the last one.
+        block_host_s: of a micro-batch's forward and backward through a block, the least that the host takes to launch
+            them; 0 with CUDA graphs.
+        gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole from its first micro-batch to its
+            last, as torchtitan has it of FSDP2; else it gathers them for every pass.
+        parallel_loss_copies: tensors of the logits' size that backward of a loss over divided logits holds at once,
+            besides the log-softmax.
     """
 
     name: str = ""
@@ -152,13 +159,20 @@ class Software:
     stops_early: bool = False
     casts_twice: bool = False
     scatters_each: bool = False
+    block_host_s: float = 0.0
+    gathers_once: bool = False
+    parallel_loss_copies: int = 2
 
     def __post_init__(self) -> None:
         owner = f"Software {self.name!r}"
         require_least(owner, bucket_elements=self.bucket_elements, send_s=self.send_s, slice_s=self.slice_s)
+        require_least(owner, block_host_s=self.block_host_s)
         part, hidden = self.send_fraction, self.tensor_overlap
         require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
         require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")
+
+
+PLAIN = Software()  # this project's own runs
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ COLUMNS = (
     "output_bytes",
     "widest_bytes",
     "frozen_bytes",
+    "whole_inputs",
+    "divided_inputs",
 )
 
 
@@ -119,6 +121,20 @@ class Layer:
         """Bytes of its regions that per-operator recompute keeps, in addition to its input; 0: it keeps all."""
         known = all(region.again for region in self.regions)
         return sum(region.kept_bytes for region in self.regions) if known else 0
+
+    @property
+    def whole_inputs(self) -> int:
+        """Elements that go into its products and its experts', without those of `divided_inputs`, a micro-batch."""
+        inputs = (
+            dict.fromkeys((p.rows, p.depth) for p in each.products if p.divided != "depth") for each in self.regions
+        )
+        experts = self.experts.num_experts * sum(p.rows * p.depth for p in self.experts.products) if self.experts else 0
+        return experts + sum(rows * depth for each in inputs for rows, depth in each)
+
+    @property
+    def divided_inputs(self) -> int:
+        """Elements that go into the products whose depth tensor-parallel ranks divide."""
+        return sum(p.rows * p.depth for each in self.regions for p in each.products if p.divided == "depth")
 
     @property
     def largest_parameter(self) -> int:

@@ -751,8 +751,8 @@ for offload in ("none", "optimizer", "all"):
     print(f", {memory.host_bytes / 1e9:.0f} GB on the host for each")
 
 # %% [markdown]
-# The step takes about four times as long. Is it the wire? Look at what the host does during a step, and what the copies
-# take:
+# The step takes more than twenty times as long. Is it the wire? Look at what the host does during a step, and what the
+# copies take:
 
 # %%
 shown = {}
@@ -766,14 +766,14 @@ for offload in ("none", "optimizer", "all"):
 show_bars(shown, "ms", "The CPU's update takes most of what offload adds, not PCIe", "by what is offloaded, 8 GPUs")
 
 # %% [markdown]
-# Adam reads and writes 28 bytes per parameter. For an eighth of the model that is 26 GB, from a host memory that brings
-# 50 GB/s for each GPU here; the GPU's own is more than 60 times as fast. Offloading the parameters too copies more, and
-# still the step is a little shorter: new parameters need not come back at once after the update. They come unit by
-# unit, while the GPU computes.
+# Adam reads and writes 28 bytes per parameter. For the whole model that is 209 GB. The machine's CPUs stream some
+# 50 GB/s of it, for all eight GPUs together; one GPU's own memory is more than 60 times as fast. Offloading the
+# parameters too copies more, and still the step is a little shorter: new parameters need not come back at once after
+# the update. They come unit by unit, while the GPU computes.
 #
-# Offload is the last resort, for a model that fits no other way. It gets cheaper with every GPU, since shards get
-# smaller, and with every micro-batch that is accumulated before an update. On a CPU "device" and host are the same
-# memory, so this machine shows that nothing else changes:
+# Offload is the last resort, for a model that fits no other way. It gets cheaper with every machine, whose CPUs update
+# a smaller part, and with every micro-batch that is accumulated before an update. On a CPU "device" and host are the
+# same memory, so this machine shows that nothing else changes:
 
 # %%
 bench("FSDP, offloaded", fully_sharded(offload=True))

@@ -155,7 +155,7 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
     forward, backward = known[shape.recompute]
     if shape.recompute_layers > 1:
         backward = np.where(recomputed(workload, plan, (0, len(workload.layers))), backward, known["none"][1])
-    return Costs(workload, forward, backward, kept_by_layers(workload, plan))
+    return Costs(workload, forward, backward, kept_by_layers(workload, plan, question.cluster.software))
 
 
 ROUGH, TIGHT, RUN, EXACT = range(4)
@@ -285,8 +285,8 @@ class Search:
     def needs(self, row: int) -> int:
         """Return what a row's fullest rank holds, where its step was not simulated as `memory_of` counts it."""
         if row not in self._needs:
-            flat = self.found.question.cluster.software.flat_buffers
-            memory = memory_of(self.found.workload(row), self.found.plan(row), flat_buffers=flat)
+            software = self.found.question.cluster.software
+            memory = memory_of(self.found.workload(row), self.found.plan(row), software=software)
             self._needs[row] = memory.max_bytes
         return self._needs[row]
 

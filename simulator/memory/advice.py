@@ -16,7 +16,7 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from distlab.plan import Device, Layer, Plan, Sharding, Workload
+from distlab.plan import PLAIN, Device, Layer, Plan, Sharding, Software, Workload
 from distlab.plan.records import RECOMPUTES
 from distlab.plan.sharding import OFFLOADS
 from simulator.memory.memory import KINDS, Memory, memory_of
@@ -106,7 +106,7 @@ def _differences(before: Any, after: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def check_fit(
-    workload: Workload, plan: Plan, device: Device, *, flat_buffers: bool = False, run: Run | None = None
+    workload: Workload, plan: Plan, device: Device, *, software: Software = PLAIN, run: Run | None = None
 ) -> None:
     """Check that every rank's peak fits in the device's memory, and what is offloaded in the host's.
 
@@ -114,14 +114,14 @@ def check_fit(
         workload: the model.
         plan: the plan.
         device: what each rank runs on.
-        flat_buffers: as in `memory_of`.
+        software: as in `memory_of`.
         run: return what a simulated step of a plan holds, whose cut into stages is its own; a plan that it refuses with
             a ValueError is no advice. None: as `memory_of` counts.
 
     Raises:
         DoesNotFitError: it does not: by how much, on which ranks, what fills it, and the smallest change that fits.
     """
-    memory = run(workload, plan) if run else memory_of(workload, plan, flat_buffers=flat_buffers)
+    memory = run(workload, plan) if run else memory_of(workload, plan, software=software)
     if memory.fits(device):
         return
     stage, missing = memory.fullest_stage, memory.max_bytes - device.memory_bytes
@@ -135,13 +135,13 @@ def check_fit(
         needs = f"offload {plan.sharding.offload!r} needs {format_bytes(memory.host_bytes)} of the host's memory"
         missing = memory.host_bytes - host
         fault = f"{needs} and {device.name} may use {format_bytes(host)} of it: {format_bytes(missing)} too much"
-    change = find_change(workload, plan, device, flat_buffers=flat_buffers, run=run)
+    change = find_change(workload, plan, device, software=software, run=run)
     advice = f"smallest change that fits: {change}, which holds {change.holds}" if change else NOTHING
     raise DoesNotFitError(f"{_ranks(plan, stage)}: {fault}", advice, change)
 
 
 def find_change(
-    workload: Workload, plan: Plan, device: Device, *, flat_buffers: bool = False, run: Run | None = None
+    workload: Workload, plan: Plan, device: Device, *, software: Software = PLAIN, run: Run | None = None
 ) -> Change | None:
     """Return the cheapest change that fits, on as many ranks if there is one, or None; see `check_fit`.
 
@@ -152,7 +152,7 @@ def find_change(
     def tried(one: Change) -> Change | None:
         """Return the change with what it holds, or None: it does not fit, or does not run."""
         try:
-            memory = memory_of(parts(one.split), one.plan, flat_buffers=flat_buffers)
+            memory = memory_of(parts(one.split), one.plan, software=software)
             memory = run(parts(one.split), one.plan) if run and memory.fits(device) else memory
         except ValueError:
             return None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan import Device, Plan, Workload, make_schedule
+from distlab.plan import PLAIN, Device, Plan, Software, Workload, make_schedule
 from simulator.memory.model_states import GRADIENTS, KINDS as KINDS
 from simulator.memory.stage import AFTER, FIRST, LAST, MIDDLE, NONE, ONLY, Ints, StageBytes, count_stage
 from simulator.pipeline.schedule_arrays import CHANGE, B, F, I, ScheduleArrays, W, arrays_of
@@ -30,6 +30,7 @@ from simulator.stage.stage import Stage, cut_layers
 if TYPE_CHECKING:
     from simulator.stage.step_times import Timing
 
+TIGHT = 0.05  # of a device's memory: less free than this, and fragments may not leave room
 WAITS = np.array([0, 0, 1, -1])  # of what has had its I and not its W
 
 
@@ -258,6 +259,12 @@ class Memory:
             raise ValueError(f"no memory kind {kind!r}; choose one of {', '.join(KINDS)}")
         return int(self.peak_bytes[rank, KINDS.index(kind)])
 
+    def verdict(self, device: Device) -> str:
+        """Return "fits", "tight" (it fills the device to within TIGHT) or "does not fit"; see `fits`."""
+        if not self.fits(device):
+            return "does not fit"
+        return "tight" if self.max_bytes > (1 - TIGHT) * device.memory_bytes else "fits"
+
     def fits(self, device: Device) -> bool:
         """Return whether the fullest rank fits on the device (allocator and library overheads not counted)."""
         host = device.host_memory_bytes
@@ -278,7 +285,7 @@ class Memory:
         return times[first], np.maximum.reduceat(rows, first, axis=0)  # of one moment, the most
 
 
-def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> Memory:
+def memory_of(workload: Workload, plan: Plan, *, software: Software = PLAIN) -> Memory:
     """Count what each rank of the pipeline holds under any plan, with no cluster and no clock.
 
     Stages are cut so that their matrix products are balanced, or have as many blocks each (`Plan.cut`). In flight under
@@ -287,7 +294,7 @@ def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> 
     equal times here; `simulate` knows the stages' own.
 
     With several micro-batches, distlab's own runs and torch's DDP keep the sum of gradients outside the buckets. With
-    `flat_buffers` gradients are kept once, in the buffers that travel, as Megatron-LM does: 6 + 12/d bytes per
+    `Software.flat_buffers` gradients are kept once, in the buffers that travel, as Megatron-LM does: 6 + 12/d bytes per
     parameter with 32-bit sums and sharding's stage 1 over d ranks, in place of 10 + 12/d. `Cluster` says which it is.
 
     Cost: some tens of microseconds per stage for GPipe and 1F1B, whatever the number of micro-batches. Any other
@@ -301,7 +308,7 @@ def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> 
         ValueError: more stages than the workload has layers, or blocks that do not divide into them.
     """
     cuts = cut_layers(workload, plan, workload.matmul_flops, plan.pipeline * plan.stages_per_rank)
-    stages = tuple(count_stage(workload, plan, cut, flat_buffers=flat_buffers) for cut in cuts)
+    stages = tuple(count_stage(workload, plan, cut, software=software) for cut in cuts)
     if plan.schedule not in ("gpipe", "one_f_one_b"):
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
         return _memory(stages, _passes_of_family(*make))
@@ -314,12 +321,12 @@ def memory_of(workload: Workload, plan: Plan, *, flat_buffers: bool = False) -> 
 
 
 def step_memory(
-    workload: Workload, plan: Plan, stages: Sequence[Stage], timing: Timing, *, flat_buffers: bool = False
+    workload: Workload, plan: Plan, stages: Sequence[Stage], timing: Timing, *, software: Software = PLAIN
 ) -> Memory:
     """Return what each rank of a simulated step holds, with the step's own cut and clock."""
     stops = np.cumsum([len(stage.layers) for stage in stages]).tolist()
     counted = tuple(
-        count_stage(workload, plan, (start, stop), flat_buffers=flat_buffers)
+        count_stage(workload, plan, (start, stop), software=software)
         for start, stop in zip([0, *stops[:-1]], stops, strict=True)
     )
     offsets = timing.order.offsets.tolist()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan import Layer, Plan, assign_buckets
+from distlab.plan import PLAIN, Layer, Plan, Software, assign_buckets
 from simulator.gradients.fsdp_units import gathered_bytes, units_of
 from simulator.units import Widths
 
@@ -45,6 +45,7 @@ class UnitBytes(NamedTuple):
         raw: gradients of a unit that is not done yet, when each layer's backward begins [L].
         grown: of shards' gradients, when each layer's first backward begins, and after it [L + 1].
         tail: on its way from the end of a backward until the next one has passed a unit [L].
+        whole: gathered all the time, where parameters stay from the first micro-batch to the last.
     """
 
     shard: float
@@ -53,6 +54,7 @@ class UnitBytes(NamedTuple):
     raw: Floats
     grown: Floats
     tail: Floats
+    whole: float
 
 
 class States(NamedTuple):
@@ -80,7 +82,7 @@ def count_states(
     widths: Widths,
     units: UnitBytes | None,
     *,
-    flat_buffers: bool = False,
+    software: Software = PLAIN,
 ) -> States:
     """Count the states of some layers.
 
@@ -91,15 +93,15 @@ def count_states(
         plan: how they are held.
         widths: bytes of an element.
         units: under stage 3, what units hold.
-        flat_buffers: every gradient is made, added up and scattered in the buffer that travels (see `Cluster`).
+        software: see `Software`; with `flat_buffers`, every gradient is made and added up in the buffer that travels.
     """
-    sharding, (parameters, experts) = plan.sharding, elements
+    sharding, (parameters, experts), flat_buffers = plan.sharding, elements, software.flat_buffers
     ranks = sharding.num_shards(plan.copies)
     whole, shard = float(parameters.sum()), units.shard if units else _shard(parameters, experts, plan)
     always = np.zeros(len(KINDS))
     always[PARAMETERS] = (shard if sharding.stage == 3 else whole) * widths.parameter
-    always[OPTIMIZER] = (shard if sharding.stage else whole) * widths.optimizer
-    always[MASTER] = (shard if sharding.stage else whole) * widths.master
+    always[[OPTIMIZER, MASTER]] = (shard if sharding.stage else whole) * np.array([widths.optimizer, widths.master])
+    always[BUFFERS] = units.whole if units else 0.0
     gradients = (shard if sharding.stage >= 2 else whole) * widths.gradient
     passed = _passed(parameters)
     arriving = np.zeros(len(passed))
@@ -123,10 +125,10 @@ def count_states(
     in_buckets = in_buckets and sharding.stage < 3
     grown = units.grown if units else np.ceil(passed / max(whole, 1.0) * gradients) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
-    # Micro-batches before the last leave their gradients where backward puts them, so that their sum can be divided
-    # into the buckets and sent once. Stage 2 does not keep them: it sends after each micro-batch.
-    waits = in_buckets and not flat_buffers and sharding.stage < 2 and plan.num_microbatches > 1
-    unsent = passed * widths.gradient * waits
+    # Micro-batches before the last leave gradients where backward puts them: their sum is sent once, but by stage 2.
+    own = in_buckets and not flat_buffers and sharding.stage < 2
+    waits = plan.pipeline > 1 and not software.scatters_each if units else own
+    unsent = (passed * widths.gradient - grown) * (waits and plan.num_microbatches > 1)
     moved = {"none": (), "optimizer": (OPTIMIZER, MASTER), "all": (PARAMETERS, OPTIMIZER, MASTER)}[sharding.offload]
     host = float(sum(always[kind] for kind in moved))
     always[list(moved)] = 0.0
@@ -168,7 +170,9 @@ def _bucket_bytes(sizes: tuple[tuple[int, ...], ...], bucket_bytes: int, width: 
     return tuple(float(bucket.num_bytes) for bucket in buckets)
 
 
-def unit_bytes(layers: Sequence[Layer], parameters: Floats, largest: Floats, plan: Plan, widths: Widths) -> UnitBytes:
+def unit_bytes(
+    layers: Sequence[Layer], parameters: Floats, largest: Floats, plan: Plan, widths: Widths, software: Software
+) -> UnitBytes:
     """Count what the units of some layers hold.
 
     Args:
@@ -177,6 +181,7 @@ def unit_bytes(layers: Sequence[Layer], parameters: Floats, largest: Floats, pla
         largest: of the largest tensor of each [L].
         plan: how they are sharded.
         widths: bytes of an element.
+        software: whether it gathers once beside a pipeline.
     """
     sharding = plan.sharding
     ranks, prefetch = sharding.num_shards(plan.copies), sharding.prefetch
@@ -213,13 +218,15 @@ def unit_bytes(layers: Sequence[Layer], parameters: Floats, largest: Floats, pla
     raw[beyond:] = 0.0
     if kept:
         forward[beyond:] = backward[beyond:] = 0.0
+    once = software.gathers_once and plan.pipeline > 1
     done = np.append(np.append(np.cumsum(sizes[::-1])[::-1], 0.0), [0.0, 0.0])  # units from each on
     total = root + float(sizes.sum())
     return UnitBytes(
         total / ranks,
-        forward,
-        backward + travels[begun] * widths.reduce,
+        forward * (not once),
+        backward * (not once) + travels[begun] * widths.reduce,
         raw * widths.parameter,
         np.append(done[begun + 1], total) / ranks * widths.gradient,
         np.where(begun == number, last, 0.0) * widths.reduce,
+        once * (whole + width * float(sizes.sum())),
     )

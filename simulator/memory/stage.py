@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan import Layer, Plan, Workload
+from distlab.plan import PLAIN, Layer, Plan, Software, Workload
 from distlab.plan.work import COLUMNS, kinds_of
 from simulator.memory.model_states import (
     ACTIVATIONS,
@@ -108,14 +108,14 @@ class StageBytes:
         return np.asarray(rows, np.int64)
 
 
-def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, flat_buffers: bool = False) -> StageBytes:
+def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, software: Software = PLAIN) -> StageBytes:
     """Count what a rank of the stage with layers cut[0] to cut[1] - 1 holds.
 
     Args:
         workload: the model.
         plan: how it is laid out.
         cut: first layer of the stage and one past its last.
-        flat_buffers: gradients are kept once, in the buffers that travel.
+        software: how gradients and parameters are kept, and what is kept in 8 bits.
     """
     table = dict(zip(COLUMNS, workload.columns[:, cut[0] : cut[1]], strict=True))
     widths = widths_of(workload, plan)
@@ -128,13 +128,13 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, flat_bu
     largest = np.minimum(table["largest_parameter"], parameters)
     num_layers, num_kinds = cut[1] - cut[0], len(KINDS)
     full = recomputed(workload, plan, cut)
-    kept, again = _kept(table, plan, widths.activations, full)
+    kept, again = _kept(table, plan, widths.activations, full, software)
     forward = np.zeros((num_layers, num_kinds))
     backward = np.zeros((num_layers, num_kinds))
-    _add_temporary(table, plan, widths, again, forward, backward)
+    _add_temporary(table, plan, widths, again, (forward, backward), software.parallel_loss_copies)
     between = np.zeros(num_kinds)
     if plan.sharding.stage == 3:
-        units = unit_bytes(layers, parameters, largest, plan, widths)
+        units = unit_bytes(layers, parameters, largest, plan, widths, software)
         forward[:, BUFFERS] += units.forward
         backward[:, BUFFERS] += units.backward
         backward[:, TEMPORARY] += units.raw
@@ -146,7 +146,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, flat_bu
         backward[:, TEMPORARY] += largest * widths.parameter
     _add_context(table, plan, widths, forward, backward)
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
-    states = count_states(own, (parameters, experts), plan, widths, units, flat_buffers=flat_buffers)
+    states = count_states(own, (parameters, experts), plan, widths, units, software=software)
     states.always[PARAMETERS] += table["frozen_bytes"].sum()
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]
@@ -157,7 +157,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, flat_bu
         forward=_whole(forward),
         backward=_whole(backward),
         between=_whole(between),
-        update=_whole(_update(table, plan, widths, states.always)),
+        update=_whole(_update(largest, plan, widths, states.always) * (not software.flat_buffers)),
         gradients=_whole(states.grown),
         unsent=_whole(states.unsent),
         tail=_whole(tail),
@@ -170,7 +170,7 @@ def _whole(values: Floats) -> Ints:
     return np.ceil(values).astype(np.int64)
 
 
-def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools) -> tuple[Floats, Floats]:
+def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, software: Software) -> tuple[Floats, Floats]:
     """Return what each layer keeps for backward by kind [L, K], and what is there again in its backward [L].
 
     `full` says which layers run again in full [L]. Of a group that runs again together, what its earlier layers made is
@@ -181,6 +181,9 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools) -> tu
     along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     inside = plan.context * plan.tensor
     everything = width * (outside / along + divided / inside)
+    if plan.float8 != "none" and not software.casts_twice:  # what goes into a block's products is kept in 8 bits
+        in_8_bits = table["whole_inputs"] / along + table["divided_inputs"] / inside
+        everything -= width * in_8_bits * (table["input_bytes"] > 0)
     inputs, operators = width * table["input_bytes"] / along, width * table["operator_bytes"] / inside
     kept = np.zeros((len(logits), len(KINDS)))
     kept[:, ACTIVATIONS] = np.where(full, np.minimum(inputs, everything), everything)
@@ -198,11 +201,13 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools) -> tu
     return kept, again
 
 
-def kept_by_layers(workload: Workload, plan: Plan) -> Floats:
+def kept_by_layers(workload: Workload, plan: Plan, software: Software) -> Floats:
     """Return the bytes of a micro-batch that each layer of a whole model keeps for backward on a rank [L]."""
     table = dict(zip(COLUMNS, workload.columns, strict=True))
     full = recomputed(workload, plan, (0, len(workload.layers)))
-    return np.asarray(_kept(table, plan, widths_of(workload, plan).activations, full)[0].sum(axis=1), np.float64)
+    return np.asarray(
+        _kept(table, plan, widths_of(workload, plan).activations, full, software)[0].sum(axis=1), np.float64
+    )
 
 
 def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan, kept: Floats) -> Floats:
@@ -219,7 +224,7 @@ def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan
 
 
 def _add_temporary(
-    table: dict[str, Floats], plan: Plan, widths: Widths, again: Floats, forward: Floats, backward: Floats
+    table: dict[str, Floats], plan: Plan, widths: Widths, again: Floats, passes: tuple[Floats, Floats], copies: int
 ) -> None:
     """Add what lives for less than a pass: outputs, gradients, and what the loss makes of the logits.
 
@@ -227,27 +232,33 @@ def _add_temporary(
     widest gradient inside the layer; that of its input comes when the rest is gone. A loss holds the logits and their
     log-softmax at the end of forward; in backward the latter, its gradient, and that of the logits, as torch's
     cross-entropy does. A fused loss holds less. A forward that keeps nothing holds what goes into its widest operator,
-    and what comes out.
+    and what comes out. Where ranks hold parts of the sequence, a layer's input is whole while its products need it, and
+    in backward its gradient too. Of logits that ranks divide, backward holds `copies` besides the log-softmax.
     """
+    forward, backward = passes
     along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     outputs = widths.activations * table["output_bytes"] / along
     widest = widths.activations * table["widest_bytes"] / (plan.context * plan.tensor)
     inputs = np.append(0.0, outputs[:-1])
     logits = table["logits_bytes"] / (plan.context * plan.tensor)
-    forward[:, TEMPORARY] += outputs + (again if plan.recompute == "selective" else np.minimum(again, 2 * widest))
+    whole = np.maximum(inputs, widths.activations * table["input_bytes"] / along) * (along / plan.context - 1)
+    forward[:, TEMPORARY] += (
+        whole + outputs + (again if plan.recompute == "selective" else np.minimum(again, 2 * widest))
+    )
     forward[:, LOGITS] += logits
-    backward[:, TEMPORARY] += again + outputs + np.maximum(np.maximum(inputs, widest), 2 * logits)
+    widest = np.maximum(np.maximum(inputs, widest), (copies if plan.tensor > 1 else 2) * logits)
+    backward[:, TEMPORARY] += 2 * whole + again + outputs + widest
 
 
-def _update(table: dict[str, Floats], plan: Plan, widths: Widths, always: Floats) -> Floats:
+def _update(largest: Floats, plan: Plan, widths: Widths, always: Floats) -> Floats:
     """Return what an update takes in addition to the states: the largest tensor's Adam denominator, before and after.
 
-    That is an update tensor by tensor; one of all tensors at once takes as much as all of them.
+    That is an update tensor by tensor; one of all tensors at once takes as much as all of them, and one kernel nothing.
     """
     update = np.zeros(len(KINDS))
     width = widths.master or widths.parameter
     if widths.optimizer >= 2 * width and plan.sharding.offload == "none":
-        update[TEMPORARY] = 2 * min(width * float(table["largest_parameter"].max()), always[OPTIMIZER] / 2)
+        update[TEMPORARY] = 2 * min(width * float(largest.max()), always[OPTIMIZER] / 2)
     return update
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distlab.plan import Layer, Plan, Work, Workload
+from distlab.plan import Layer, Plan, Software, Work, Workload
 from distlab.plan.require import changed
 from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
@@ -84,7 +84,8 @@ def time_layers(workload: Workload, layout: RankLayout, pipeline: int = 0, *, sp
         if kind not in known:
             local = with_shapes(layer, plan, cluster)
             local = _with_sums(local, plan, widths) if sums else local
-            known[kind] = _shared(local, costs, splits=splits) if is_shared(plan) else _whole(local, costs)
+            times = _shared(local, costs, splits=splits) if is_shared(plan) else _whole(local, costs)
+            known[kind] = _launched(times, layer, cluster.software)
     return [known[kind] for kind in workload.kinds]
 
 
@@ -102,6 +103,16 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
     whole = own * Shares.of(layer, plan).outside if is_shared(plan) else own  # not cut by positions
     sums = Work(memory_bytes=whole * (widths.parameter + 2 * widths.gradient), num_kernels=len(layer.parameter_sizes))
     return changed(layer, weight_gradient=layer.weight_gradient + sums)
+
+
+def _launched(times: LayerTimes, layer: Layer, software: Software) -> LayerTimes:
+    """Return a block's times, which are no shorter than its host needs to launch them: F a third, B the rest."""
+    if not layer.input_bytes or not software.block_host_s:
+        return times
+    forward, backward, inputs, weights = times.durations_ns
+    third = to_ns(software.block_host_s / 3)
+    least = max(forward, third), max(backward, 2 * third), max(inputs, third), max(weights, third)
+    return times._replace(durations_ns=least)
 
 
 def _whole(layer: Layer, costs: CallCosts) -> LayerTimes:

@@ -297,5 +297,6 @@ class _Exchanges:
         kernels = 1 if cluster.software.flat_buffers else round(workload.optimizer.num_kernels * tensors)
         work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
         if plan.sharding.offload != "none":
-            return to_ns(work.memory_bytes / cluster.device.host_memory_bytes_per_s)
+            sharing = min(plan.world_size, cluster.devices_per_node)
+            return to_ns(sharing * work.memory_bytes / cluster.device.host_memory_bytes_per_s)
         return to_ns(compute_s(work, cluster.device))

@@ -248,6 +248,7 @@ class Units:
     def __init__(self, programs: Programs, sharding: Sharding, cluster: Cluster) -> None:
         self.programs, self.sharding, self.parts = programs, sharding, defaultdict[int, list[tuple[int, ...]]](list)
         self.ahead, self.scatters_each = sharding.prefetch, cluster.software.scatters_each
+        self.gathers_once = cluster.software.gathers_once and len(programs.stages) > 1
         limit = cluster.software.live_elements
         if limit is not None:  # of what is whole at once, besides the root and the unit that computes
             units = [unit.unit for stage in programs.stages for unit in stage.units]
@@ -305,7 +306,7 @@ class Units:
 
     def _leave(self, each: Pass, index: int) -> None:
         """End a unit's pass: free its parameters; scatter the gradients of a backward, or keep them for a later one."""
-        if each.kind != F or self.sharding.reshard_after_forward:
+        if each.completes if self.gathers_once else each.kind != F or self.sharding.reshard_after_forward:
             del self._gathered[each.stage, index]
         if each.kind == F or not (self.scatters_each or each.completes):
             return

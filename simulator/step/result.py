@@ -181,8 +181,7 @@ class Step:
     @cached_property
     def memory(self) -> Memory:
         """Bytes of each kind on each stage's ranks."""
-        flat = self.cluster.software.flat_buffers
-        return step_memory(self.workload, self.plan, self.stages, self.timing, flat_buffers=flat)
+        return step_memory(self.workload, self.plan, self.stages, self.timing, software=self.cluster.software)
 
     @cached_property
     def _in_layers(self) -> Timing:

@@ -71,8 +71,8 @@ def notes_on(plan: Plan, mfu: float = 0.0, workload: Workload | None = None) -> 
             notes.append(f"{plan.expert} expert ranks share {experts} experts, so that most have none: use {experts}")
     if plan.float8 != "none":
         notes.append(
-            "float8: MFU is over the rate of 16 bits; not modelled: activations and optimizer states of 8 bits, tensor "
-            "ranks' calls in 8 bits, sums of scales over ranks"
+            "float8: MFU is over the rate of 16 bits; not modelled: optimizer states of 8 bits, tensor ranks' calls in "
+            "8 bits, sums of scales over ranks"
         )
     if plan.precision is not None and plan.precision.compute in ("float32", "float64"):
         notes.append(

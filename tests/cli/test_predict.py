@@ -91,7 +91,7 @@ def test_presets_and_a_plan_that_fits(said):
     assert re.search(r"  llama-2-7b +6.738 billion", listed)
     assert re.search(r"  megatron +Megatron-LM of 2021 .*; \d+%, \d+%\n", listed)
     found = said("simulate", "--cluster", "dgx-a100")
-    assert "fit" not in found
+    assert "NOT FIT" not in found
     assert "exposed communication" in found
     assert re.search(r"MFU +\d+\.\d% of the data sheet's 312 TFLOP/s per rank", found)
     assert re.search(r"of achievable products +\d+\.\d% of \d+ TFLOP/s", found)

