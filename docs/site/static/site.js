@@ -1,5 +1,5 @@
-// Widgets in pages without a kernel: every state was worked out when the site was built. Controls are the browser's own,
-// so that keyboards and screen readers know them. Timelines are drawn by the widget's own canvas (players/timeline.js).
+// Widgets in pages without a kernel: a script computes them (players/computed.js), or their states were worked out when
+// the site was built. Controls are the browser's own. Timelines are drawn by their own canvas (players/timeline.js).
 
 (() => {
   // What lessons show follows JupyterLab's theme attribute: set it from this site's theme.
@@ -25,55 +25,47 @@
   };
   let count = 0;
 
-  // A labelled slider or drop-down of labels; `moved` gets the place of the chosen one.
+  // A labelled slider or drop-down of labels; `moved` gets the place of the chosen one. `update` sets labels and place.
   function control(parent, { words, slider, labels }, first, moved) {
-    const id = `distlab-control-${++count}`;
-    const row = make(parent, "div");
+    const id = `distlab-control-${++count}`, row = make(parent, "div");
     make(row, "label", { htmlFor: id, textContent: words });
-    if (!slider) {
-      const choice = make(row, "select", { id });
-      labels.forEach((label, at) => make(choice, "option", { textContent: label, value: at }));
-      choice.value = first;
-      choice.addEventListener("input", () => moved(Number(choice.value)));
-      return choice;
-    }
-    const range = make(row, "input", { id, type: "range", min: 0, max: labels.length - 1, value: first });
-    const shown = make(row, "output", { htmlFor: id });
-    range.tell = (label) => { shown.textContent = label; range.setAttribute("aria-valuetext", label); };
-    range.addEventListener("input", () => { range.tell(labels[range.value]); moved(Number(range.value)); });
-    range.tell(labels[first]);
-    return range;
+    const input = make(row, slider ? "input" : "select", slider ? { id, type: "range", min: 0 } : { id });
+    const shown = slider && make(row, "output", { htmlFor: id });
+    input.update = (texts, at) => {
+      if (!slider && !input.options.length) texts.forEach((label, place) => make(input, "option", { textContent: label, value: place }));
+      if (slider) input.max = texts.length - 1;
+      input.value = at;
+      if (slider) input.setAttribute("aria-valuetext", shown.textContent = texts[at]);
+      input.texts = texts;
+    };
+    input.addEventListener("input", () => { input.update(input.texts, input.value); moved(Number(input.value)); });
+    input.update(labels, first);
+    return input;
   }
 
   // What the canvas asks of the kernel's model, with nobody behind it.
   class Model {
-    constructor(values) { this.values = { ...values }; this.listeners = new Set(); }
+    constructor(values) { Object.assign(this, { values, listeners: new Set() }); }
     get(name) { return this.values[name]; }
     set(name, value) { this.values[name] = value; }
-    put(values) { Object.assign(this.values, values); this.save_changes(); }
     save_changes() { for (const listener of this.listeners) listener(); }
     on(_event, listener) { this.listeners.add(listener); }
     off(_event, listener) { this.listeners.delete(listener); }
   }
 
-  const bytes = (text) => new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
-
   function showTimeline(box) {
-    const stage = make(box, "div");
-    let model;
+    const stage = make(box, "div"), model = new Model({ columns: 1000 });
     return ({ timeline, moments = [] }, at = moments.length) => {
-      const values = { ...timeline, packet: bytes(timeline.packet) };
-      if (at < moments.length) [values.until_s, values.summary] = moments[at];
-      if (model) return model.put({ ...values, columns: model.get("columns") });
-      model = new Model({ columns: 1000, ...values });
-      return window.distlabTimeline.render({ model, el: stage });
+      const packet = new DataView(Uint8Array.from(atob(timeline.packet), (letter) => letter.charCodeAt(0)).buffer);
+      Object.assign(model.values, timeline, { packet });
+      if (at < moments.length) [model.values.until_s, model.values.summary] = moments[at];
+      if (stage.firstChild) model.save_changes();
+      else window.distlabTimeline.render({ model, el: stage });
     };
   }
 
   function showPicture(box, folder) {
-    const figure = make(box, "figure");
-    const image = make(figure, "img");
-    const line = make(figure, "figcaption");
+    const figure = make(box, "figure"), image = make(figure, "img"), line = make(figure, "figcaption");
     line.setAttribute("aria-live", "polite");
     return ({ picture, title, text }) => {
       Object.assign(image, { src: folder + picture, alt: title });
@@ -81,27 +73,51 @@
     };
   }
 
+  // A widget that is computed for every value of its controls, and drawn as wide as the page.
+  function compute(box, panel, { player, data, values }) {
+    const [players, Pen] = window.distlabPlayers, { controls, state, say, draw } = players[player], rows = {};
+    const figure = make(box, "figure"), stage = make(figure, "div"), line = make(figure, "figcaption");
+    const title = make(line, "strong"), words = make(line, "p");
+    line.setAttribute("aria-live", "polite");
+    stage.setAttribute("role", "img");
+    function show() {
+      for (const [name, , options] of controls(data, values)) if (!options.includes(values[name])) values[name] = options[options.length - 1];
+      const facts = state(data, values), pen = new Pen(box.clientWidth - 26);
+      for (const [name, said, options, labels = String] of controls(data, values)) {
+        const one = { words: said, slider: !Array.isArray(labels), labels: Array.isArray(labels) ? labels : options.map(labels) };
+        rows[name] ??= control(panel, one, 0, (place) => { values[name] = rows[name].offered[place]; show(); });
+        rows[name].offered = options;
+        rows[name].update(one.labels, options.indexOf(values[name]));
+      }
+      [title.textContent, words.textContent] = say(facts);
+      stage.setAttribute("aria-label", title.textContent);
+      draw(pen, facts);
+      stage.innerHTML = pen.svg;
+    }
+    new ResizeObserver(show).observe(box);
+    show();
+  }
+
   function play(box, data) {
     box.replaceChildren();
+    box.dataset.ready = "true";
     const panel = make(box, "form", { className: "controls" });
     panel.addEventListener("submit", (event) => event.preventDefault());
+    if (data.player) return compute(box, panel, data);
     const at = [...data.first];
     const state = () => data.states[at.reduce((sum, place, i) => sum * data.controls[i].labels.length + place, 0)];
     const folder = `${box.dataset.root}players/${box.dataset.widget}/`;
     const show = data.states[0].timeline ? showTimeline(box) : showPicture(box, folder);
     let clock;
-    data.controls.forEach((one, i) => control(panel, one, at[i], (place) => { at[i] = place; wind(); show(state()); }));
     function wind() { // the clock's range is the state's, and stands at its end: everything is shown
-      if (!state().moments) return;
-      clock?.parentElement.remove();
-      const { moments } = state();
-      const labels = [...moments.map(([until]) => `${(until * 1e3).toPrecision(3)} ms`), "the end"];
+      const { moments = [] } = state(), labels = [...moments.map(([until]) => `${(until * 1e3).toPrecision(3)} ms`), "the end"];
       const here = { words: "step through", slider: true, labels };
-      clock = control(panel, here, moments.length, (place) => show(state(), place));
+      if (moments.length) clock ??= control(panel, here, moments.length, (place) => show(state(), place));
+      clock?.update(labels, moments.length);
+      show(state());
     }
+    data.controls.forEach((one, i) => control(panel, one, at[i], (place) => { at[i] = place; wind(); }));
     wind();
-    show(state());
-    box.dataset.ready = "true";
   }
 
   window.distlabPlay = (name) => {

@@ -1,0 +1,118 @@
+"""What widgets that compute in a page are given: counts and times of Python's models, which their scripts do not repeat.
+
+The scripts stand beside the panels that they mirror, in simulator/viz; `script` joins them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from distlab.plan import Cluster, Link, Plan, Sharding, Workload
+from distlab.plan.work import COLUMNS
+from simulator import cluster, gpt_workload
+from simulator.hardware import presets as hardware
+from simulator.models.by_name import model_by_name
+from simulator.models.parts import tokens_of
+from simulator.pipeline.schedule_arrays import B, F
+from simulator.runs.failures import RATES, Failures
+from simulator.runs.money import Run, batch_of, bill, counts_of, curve, spread
+from simulator.step.result import Step
+from simulator.step.simulate import simulate
+from simulator.units import widths_of
+from simulator.viz.drawing.pen import Picture
+from simulator.viz.panels.communication import LINKS
+from simulator.viz.panels.planner import MACHINE, MEMORY_MODELS, PRECISIONS
+from simulator.viz.runs import draw_cost_curve
+
+VIZ = Path(__file__).parents[3] / "simulator" / "viz"
+SCRIPTS = ("drawing/play.js", "collectives/ring.js", "memory.js", "runs.js", "data_parallel/train_step.js")
+STANDS_FOR = {"02_collectives.frames": "ring", "03_data_parallel.prediction_panel": "step", "06_memory.fits": "memory"}
+BEGIN: dict[str, dict[str, Any]] = {  # the values with which the controls begin
+    "ring": {"ranks": 4, "bytes": 1e6, "link": LINKS[0], "step": 3},
+    "step": {"sync": "overlapped", "ranks": 8, "link": LINKS[3], "bucket": 25e6, "samples": "4", "moment": 0.5},
+    "memory": {"model": MEMORY_MODELS[1], "device": "h100-sxm", "ranks": 32, "stage": 3, "recompute": "full"}
+    | {"precision": [*PRECISIONS][2], "microbatch": 1, "tensor": 1},
+    "cost": {"price": 2.5, "tokens": 15e12, "failures": "llama-3", "restart": 10},
+}
+OF_COST = Plan(8, 4, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="selective")
+MODEL = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "sequence_length": 1024, "vocab_size": 50_304}
+
+
+def script() -> str:
+    """Return the scripts as one, which offers its players and its pen."""
+    text = "\n".join((VIZ / name).read_text() for name in SCRIPTS)
+    return f"window.distlabPlayers ??= (() => {{\n{text}\nreturn [PLAYERS, Pen];\n}})();\n"
+
+
+def link_data(link: Link) -> dict[str, Any]:
+    """Return what a message and a ring cost on a link."""
+    rows = [(each.latency_s, each.bytes_per_s, each.most_bytes) for each in link.protocols]
+    protocols = [(latency, speed, None if math.isinf(most) else most) for latency, speed, most in rows]  # JSON has no inf
+    return {"protocols": protocols, "start": link.start_s, "idle": link.idle_steps}
+
+
+def ring() -> dict[str, Any]:
+    """Return the links that pages offer."""
+    return {"links": {name: link_data(hardware.link(name)) for name in LINKS}}
+
+
+def memory() -> dict[str, Any]:
+    """Return what memory counts of each layer of some models, devices, and bytes of numbers."""
+    models = {name: model_by_name(name) for name in MEMORY_MODELS}
+    plans = {name: Plan(precision=each) for name, each in PRECISIONS.items()}
+    return {
+        "models": {
+            name: [
+                {"root": not layer.name[-1].isdigit(), "sizes": layer.parameter_sizes}
+                | {column: getattr(layer, column) for column in COLUMNS}
+                for layer in workload.layers
+            ]
+            for name, workload in models.items()
+        },
+        "devices": {name: hardware.device(name).memory_bytes for name in ("h100-sxm", "h200-sxm", "a100-sxm-80gb")},
+        "precisions": {name: widths_of(models[MEMORY_MODELS[0]], plan)._asdict() for name, plan in plans.items()},
+    }
+
+
+@cache
+def steps_of_cost() -> tuple[Step, ...]:
+    """Return steps of a Llama 3 of 70 billion parameters on H100s: the same batch on each number of them."""
+    return spread(model_by_name("llama-3-70b"), hardware.cluster(MACHINE), OF_COST, counts_of(OF_COST)).steps
+
+
+def cost_picture() -> Picture:
+    """Return the picture of the run with which the widget begins."""
+    return draw_cost_curve(curve([bill(step, Run(15e12, 2.5, Failures())) for step in steps_of_cost()]))
+
+
+def cost() -> dict[str, Any]:
+    """Return these steps (devices, tokens, seconds, seconds to save), and how often devices fail in an hour."""
+    rows, model = list[tuple[float, ...]](), steps_of_cost()[0].workload
+    for step in steps_of_cost():
+        wait_s = Failures().waits_s(model, step.plan)
+        rows.append((step.plan.world_size, batch_of(step) * tokens_of(model), step.steady_s, wait_s))
+    rates = {name: rate.per_device_hour for name, rate in RATES.items()}
+    return {"model": model.name, "cluster": MACHINE, "steps": rows, "rates": rates}
+
+
+def on_wire(link: Link) -> Cluster:
+    """Return 64 H100s, each on such a wire of its own to all others."""
+    return replace(cluster("dgx-h100", 64, stack="best-case"), intra_node=link, devices_per_node=64)
+
+
+def step_of(workload: Workload, machine: Cluster) -> dict[str, Any]:
+    """Return how long each layer and the update take, and the bytes of each gradient."""
+    (stage,) = simulate(workload, machine, Plan()).stages
+    sizes = [[size * widths_of(workload, Plan()).reduce for size in each.parameter_sizes] for each in workload.layers]
+    return {"layers": [*zip(stage.passes_ns[F], stage.passes_ns[B], sizes, strict=True)], "update": stage.optimizer_ns}
+
+
+def step() -> dict[str, Any]:
+    """Return a small GPT's layers at some numbers of samples."""
+    machine = on_wire(hardware.link(LINKS[0]))
+    models = {f"{count}": step_of(gpt_workload(microbatch_size=count, **MODEL), machine) for count in (1, 2, 4, 8, 16)}
+    return {"models": models, "memory": machine.device.memory_bytes_per_s} | ring()
