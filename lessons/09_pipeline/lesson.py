@@ -901,17 +901,23 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
 # %% [markdown]
 # ### Your own schedule
 #
-# One line per rank. Change something: a fault is named, with the place; a good one is drawn.
+# Click a dashed box, or press its letter, to place it; **Run on real ranks** runs what stands there. Begin with
+# 1F1B: can you end earlier, with messages that take time?
 
 # %%
-from simulator.viz import schedule_editor
+from simulator.viz import schedule_builder
 
-mine = schedule_editor("0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1F1 1I1 1W0 1W1")
+
+def measured(schedule):
+    bench("built", schedule)
+    return draw_schedule(seen["built"][0], seen["built"][1].trace)
+
+
+mine = schedule_builder(str(make_schedule("one_f_one_b", 4, 4)), on_ranks=measured)
 mine
 
 # %%
-mine.controls["text"].value = "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2\n1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
-print(mine.text)
+show(mine.run())
 
 # %% [markdown]
 # ## Real computing
@@ -1089,7 +1095,7 @@ show_bars(slower, "x", "Time of our step over the time of torch's")
 # distlab lab 09 --ranks 4 --impl mine --trace traces
 # ```
 #
-# The lab also trains by an order of your own, such as the one in the editor above. Write it into a file, one line per
+# The lab also trains by an order of your own, such as the one that you built above. Write it into a file, one line per
 # rank:
 #
 # ```

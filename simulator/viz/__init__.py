@@ -8,8 +8,8 @@ Read `drawing` (how every picture looks), then one of `collectives`, `data_paral
 `memory`, `tensor_parallel`, `schedules`, `context_parallel`, `expert_parallel`, `mesh` and `runs` (days,
 dollars and strategies), or `timeline`.
 
-Panels have sliders and need ipywidgets: `Timeline`, `Panel`, and the functions `*_panel` and `schedule_editor`. They
-load on first use, so that importing the package does not load ipywidgets.
+Panels have sliders and need ipywidgets: `Timeline`, `Panel`, the functions `*_panel` and `schedule_builder` (room
+`builder`). They load on first use, so that importing the package does not load ipywidgets.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from simulator.viz.timeline.facts import Overlay as Overlay, facts_of as facts_o
 from simulator.viz.timeline.timeline import draw_timeline as draw_timeline
 
 if TYPE_CHECKING:
+    from simulator.viz.builder.builder import ScheduleBuilder as ScheduleBuilder, schedule_builder as schedule_builder
     from simulator.viz.panels.communication import (
         compression_panel as compression_panel,
         race_panel as race_panel,
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
         sharding_panel as sharding_panel,
         strategy_panel as strategy_panel,
     )
-    from simulator.viz.panels.schedules import schedule_editor as schedule_editor, schedule_panel as schedule_panel
+    from simulator.viz.panels.schedules import schedule_panel as schedule_panel
     from simulator.viz.timeline.timeline_widget import Timeline as Timeline
 
 

@@ -27,7 +27,10 @@ def sometimes(ranks):
     return draw(ranks, 3)
 failing = Panel(sometimes, ranks=ipywidgets.IntSlider(2, min=1, max=4)); failing
 """
-EDITOR = "from simulator.viz import schedule_editor\neditor = schedule_editor(); editor"
+BUILDER = """
+from simulator.viz import schedule_builder
+builder = schedule_builder(level=1, on_ranks=lambda schedule: draw_timeline(pipeline(2, 4))); builder
+"""
 SHOWN = [
     "%load_ext distlab.course.notebook",
     "from simulator.viz import draw_mesh\nfrom distlab.plan import Mesh",
@@ -48,7 +51,7 @@ def server(tmp_path_factory):
 def notebook(server):
     """One notebook with panels, timelines and pictures, for all tests; each leaves it as it was."""
     work, base, token = server
-    cells = [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, EDITOR, *SHOWN, *speed.DEGREES]
+    cells = [*speed.CELLS, SLOW, FAILING, *speed.SCHEDULES, BUILDER, *SHOWN, *speed.DEGREES]
     write_notebook(work / "widgets.ipynb", cells)
     with open_notebook(f"{base}/lab/tree/widgets.ipynb?token={token}&reset", base) as opened:
         opened.run_all()

@@ -305,14 +305,3 @@ def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook):
     speed.slider_of(panel, "micro-batches").focus()
     after(page, found, lambda: page.keyboard.press("ArrowRight"))
     assert "1F1B on 16 ranks and 64 micro-batches" in line.inner_text()
-    editor = page.locator(".widget-vbox", has=page.locator(".distlab-timeline")).nth(2)
-    area, problem = editor.locator("textarea"), editor.locator(".problem")
-    right = area.input_value()
-    area.fill(right.replace("2F0 2B0", "2B0 2F0"))
-    problem.wait_for()
-    assert "<-- rank 2: 2B0" in problem.inner_text()
-    opacity = "(stage) => Number(getComputedStyle(stage).opacity)"
-    assert editor.locator(".stage").evaluate(opacity) < 0.5, "the picture is of before"
-    area.fill(right)
-    problem.wait_for(state="hidden")
-    assert editor.locator(".stage").evaluate(opacity) == 1

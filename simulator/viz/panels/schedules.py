@@ -1,4 +1,4 @@
-"""Choose schedules or write one: see the pipeline at once, compare two, and step through them by a clock."""
+"""Choose schedules: see the pipeline at once, compare two, and step through them by a clock."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import ipywidgets as widgets
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan import SCHEDULES, ActionTimes, ScheduleError, one_f_one_b, parse_schedule, validate
+from distlab.plan import SCHEDULES, ActionTimes
 from distlab.plan.require import chosen
 from distlab.trace import Trace
 from simulator.units import format_s, name_ranks
 from simulator.viz.drawing.paint import to_png
 from simulator.viz.drawing.pen import with_picture
 from simulator.viz.panels.panel import Redrawn, choice, dress, row_of, slider
-from simulator.viz.schedules import NAMES, ScheduleRun, play, run_schedule, say_schedules, stack, words_of
+from simulator.viz.schedules import NAMES, ScheduleRun, play, say_schedules, stack, words_of
 from simulator.viz.timeline.timeline_widget import Timeline
 
 MAX_MOMENTS = 200  # few enough to step through, and from 1,000 actions on always as many: the clock keeps its range
@@ -86,7 +86,6 @@ def _name(trace: Trace, row: int) -> str:
     return f"{trace.stage[row]}{trace.words[trace.kind[row]]}{trace.microbatch[row]}"
 
 
-MAX_LINES = 24  # of the grid under a fault
 Make = Callable[..., Sequence[ScheduleRun]]
 MAX_RANKS, MAX_MICROBATCHES = 64, 1024
 NOTHING = ""
@@ -117,6 +116,11 @@ def schedule_panel(
     stages = widgets.IntSlider(2, min=1, max=8, description="stages per rank")
     limit = slider("memory limit (1F1B: 1)", 1.0, 0.25, 3.0, 0.05)
 
+    letters = {"forward": "F", "input_gradient": "I", "weight_gradient": "W"}
+    words = {name: f"{letter}: {name.replace('_', ' ')} (ms)" for name, letter in letters.items()}
+    lengths = {name: slider(text, 1.0, 0.1, 4.0, 0.1, readout_format=".1f") for name, text in words.items()}
+    lengths["communication"] = slider("communication (ms)", 0.0, 0.0, 4.0, 0.1, readout_format=".1f")
+
     def enable(_change: object = None) -> None:
         families = [SCHEDULES[name] for name in (first.value, second.value) if name]
         stages.disabled = all(family.placement != "loop" for family in families)
@@ -138,39 +142,9 @@ def schedule_panel(
         ranks=widgets.IntSlider(ranks, min=2, max=MAX_RANKS, description="ranks"),
         microbatches=widgets.IntSlider(microbatches, min=1, max=MAX_MICROBATCHES, description="micro-batches"),
         stages_per_rank=stages,
-        **_lengths(least=0.1),
+        **lengths,
         memory_limit=limit,
     )
-
-
-def _lengths(least: float) -> dict[str, Any]:
-    """Return a slider for each of the times of ActionTimes; a pass takes `least` at least."""
-    letters = {"forward": "F", "input_gradient": "I", "weight_gradient": "W"}
-    words = {name: f"{letter}: {name.replace('_', ' ')} (ms)" for name, letter in letters.items()}
-    passes = {name: slider(text, 1.0, least, 4.0, 0.1, readout_format=".1f") for name, text in words.items()}
-    return passes | {"communication": slider("communication (ms)", 0.0, 0.0, 4.0, 0.1, readout_format=".1f")}
-
-
-def schedule_editor(text: str = "") -> ScheduleTimeline:
-    """Return an editor of schedules; it starts with `text`, or with 1F1B of three ranks and four micro-batches.
-
-    A schedule with a fault keeps the last good picture, and under it stands what is wrong and where. In code:
-    `editor.controls["text"].value = "0F0,0B0"`.
-
-    Raises:
-        ValueError: `text` is not a valid schedule.
-    """
-    first = text or str(one_f_one_b(3, 4)).replace(",", " ")
-    rows = max(4, first.count("\n") + 2)
-    area = widgets.Textarea(first, description="one line per rank", rows=rows, layout={"width": "100%"})
-    area.add_class("distlab-schedule-text")  # of one width for all letters, so that columns line up
-
-    def make(text: str, **times: float) -> list[ScheduleRun]:
-        plan = parse_schedule(text)
-        validate(plan)  # a ScheduleError shows where a fault is
-        return [run_schedule("your schedule", plan, ActionTimes(**times))]
-
-    return ScheduleTimeline(make, text=area, **_lengths(least=0.0))
 
 
 class ScheduleTimeline(Redrawn):
@@ -206,8 +180,7 @@ class ScheduleTimeline(Redrawn):
         for name, control in self.controls.items():
             control.observe(self._clock if name == "moment" else self.redraw, "value")
         self._play.observe(self._tick, "value")
-        parts = [row_of(controls.values()), widgets.HBox([self._play, clock]), self.timeline]
-        super().__init__(parts if "text" in controls else parts[::-1])
+        super().__init__([self.timeline, widgets.HBox([self._play, clock]), row_of(controls.values())])
 
     @property
     def text(self) -> str:
@@ -224,9 +197,7 @@ class ScheduleTimeline(Redrawn):
             self.runs = tuple(self._make(**self.values))
         except ValueError as error:
             self.error = error
-            lines = error.grid.splitlines() if isinstance(error, ScheduleError) else []  # the steps around the fault
-            grid = "\n".join([*lines[:MAX_LINES], *(["..."] if len(lines) > MAX_LINES else [])])
-            self.timeline.problem = "\n\n".join(filter(None, (str(error), grid)))
+            self.timeline.problem = str(error)
         else:
             self.error = None
             self._show()

@@ -10,7 +10,7 @@ from viz_traces import data_parallel, ring
 
 pytest.importorskip("anywidget", reason="panels need the notebooks extra")
 
-from distlab.plan import SCHEDULES, Plan, ScheduleError, Sharding  # noqa: E402
+from distlab.plan import SCHEDULES, Plan, Sharding  # noqa: E402
 from distlab.plan.compression import Compression  # noqa: E402
 from simulator import cluster, gpt_workload, viz as v, with_bandwidth  # noqa: E402
 from simulator.viz.drawing.plot import put_title  # noqa: E402
@@ -162,20 +162,23 @@ def test_the_clock_shows_what_has_happened_and_says_who_waits_for_whom():
     assert panel.text.startswith("1F1B on 3 ranks and 5 micro-batches takes 21 ms")
 
 
-def test_the_editor_starts_right_and_points_at_a_fault_under_the_last_good_picture():
-    editor = v.schedule_editor()
-    text, timeline = editor.controls["text"].value, editor.timeline
-    assert text.splitlines()[2] == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
-    assert timeline.title == "Your schedule leaves 33.3 % of 3 ranks' time idle"
-    before = timeline.packet
-    editor.controls["text"].value = text.replace("2F0 2B0", "2B0 2F0")
-    assert timeline.problem.startswith("rank 2, step 0, 2B0: ")
-    assert "<-- rank 2: 2B0" in timeline.problem
-    assert (timeline.packet, type(editor.error)) == (before, ScheduleError)
-    editor.controls["text"].value = "0F0 0X0"
-    assert timeline.problem.startswith("line 1, column 5: '0X0' is not an action")
-    editor.controls["text"].value = "0F0 0I0 0W0"
-    assert (timeline.problem, editor.error) == ("", None)
-    assert editor.text.startswith("Your schedule on 1 rank and 1 micro-batch takes 3 ms")
-    editor.controls["weight_gradient"].value = 2.0
-    assert "takes 4 ms" in editor.text
+def test_a_builder_holds_a_schedule_and_runs_it_and_says_in_a_line_what_went_wrong():
+    ran = []
+    builder = v.schedule_builder(
+        "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", on_ranks=lambda schedule: ran.append(schedule) or builder.picture
+    )
+    sent, builder.send = [], lambda content: sent.append(content)
+    words = "Your schedule on 2 ranks and 2 micro-batches takes"
+    assert builder.run().words.startswith(f"{words} 9 ms")
+    builder.times = {"F": 1, "I": 1, "W": 1, "message": 0, "slow": [1, 2]}
+    builder._asked(builder, {"run": builder.text.replace("1B0 1F1", "1F1 1B0")}, [])
+    assert [list(one) for one in sent] == [["said", "title", "picture"], ["began"], ["said", "title", "picture"]]
+    assert (sent[2]["said"].startswith(f"{words} 15 ms"), ran[1] == builder.schedule) == (True, True)
+    data, metadata = builder._repr_mimebundle_()
+    assert (data["text/plain"], metadata["image/png"]["alt"]) == (sent[2]["said"], sent[2]["title"])
+    builder._asked(builder, {"run": "0F0 0F1\n1F0 1B0"}, [])
+    assert sent[-1]["said"].startswith("rank 1, 1F1: expected every forward pass")
+    assert builder._repr_mimebundle_()[0]["text/plain"].endswith("so far it holds:\n0F0 0F1\n1F0 1B0")
+    with pytest.raises(ValueError, match="'1X0' is not an action"):
+        builder.text = "0F0\n1X0"
+    assert builder.text == "0F0 0F1\n1F0 1B0"

@@ -69,7 +69,9 @@ REFUSED = [
     says("there is no step 3", v.step_of, data_parallel(1), 3),
     says("the plan's data is '3'; choose one of 1, 2", v.degrees_panel, WORKLOAD, cluster("laptop"), plan=Plan(3)),
     says("schedule is 'pipe'; choose one of naive", v.schedule_panel, "pipe"),
-    says("0B0", v.schedule_editor, "0F0"),
+    says("line 1, column 5: '0X0' is not an action", v.schedule_builder, "0F0 0X0"),
+    says("ranks is 1000; pass 1 to 16", v.schedule_builder, ranks=1000),
+    says("level is 13, kinds is 'FB'; pass 1 to 12", v.schedule_builder, level=13),
 ]  # fmt: skip
 
 
