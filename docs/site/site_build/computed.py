@@ -5,13 +5,14 @@ The scripts stand beside the panels that they mirror, in simulator/viz; `script`
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from distlab.plan import Cluster, Link, Plan, Sharding, Workload
+from distlab.plan import Cluster, Link, Plan, Sharding, Workload, parse_schedule
 from distlab.plan.work import COLUMNS
 from simulator import cluster, gpt_workload
 from simulator.hardware import presets as hardware
@@ -23,6 +24,8 @@ from simulator.runs.money import Run, batch_of, bill, counts_of, curve, spread
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
 from simulator.units import widths_of
+from simulator.viz import draw_schedule, run_schedule
+from simulator.viz.builder.levels import levels_json, times_of
 from simulator.viz.drawing.pen import Picture
 from simulator.viz.panels.communication import LINKS
 from simulator.viz.panels.planner import MACHINE, MEMORY_MODELS, PRECISIONS
@@ -97,6 +100,13 @@ def cost() -> dict[str, Any]:
         rows.append((step.plan.world_size, batch_of(step) * tokens_of(model), step.steady_s, wait_s))
     rates = {name: rate.per_device_hour for name, rate in RATES.items()}
     return {"model": model.name, "cluster": MACHINE, "steps": rows, "rates": rates}
+
+
+def builder(*, whole: bool) -> tuple[dict[str, Any], Picture]:
+    """Return the schedule builder's levels, or the first of them alone, and a picture of a schedule that solves it."""
+    levels = json.loads(levels_json())
+    run = run_schedule("", parse_schedule(levels[0]["best"]["text"]), times_of(levels[0]))
+    return {"levels": levels if whole else levels[:1], "level": "1", "address": whole}, draw_schedule(run.trace)
 
 
 def on_wire(link: Link) -> Cluster:

@@ -20,12 +20,16 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from simulator.viz import Panel, Timeline
+from simulator.viz.builder.builder import page_script
 from simulator.viz.panels.schedules import ScheduleTimeline
 from simulator.viz.timeline.timeline_widget import SCRIPTS
 
 from . import computed
+from .computed import VIZ
 from .slices import shown_name, widget_source
 from .states import played
+
+STYLES = {"timeline": "timeline/timeline_widget.css", "building": "builder/builder.css"}
 
 
 def found_in(lesson: Path) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
@@ -44,11 +48,12 @@ def found_in(lesson: Path) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
 
 def html_of(name: str, shown: dict[str, Any], up: str) -> str:
     """Return a widget as it stands in a page; `up` leads from the page to the site's root."""
-    canvas, shown = "timeline" in shown, shown.get("timeline", shown)
+    script = shown.get("script", "timeline" if "timeline" in shown else "")
+    shown = shown.get("timeline", shown)
     title, text = html.escape(shown["title"]), html.escape(shown.get("summary", shown.get("text")))
-    scripts = [*(["timeline"] if canvas else []), *(["computed"] if name in computed.BEGIN else []), name]
+    scripts = [script, name] if script else [name]
     return (
-        (f'<link rel="stylesheet" href="{up}players/timeline.css">' if canvas else "")
+        (f'<link rel="stylesheet" href="{up}players/{script}.css">' if script in STYLES else "")
         + f'<div class="distlab-player" data-widget="{name}" data-root="{up}" role="group" aria-label="{title}">'
         + f'<img src="{up}players/{name}/{shown.get("picture", "first.png")}" alt="{title}"><p class="said">{text}</p></div>'
         + "".join(f'<script defer src="{up}players/{script}.js"></script>' for script in scripts)
@@ -61,12 +66,18 @@ def write(folder: Path, name: str, found: dict[str, Any]) -> None:
     (folder / f"{name}.js").write_text(f"{script}\nwindow.distlabPlay?.({json.dumps(name)});\n")
 
 
-def compute(folder: Path, name: str, png: bytes, title: str, text: str) -> dict[str, Any]:
+def keep(folder: Path, name: str, found: dict[str, Any], png: bytes, **shown: str) -> dict[str, Any]:
     """Write what a computed widget is given, and a picture of it, which a page without JavaScript shows."""
     (folder / name).mkdir(exist_ok=True)
     (folder / name / "first.png").write_bytes(png)
-    write(folder, name, {"player": name, "data": getattr(computed, name)(), "values": computed.BEGIN[name]})
-    return {"title": title, "text": text}
+    write(folder, name, found)
+    return {"script": "computed"} | shown
+
+
+def compute(folder: Path, name: str, png: bytes, title: str, text: str) -> dict[str, Any]:
+    """Write a widget that mirrors a panel."""
+    found = {"player": name, "data": getattr(computed, name)(), "values": computed.BEGIN[name]}
+    return keep(folder, name, found, png, title=title, text=text)
 
 
 def make(folder: Path, name: str, source: str) -> dict[str, Any] | None:
@@ -86,8 +97,15 @@ def _make_all(app: Sphinx) -> None:
     folder, chosen = Path(app.outdir) / "players", set(Path(app.srcdir).glob(app.config.lessons))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "computed.js").write_text(computed.script())
+    (folder / "building.js").write_text(page_script())
+    for name, style in STYLES.items():
+        shutil.copy(VIZ / style, folder / f"{name}.css")
     cost, app.distlab_players = computed.cost_picture(), {}
     shown = app.distlab_widgets = {"cost": compute(folder, "cost", cost.png(), cost.title, cost.words)}
+    for name in ("builder", "levels"):
+        data, picture = computed.builder(whole=name == "levels")
+        words = {"title": picture.title, "text": picture.words, "script": "building"}
+        shown[name] = keep(folder, name, data, picture.png(), **words)
     for lesson in sorted(Path(app.srcdir).glob("lessons/[0-9]*/lesson.ipynb")):
         players = app.distlab_players[f"lessons/{lesson.parent.name}/lesson"] = dict[int, str]()
         for place, name, source, output in found_in(lesson):
@@ -99,7 +117,6 @@ def _make_all(app: Sphinx) -> None:
                 players[place] = html_of(name, state, "../../")
     canvas = "\n".join(path.read_text() for path in SCRIPTS)
     canvas = canvas.replace("export default {", "return {")
-    shutil.copy(Path(app.srcdir) / "simulator/viz/timeline/timeline_widget.css", folder / "timeline.css")
     (folder / "timeline.js").write_text(f"window.distlabTimeline ??= (() => {{\n{canvas}}})();\n")
 
 

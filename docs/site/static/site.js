@@ -101,6 +101,7 @@
   function play(box, data) {
     box.replaceChildren();
     box.dataset.ready = "true";
+    if (data.levels) return window.distlabBuilder.render({ element: box, data });
     const panel = make(box, "form", { className: "controls" });
     panel.addEventListener("submit", (event) => event.preventDefault());
     if (data.player) return compute(box, panel, data);
