@@ -38,8 +38,7 @@ PLAYERS.memory = {
     const layers = data.models[model], last = layers.length - 1;
     const sizes = layers.map((each) => each.num_parameters - each.tensor_parameters + Math.ceil(each.tensor_parameters / t));
     const largest = layers.map((each, at) => Math.min(each.largest_parameter, sizes[at])), whole = sum(sizes);
-    const logits = layers.map((each) => (each.logits_bytes * microbatch) / t);
-    const all = layers.map((each) => batch * (each.activation_bytes - each.logits_bytes));
+    const logits = layers.map((each) => (each.logits_bytes * microbatch) / t), all = layers.map((each) => batch * (each.activation_bytes - each.logits_bytes));
     const kept = layers.map((each, at) => {
       const [inputs, some] = [batch * each.input_bytes, batch * (each.input_bytes + each.operator_bytes)];
       if (recompute === "full" && inputs) return Math.min(inputs, all[at]);
@@ -107,9 +106,9 @@ PLAYERS.memory = {
 
   draw(pen, { rows, times, peak, capacity }) {
     const most = Math.max(sum(peak), capacity <= 1.6 * sum(peak) ? capacity : 0) * 1.04, wide = pen.wide - 2, tall = 200, top = 56, end = times[times.length - 1];
-    let x = 0;
+    const ends = sumsOf(peak.map((bytes) => (bytes / most) * wide));
     pen.words(0, 14, `at the peak: ${bytesOf(sum(peak))}`, { bold: true });
-    peak.forEach((bytes, kind) => { pen.box(x, 20, (bytes / most) * wide, 26, KIND_COLOURS[kind], [KINDS[kind], KINDS[kind][0].toUpperCase()]); x += (bytes / most) * wide; });
+    KINDS.forEach((words, kind) => pen.box(ends[kind], 20, ends[kind + 1] - ends[kind], 26, KIND_COLOURS[kind], [words, words[0].toUpperCase()]));
     pen.words(0, top + 18, "over the step: forward, backward, update", { bold: true });
     const below = rows.map(() => 0), y = (bytes) => top + 26 + tall * (1 - bytes / most), at = (place) => (times[place] / end) * wide;
     KIND_COLOURS.forEach((colour, kind) => {

@@ -7,8 +7,7 @@ function usefulOf(save, between, restart) {
   let [low, high] = [0, 1];
   for (let turn = 0; turn < 60; turn++) {
     const middle = (low + high) / 2;
-    if (middle < 1 && Math.log1p(-middle) + middle + save / between > 0) low = middle;
-    else high = middle;
+    [low, high] = middle < 1 && Math.log1p(-middle) + middle + save / between > 0 ? [middle, high] : [low, middle];
   }
   const late = high + save / between, again = restart / between;
   return late + again < 100 ? high / (Math.exp(again) * Math.expm1(late)) : 0;
@@ -29,16 +28,15 @@ PLAYERS.cost = {
       return { devices, useful, days: hours / 24, dollars: hours * devices * price, names: [] };
     });
     const stuck = bills.find(({ useful }) => useful < 1e-3);
-    const least = (of) => bills.reduce((best, each) => (of(each) < of(best) ? each : best));
-    const found = [["shortest", least(({ days }) => days)], ["cheapest", least(({ dollars }) => dollars)],
-      ["sweet spot", least(({ days, dollars }) => days * dollars)]];
-    for (const [name, own] of found) own.names.push(name);
+    const best = { shortest: ({ days }) => days, cheapest: ({ dollars }) => dollars, "sweet spot": ({ days, dollars }) => days * dollars };
+    const found = Object.values(best).map((of) => bills.reduce((least, each) => (of(each) < of(least) ? each : least)));
+    Object.keys(best).forEach((name, at) => found[at].names.push(name));
     return { ...data, price, tokens, bills, found, stuck };
   },
 
   say({ model, cluster, price, tokens, bills, found, stuck }) {
     if (stuck) return ["The run does not get on", `${counted(stuck.devices, "device")} fail too often: use fewer, or restart faster.`];
-    const [short, cheap, sweet] = found.map(([, { devices }]) => devices);
+    const [short, cheap, sweet] = found.map(({ devices }) => devices);
     const lines = bills.map(({ devices, days, dollars, names }) =>
       `${counted(devices, "device")}: ${spanOf(86400 * days)}, ${commas(dollars)} dollars${names.length ? ": " : ""}${names.join(" and ")}.`);
     return [short === cheap ? `${counted(short, "device")} are both fastest and cheapest`
@@ -48,8 +46,7 @@ PLAYERS.cost = {
 
   draw(pen, { bills, stuck }) {
     if (stuck) return;
-    const row = 34, left = 92, half = (pen.wide - left) / 2;
-    const most = ["days", "dollars"].map((key) => Math.max(...bills.map((each) => each[key])));
+    const row = 34, left = 92, half = (pen.wide - left) / 2, most = ["days", "dollars"].map((key) => Math.max(...bills.map((each) => each[key])));
     ["devices", "days", "dollars"].forEach((name, at) => pen.words(at && left + (at - 1) * half, 14, name, { bold: true }));
     bills.forEach((each, place) => {
       const y = 22 + place * row;

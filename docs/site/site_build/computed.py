@@ -1,4 +1,4 @@
-"""What widgets that compute in a page are given: counts and times of Python's models, which their scripts do not repeat.
+"""What widgets that compute in a page are given: counts and times of Python's models, which scripts do not repeat.
 
 The scripts stand beside the panels that they mirror, in simulator/viz; `script` joins them.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from distlab.plan import Cluster, Link, Plan, Sharding, Workload, parse_schedule
+from distlab.plan import Cluster, Link, Plan, Workload, parse_schedule
 from distlab.plan.work import COLUMNS
 from simulator import cluster, gpt_workload
 from simulator.hardware import presets as hardware
@@ -20,15 +20,14 @@ from simulator.models.by_name import model_by_name
 from simulator.models.parts import tokens_of
 from simulator.pipeline.schedule_arrays import B, F
 from simulator.runs.failures import RATES, Failures
-from simulator.runs.money import Run, batch_of, bill, counts_of, curve, spread
-from simulator.step.result import Step
+from simulator.runs.money import Run, batch_of, bill, curve
 from simulator.step.simulate import simulate
 from simulator.units import widths_of
 from simulator.viz import draw_schedule, run_schedule
 from simulator.viz.builder.levels import levels_json, times_of
 from simulator.viz.drawing.pen import Picture
 from simulator.viz.panels.communication import LINKS
-from simulator.viz.panels.planner import MACHINE, MEMORY_MODELS, PRECISIONS
+from simulator.viz.panels.planner import MACHINE, MEMORY_MODELS, PRECISIONS, cost_steps
 from simulator.viz.runs import draw_cost_curve
 
 VIZ = Path(__file__).parents[3] / "simulator" / "viz"
@@ -41,20 +40,39 @@ BEGIN: dict[str, dict[str, Any]] = {  # the values with which the controls begin
     | {"precision": [*PRECISIONS][2], "microbatch": 1, "tensor": 1},
     "cost": {"price": 2.5, "tokens": 15e12, "failures": "llama-3", "restart": 10},
 }
-OF_COST = Plan(8, 4, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="selective")
 MODEL = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "sequence_length": 1024, "vocab_size": 50_304}
 
 
 def script() -> str:
-    """Return the scripts as one, which offers its players and its pen."""
+    """Return the scripts as one: players, their pen, controls for any widget, and what mounts a player."""
     text = "\n".join((VIZ / name).read_text() for name in SCRIPTS)
-    return f"window.distlabPlayers ??= (() => {{\n{text}\nreturn [PLAYERS, Pen];\n}})();\n"
+    return f"window.distlabPlayers ??= (() => {{\n{text}\nreturn {{ PLAYERS, Pen, make, control, compute }};\n}})();\n"
+
+
+def widget(name: str) -> dict[str, Any]:
+    """Return what a page needs of a widget that mirrors a panel: its player, what that is given, where it begins."""
+    return {"player": name, "data": globals()[name](), "values": BEGIN[name]}
+
+
+def with_pictures() -> Iterator[tuple[str, dict[str, Any], Picture]]:
+    """Yield what no lesson shows, with a picture: the cost of a run; the schedule builder's first level, and all."""
+    yield (
+        "cost",
+        widget("cost"),
+        draw_cost_curve(curve([bill(each, Run(15e12, 2.5, Failures())) for each in cost_steps()])),
+    )
+    levels = json.loads(levels_json())
+    best = run_schedule("", parse_schedule(levels[0]["best"]["text"]), times_of(levels[0]))
+    yield "builder", {"levels": levels[:1], "level": "1"}, draw_schedule(best.trace)
+    yield "levels", {"levels": levels, "address": True}, draw_schedule(best.trace)
 
 
 def link_data(link: Link) -> dict[str, Any]:
     """Return what a message and a ring cost on a link."""
     rows = [(each.latency_s, each.bytes_per_s, each.most_bytes) for each in link.protocols]
-    protocols = [(latency, speed, None if math.isinf(most) else most) for latency, speed, most in rows]  # JSON has no inf
+    protocols = [
+        (latency, speed, None if math.isinf(most) else most) for latency, speed, most in rows
+    ]  # JSON has no inf
     return {"protocols": protocols, "start": link.start_s, "idle": link.idle_steps}
 
 
@@ -81,32 +99,14 @@ def memory() -> dict[str, Any]:
     }
 
 
-@cache
-def steps_of_cost() -> tuple[Step, ...]:
-    """Return steps of a Llama 3 of 70 billion parameters on H100s: the same batch on each number of them."""
-    return spread(model_by_name("llama-3-70b"), hardware.cluster(MACHINE), OF_COST, counts_of(OF_COST)).steps
-
-
-def cost_picture() -> Picture:
-    """Return the picture of the run with which the widget begins."""
-    return draw_cost_curve(curve([bill(step, Run(15e12, 2.5, Failures())) for step in steps_of_cost()]))
-
-
 def cost() -> dict[str, Any]:
-    """Return these steps (devices, tokens, seconds, seconds to save), and how often devices fail in an hour."""
-    rows, model = list[tuple[float, ...]](), steps_of_cost()[0].workload
-    for step in steps_of_cost():
-        wait_s = Failures().waits_s(model, step.plan)
-        rows.append((step.plan.world_size, batch_of(step) * tokens_of(model), step.steady_s, wait_s))
+    """Return steps (devices, tokens, seconds, seconds to save), and how often devices fail in an hour."""
+    rows, model = list[tuple[float, ...]](), cost_steps()[0].workload
+    for each in cost_steps():
+        wait_s = Failures().waits_s(model, each.plan)
+        rows.append((each.plan.world_size, batch_of(each) * tokens_of(model), each.steady_s, wait_s))
     rates = {name: rate.per_device_hour for name, rate in RATES.items()}
     return {"model": model.name, "cluster": MACHINE, "steps": rows, "rates": rates}
-
-
-def builder(*, whole: bool) -> tuple[dict[str, Any], Picture]:
-    """Return the schedule builder's levels, or the first of them alone, and a picture of a schedule that solves it."""
-    levels = json.loads(levels_json())
-    run = run_schedule("", parse_schedule(levels[0]["best"]["text"]), times_of(levels[0]))
-    return {"levels": levels if whole else levels[:1], "level": "1", "address": whole}, draw_schedule(run.trace)
 
 
 def on_wire(link: Link) -> Cluster:

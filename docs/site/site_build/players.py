@@ -1,8 +1,7 @@
 """The widgets that play in the pages: which there are, their files, and the HTML that stands in a page for each.
 
-Some are computed in the page (`computed`), also in the place of a lesson's widget. A lesson's other widgets are found by
-themselves: a cell whose picture is committed, and whose lines need no rank (`slices`); their states are worked out
-(`states`).
+Some are computed in the page (`computed`), also in the place of a lesson's widget. Others of a lesson are found: a cell
+whose picture is committed, and whose lines need no rank (`slices`). Their states are worked out (`states`).
 """
 
 from __future__ import annotations
@@ -51,11 +50,14 @@ def html_of(name: str, shown: dict[str, Any], up: str) -> str:
     script = shown.get("script", "timeline" if "timeline" in shown else "")
     shown = shown.get("timeline", shown)
     title, text = html.escape(shown["title"]), html.escape(shown.get("summary", shown.get("text")))
-    scripts = [script, name] if script else [name]
+    address, scripts = (
+        f"{up}players/{name}/{shown.get('picture', 'first.png')}",
+        filter(None, ("computed", script, name)),
+    )
     return (
         (f'<link rel="stylesheet" href="{up}players/{script}.css">' if script in STYLES else "")
         + f'<div class="distlab-player" data-widget="{name}" data-root="{up}" role="group" aria-label="{title}">'
-        + f'<img src="{up}players/{name}/{shown.get("picture", "first.png")}" alt="{title}"><p class="said">{text}</p></div>'
+        + f'<img src="{address}" alt="{title}"><p class="said">{text}</p></div>'
         + "".join(f'<script defer src="{up}players/{script}.js"></script>' for script in scripts)
     )
 
@@ -67,17 +69,11 @@ def write(folder: Path, name: str, found: dict[str, Any]) -> None:
 
 
 def keep(folder: Path, name: str, found: dict[str, Any], png: bytes, **shown: str) -> dict[str, Any]:
-    """Write what a computed widget is given, and a picture of it, which a page without JavaScript shows."""
+    """Write what a computed widget is given, and a picture, which a page without JavaScript shows with its words."""
     (folder / name).mkdir(exist_ok=True)
     (folder / name / "first.png").write_bytes(png)
     write(folder, name, found)
-    return {"script": "computed"} | shown
-
-
-def compute(folder: Path, name: str, png: bytes, title: str, text: str) -> dict[str, Any]:
-    """Write a widget that mirrors a panel."""
-    found = {"player": name, "data": getattr(computed, name)(), "values": computed.BEGIN[name]}
-    return keep(folder, name, found, png, title=title, text=text)
+    return shown
 
 
 def make(folder: Path, name: str, source: str) -> dict[str, Any] | None:
@@ -96,28 +92,27 @@ def _make_all(app: Sphinx) -> None:
     """Work out every widget's states before pages are read."""
     folder, chosen = Path(app.outdir) / "players", set(Path(app.srcdir).glob(app.config.lessons))
     folder.mkdir(parents=True, exist_ok=True)
+    canvas = "\n".join(path.read_text() for path in SCRIPTS).replace("export default {", "return {")
+    (folder / "timeline.js").write_text(f"window.distlabTimeline ??= (() => {{\n{canvas}}})();\n")
     (folder / "computed.js").write_text(computed.script())
     (folder / "building.js").write_text(page_script())
     for name, style in STYLES.items():
         shutil.copy(VIZ / style, folder / f"{name}.css")
-    cost, app.distlab_players = computed.cost_picture(), {}
-    shown = app.distlab_widgets = {"cost": compute(folder, "cost", cost.png(), cost.title, cost.words)}
-    for name in ("builder", "levels"):
-        data, picture = computed.builder(whole=name == "levels")
-        words = {"title": picture.title, "text": picture.words, "script": "building"}
-        shown[name] = keep(folder, name, data, picture.png(), **words)
+    app.distlab_players, shown = {}, dict[str, dict[str, Any]]()
+    app.distlab_widgets = shown
+    for name, data, picture in computed.with_pictures():
+        look = {"title": picture.title, "text": picture.words, "script": "building" if "levels" in data else ""}
+        shown[name] = keep(folder, name, data, picture.png(), **look)
     for lesson in sorted(Path(app.srcdir).glob("lessons/[0-9]*/lesson.ipynb")):
         players = app.distlab_players[f"lessons/{lesson.parent.name}/lesson"] = dict[int, str]()
         for place, name, source, output in found_in(lesson):
             if (known := computed.STANDS_FOR.get(name)) is not None:
-                png, alt = base64.b64decode(output["data"]["image/png"]), output["metadata"]["image/png"]["alt"]
-                shown[known] = compute(folder, known, png, alt, "".join(output["data"]["text/plain"]))
+                png, text = (output["data"][kind] for kind in ("image/png", "text/plain"))
+                look = {"title": output["metadata"]["image/png"]["alt"], "text": "".join(text)}
+                shown[known] = keep(folder, known, computed.widget(known), base64.b64decode(png), **look)
                 players[place] = html_of(known, shown[known], "../../")
             elif source and lesson in chosen and (state := make(folder, name, source)):
                 players[place] = html_of(name, state, "../../")
-    canvas = "\n".join(path.read_text() for path in SCRIPTS)
-    canvas = canvas.replace("export default {", "return {")
-    (folder / "timeline.js").write_text(f"window.distlabTimeline ??= (() => {{\n{canvas}}})();\n")
 
 
 class Player(SphinxDirective):

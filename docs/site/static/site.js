@@ -18,30 +18,7 @@
     tree?.setAttribute("aria-label", label);
   }
 
-  const make = (parent, tag, properties = {}) => {
-    const element = Object.assign(document.createElement(tag), properties);
-    parent.append(element);
-    return element;
-  };
-  let count = 0;
-
-  // A labelled slider or drop-down of labels; `moved` gets the place of the chosen one. `update` sets labels and place.
-  function control(parent, { words, slider, labels }, first, moved) {
-    const id = `distlab-control-${++count}`, row = make(parent, "div");
-    make(row, "label", { htmlFor: id, textContent: words });
-    const input = make(row, slider ? "input" : "select", slider ? { id, type: "range", min: 0 } : { id });
-    const shown = slider && make(row, "output", { htmlFor: id });
-    input.update = (texts, at) => {
-      if (!slider && !input.options.length) texts.forEach((label, place) => make(input, "option", { textContent: label, value: place }));
-      if (slider) input.max = texts.length - 1;
-      input.value = at;
-      if (slider) input.setAttribute("aria-valuetext", shown.textContent = texts[at]);
-      input.texts = texts;
-    };
-    input.addEventListener("input", () => { input.update(input.texts, input.value); moved(Number(input.value)); });
-    input.update(labels, first);
-    return input;
-  }
+  const make = (...given) => window.distlabPlayers.make(...given); // of players/computed.js, which loads after this file
 
   // What the canvas asks of the kernel's model, with nobody behind it.
   class Model {
@@ -73,35 +50,11 @@
     };
   }
 
-  // A widget that is computed for every value of its controls, and drawn as wide as the page.
-  function compute(box, panel, { player, data, values }) {
-    const [players, Pen] = window.distlabPlayers, { controls, state, say, draw } = players[player], rows = {};
-    const figure = make(box, "figure"), stage = make(figure, "div"), line = make(figure, "figcaption");
-    const title = make(line, "strong"), words = make(line, "p");
-    line.setAttribute("aria-live", "polite");
-    stage.setAttribute("role", "img");
-    function show() {
-      for (const [name, , options] of controls(data, values)) if (!options.includes(values[name])) values[name] = options[options.length - 1];
-      const facts = state(data, values), pen = new Pen(box.clientWidth - 26);
-      for (const [name, said, options, labels = String] of controls(data, values)) {
-        const one = { words: said, slider: !Array.isArray(labels), labels: Array.isArray(labels) ? labels : options.map(labels) };
-        rows[name] ??= control(panel, one, 0, (place) => { values[name] = rows[name].offered[place]; show(); });
-        rows[name].offered = options;
-        rows[name].update(one.labels, options.indexOf(values[name]));
-      }
-      [title.textContent, words.textContent] = say(facts);
-      stage.setAttribute("aria-label", title.textContent);
-      draw(pen, facts);
-      stage.innerHTML = pen.svg;
-    }
-    new ResizeObserver(show).observe(box);
-    show();
-  }
-
   function play(box, data) {
     box.replaceChildren();
     box.dataset.ready = "true";
     if (data.levels) return window.distlabBuilder.render({ element: box, data });
+    const { control, compute } = window.distlabPlayers;
     const panel = make(box, "form", { className: "controls" });
     panel.addEventListener("submit", (event) => event.preventDefault());
     if (data.player) return compute(box, panel, data);

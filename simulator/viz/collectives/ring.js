@@ -3,10 +3,8 @@
 
 PLAYERS.ring = {
   controls: (data, { ranks }) => [
-    ["ranks", "ranks", range(7, (place) => place + 2)],
-    ["bytes", "tensor", [1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9], bytesOf],
-    ["link", "wire", Object.keys(data.links), Object.keys(data.links)],
-    ["step", "step", range(2 * ranks - 1)],
+    ["ranks", "ranks", range(7, (place) => place + 2)], ["bytes", "tensor", [1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9], bytesOf],
+    ["link", "wire", Object.keys(data.links), Object.keys(data.links)], ["step", "step", range(2 * ranks - 1)],
   ],
 
   state(data, { ranks: size, bytes, link, step }) {
@@ -54,7 +52,6 @@ PLAYERS.ring = {
         if (!rank) arrow(36 + size * (tall + gap)); // the last rank sends to the first
       }
     }
-    const parts0 = range(Math.min(size, 4), (rank) => [RANKS[rank], `rank ${rank}'s part`]);
-    pen.legend([...parts0, [IDLE, "not in it yet"], [SHARED, "the whole sum"]]);
+    pen.legend([...range(Math.min(size, 4), (rank) => [RANKS[rank], `rank ${rank}'s part`]), [IDLE, "not in it yet"], [SHARED, "the whole sum"]]);
   },
 };

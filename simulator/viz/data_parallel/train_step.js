@@ -6,14 +6,13 @@ const SYNCS = ["overlapped", "bucketed", "flat", "per_parameter"];
 // The all-reduces of a step, in the order in which they leave: bytes, the layer that makes the last gradient, their copies.
 function reductionsOf(sync, layers, { bucket, ranks: n, link, memory }) {
   const sizes = layers.flatMap((layer) => layer.sizes), owner = layers.flatMap((layer, at) => layer.sizes.map(() => at));
-  const every = sizes.map((bytes, at) => ({ parameters: [at], bytes }));
-  const groups = { per_parameter: every, flat: [{ parameters: range(sizes.length), bytes: sum(sizes) }] }[sync] ?? bucketsOf(sizes, bucket, sync === "overlapped" ? 1e6 : bucket);
-  const copies = ["flat", "bucketed"].includes(sync) ? [4, 2] : [2, 0], factor = (2 * (n - 1) + (link.idle ?? 0)) / n;
+  const groups = { per_parameter: sizes.map((bytes, at) => ({ parameters: [at], bytes })), flat: [{ parameters: range(sizes.length), bytes: sum(sizes) }] }[sync] ?? bucketsOf(sizes, bucket, sync === "overlapped" ? 1e6 : bucket);
+  const copies = ["flat", "bucketed"].includes(sync) ? [4, 2] : [2, 0], factor = (2 * (n - 1) + link.idle) / n;
   return groups.map(({ parameters, bytes }, at) => ({
     name: sync === "flat" ? "all gradients" : `${sync === "per_parameter" ? "parameter" : "bucket"} ${at}`, bytes,
     layer: Math.min(owner[parameters[0]], owner[parameters[parameters.length - 1]]),
     pack: even((copies[0] * bytes * 1e9) / memory), unpack: even((copies[1] * bytes * 1e9) / memory),
-    lasts: even(1e9 * ((link.start ?? 0) + messagesS(bytes, 2 * (n - 1), factor * bytes, link))),
+    lasts: even(1e9 * (link.start + messagesS(bytes, 2 * (n - 1), factor * bytes, link))),
   }));
 }
 
@@ -46,8 +45,7 @@ function addReady({ begin, end, sent }, sync) {
     if (start < end) ready[at] = at && start - sent[at - 1].end < 2000 ? Math.min(start, ready[at]) : start;
     else if (at && !last) ready[at] = Math.min(end, Math.max(ready[at], ready[at - 1]));
   });
-  const order = range(sent.length).sort((a, b) => ready[a] - ready[b] || a - b);
-  order.forEach((at, place) => Object.assign(sent[at], { ready: ready[at], fill: place ? ready[order[place - 1]] : begin }));
+  range(sent.length).sort((a, b) => ready[a] - ready[b] || a - b).forEach((at, place, order) => Object.assign(sent[at], { ready: ready[at], fill: place ? ready[order[place - 1]] : begin }));
 }
 
 function heldAt({ start, end, ready, fill }, at) {
@@ -67,8 +65,7 @@ PLAYERS.step = {
   state(data, values) {
     const { sync, ranks, samples, bucket, moment } = values, { layers: rows, update } = data.models[samples];
     const layers = rows.map(([forward, backward, gradients]) => ({ forward, backward, sizes: gradients }));
-    const options = { bucket, ranks, link: data.links[values.link], memory: data.memory };
-    const step = timesOf(sync, layers, reductionsOf(sync, layers, options), update);
+    const step = timesOf(sync, layers, reductionsOf(sync, layers, { bucket, ranks, link: data.links[values.link], memory: data.memory }), update);
     addReady(step, sync);
     values.duration = step.done;
     const at = moment * step.done, share = (from, to) => Math.min(Math.max((at - from) / (to - from), 0), 1);
@@ -85,11 +82,9 @@ PLAYERS.step = {
     const number = (state) => states.filter((one) => one === state).length, now = doing === "step done" ? "the step is done" : `rank 0: ${doing}`;
     const words = { mean: "averaged", sent: "being averaged", own: "its own, ready", filling: "being made", absent: "not there yet" };
     const counts = Object.keys(words).filter(number).map((state) => `${number(state)} ${words[state]}`).join(", ");
-    let takeaway = `${when}: ${now}, ${number("mean")} of ${states.length} all-reduces done`;
-    if (under.length) {
-      const what = `averaging ${under[0].name}${under.length > 1 ? ` and ${under.length - 1} more` : ""}`;
-      takeaway = `${when}: ${what}${/^(waits|step)/.test(doing) ? " while rank 0 waits, exposed" : `, hidden behind rank 0's ${doing.split(" ")[0]}`}`;
-    }
+    const what = `averaging ${under[0]?.name}${under.length > 1 ? ` and ${under.length - 1} more` : ""}`;
+    const takeaway = !under.length ? `${when}: ${now}, ${number("mean")} of ${states.length} all-reduces done`
+      : `${when}: ${what}${/^(waits|step)/.test(doing) ? " while rank 0 waits, exposed" : `, hidden behind rank 0's ${doing.split(" ")[0]}`}`;
     const shares = `${secondsOf(hidden / 1e9)} hidden, ${secondsOf(exposed / 1e9)} exposed (${percent(exposed / (hidden + exposed))})`;
     return [takeaway, `Step ${secondsOf(done / 1e9)}, ${shares}.\neach rank: ${doing}; ${updated ? "new" : "old"} weights, ${percent(kept)} activations, `
       + `gradients of ${counted(states.length, "all-reduce")}: ${counts}`];
@@ -109,9 +104,8 @@ PLAYERS.step = {
         const x = lefts[place], wide = Math.max(1, wides[place] - 1), mine = RANKS[rank], made = state === "own" || state === "sent";
         pen.box(x, y, wide, 26, state === "mean" ? SHARED : made ? mine : IDLE, { mean: "mean", own: `g${rank}`, sent: `g${rank}` }[state] ?? []);
         if (state === "filling") pen.box(x, y, wide * share, 26, mine, [], 'fill-opacity="0.5"');
-        if (state !== "sent") return;
-        pen.box(x, y, wide * share, 26, SHARED);
-        pen.frame(x, y, wide, 26);
+        if (state === "sent") pen.box(x, y, wide * share, 26, SHARED);
+        if (state === "sent") pen.frame(x, y, wide, 26);
       });
     }
     const low = pen.tall + 22, x = (time) => (time / done) * (pen.wide - 2), bar = (from, to, row, ...look) => pen.box(x(from), low + 30 * row, x(to) - x(from), 26, ...look);

@@ -49,10 +49,9 @@ class Pen { // draws down a page of some width, in pixels
   box(x, y, wide, tall, fill, text = "", more = "") {
     this.add(`<rect x="${x}" y="${y}" width="${Math.max(wide, 0)}" height="${tall}" style="fill:${fill}" ${more}/>`, y + tall);
     const [red, green, blue] = [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16));
-    const ink = 0.3 * red + 0.59 * green + 0.11 * blue > 130 ? "#111" : "#fff";
-    const look = { colour: fill === IDLE ? "currentColor" : fill === SHARED ? "var(--on-shared, #fff)" : ink };
+    const ink = 0.3 * red + 0.59 * green + 0.11 * blue > 130 ? "#111" : "#fff", named = { [IDLE]: "currentColor", [SHARED]: "var(--on-shared, #fff)" };
     const shown = [].concat(text).find((one) => String(one).length * 6.6 + 4 <= wide); // the first text that fits
-    if (shown !== undefined) this.words(x + wide / 2, y + tall / 2 + 4, shown, { side: "middle", size: 12, ...look });
+    if (shown !== undefined) this.words(x + wide / 2, y + tall / 2 + 4, shown, { side: "middle", size: 12, colour: named[fill] ?? ink });
   }
   frame(x, y, wide, tall, colour = ARROW, line = 2.5) { this.box(x, y, wide, tall, "none", "", `stroke="${colour}" stroke-width="${line}"`); }
   words(x, y, text, { side = "start", size = 13, colour = "currentColor", bold = false } = {}) {
@@ -72,4 +71,54 @@ class Pen { // draws down a page of some width, in pixels
     }
   }
   get svg() { return `<svg width="${this.wide}" height="${this.tall}" aria-hidden="true">${this.parts.join("")}</svg>`; }
+}
+
+const make = (parent, tag, properties = {}) => {
+  const element = Object.assign(document.createElement(tag), properties);
+  parent.append(element);
+  return element;
+};
+let numControls = 0;
+
+// A labelled slider or drop-down of labels; `moved` gets the place of the chosen one. `update` sets labels and place.
+function control(parent, { words, slider, labels }, first, moved) {
+  const id = `distlab-control-${++numControls}`, row = make(parent, "div");
+  make(row, "label", { htmlFor: id, textContent: words });
+  const input = make(row, slider ? "input" : "select", slider ? { id, type: "range", min: 0 } : { id });
+  const shown = slider && make(row, "output", { htmlFor: id });
+  input.update = (texts, at) => {
+    if (!slider && !input.options.length) texts.forEach((label, place) => make(input, "option", { textContent: label, value: place }));
+    if (slider) input.max = texts.length - 1;
+    input.value = at;
+    if (slider) input.setAttribute("aria-valuetext", shown.textContent = texts[at]);
+    input.texts = texts;
+  };
+  input.addEventListener("input", () => { input.update(input.texts, input.value); moved(Number(input.value)); });
+  input.update(labels, first);
+  return input;
+}
+
+// A widget that is computed for every value of its controls, and drawn as wide as the page.
+function compute(box, panel, { player, data, values }) {
+  const { controls, state, say, draw } = PLAYERS[player], rows = {};
+  const figure = make(box, "figure"), stage = make(figure, "div"), line = make(figure, "figcaption");
+  const title = make(line, "strong"), words = make(line, "p");
+  line.setAttribute("aria-live", "polite");
+  stage.setAttribute("role", "img");
+  function show() {
+    for (const [name, , options] of controls(data, values)) if (!options.includes(values[name])) values[name] = options[options.length - 1];
+    const facts = state(data, values), pen = new Pen(box.clientWidth - 26);
+    for (const [name, said, options, labels = String] of controls(data, values)) {
+      const one = { words: said, slider: !Array.isArray(labels), labels: Array.isArray(labels) ? labels : options.map(labels) };
+      rows[name] ??= control(panel, one, 0, (place) => { values[name] = rows[name].offered[place]; show(); });
+      rows[name].offered = options;
+      rows[name].update(one.labels, options.indexOf(values[name]));
+    }
+    [title.textContent, words.textContent] = say(facts);
+    stage.setAttribute("aria-label", title.textContent);
+    draw(pen, facts);
+    stage.innerHTML = pen.svg;
+  }
+  new ResizeObserver(show).observe(box);
+  show();
 }

@@ -19,7 +19,7 @@ from simulator.memory.advice import DoesNotFitError, check_fit
 from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
 from simulator.runs.failures import RATES, Failures, checkpoint_bytes
-from simulator.runs.money import Run, bill
+from simulator.runs.money import Run, bill, counts_of, spread
 from simulator.step.simulate import Step, simulate
 from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
 from simulator.units import capitalised, format_s, in_words
@@ -134,6 +134,7 @@ def sharding_panel(workload: Workload, cluster: Cluster, plan: Plan, *, num_devi
 
 
 MACHINE = "dgx-h100"
+OF_COST = Plan(8, 4, 64, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="selective")
 WIRES = ("infiniband-ndr", "ethernet-100g", "ethernet-10g")
 DEVICES = tuple(2**power for power in range(3, 18))
 FAILING = tuple(name for name, rate in RATES.items() if rate.per_device_hour)
@@ -182,6 +183,12 @@ def planner_panel(models: Mapping[str, Workload], cluster: Cluster, *, plan: Pla
 
     degrees = _degree_controls(plan, cluster)
     return Panel(draw, model=choice("model", models), **degrees, **_price_and_tokens(tokens))
+
+
+@cache
+def cost_steps() -> tuple[Step, ...]:
+    """Return steps of a Llama 3 of 70 billion parameters on H100s, with the same batch on each number of them."""
+    return spread(model_by_name("llama-3-70b"), hardware.cluster(MACHINE), OF_COST, counts_of(OF_COST)).steps
 
 
 def goodput_panel() -> Panel:
