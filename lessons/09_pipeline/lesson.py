@@ -901,8 +901,7 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
 # %% [markdown]
 # ### Your own schedule
 #
-# Click a dashed box, or press its letter, to place it; **Run on real ranks** runs what stands there. Begin with
-# 1F1B: can you end earlier, with messages that take time?
+# Here stands ZB-H1. Undo some of it, or start over, and build; **Run on real ranks** measures what you built.
 
 # %%
 from simulator.viz import schedule_builder
@@ -913,7 +912,7 @@ def measured(schedule):
     return draw_schedule(seen["built"][0], seen["built"][1].trace)
 
 
-mine = schedule_builder(str(make_schedule("one_f_one_b", 4, 4)), on_ranks=measured)
+mine = schedule_builder(str(make_schedule("zb_h1", 4, 8)), on_ranks=measured)
 mine
 
 # %%

@@ -162,19 +162,13 @@ def simulate_schedule(
 
 
 def _slow_factors(slow_ranks: Mapping[int, float], num_ranks: int) -> Floats:
-    """Return the factor of each rank's times: 1 where `slow_ranks` does not name it.
-
-    Raises:
-        ValueError: a rank does not exist, or a factor is not positive.
-    """
-    factors = np.ones(num_ranks)
+    """Return the factor of each rank's times: 1 where `slow_ranks` does not name it."""
     for rank, factor in slow_ranks.items():
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"slow_ranks names rank {rank}; the pipeline has ranks 0..{num_ranks - 1}")
-        if not (factor > 0 and math.isfinite(factor)):
-            raise ValueError(f"slow_ranks gives rank {rank} the factor {factor!r}; pass a number above 0, such as 1.3")
-        factors[rank] = factor
-    return factors
+        if not (0 <= rank < num_ranks and 0 < factor < math.inf):
+            raise ValueError(
+                f"slow_ranks has {rank}: {factor!r}; pass a rank of 0..{num_ranks - 1} and a factor above 0, as 1.3"
+            )
+    return np.array([slow_ranks.get(rank, 1.0) for rank in range(num_ranks)])
 
 
 def _tables(times: ActionTimes, unit_s: float, num_stages: int) -> tuple[Ints, Ints]:

@@ -75,11 +75,7 @@ def run_schedule(name: str, schedule: Schedule, times: ActionTimes) -> ScheduleR
     copies = int(present.sum(axis=0).max(initial=1))  # of the model: a micro-batch goes through one of them
     num_stages = np.maximum(present.sum(axis=1) // copies, 1)
     peak = float((np.asarray(run.peak_in_flight)[: len(num_stages)] / num_stages).max())
-    begins, stops = run.order.offsets[:-1], run.order.offsets[1:]
-    works = stops > begins
-    spans_ns = run.end_ns[stops[works] - 1] - run.start_ns[begins[works]]
-    span_s = int(spans_ns.max(initial=0)) / 1e9
-    return ScheduleRun(name, schedule, trace, run.duration_s, span_s, run.bubble_fraction, peak, run.speedup)
+    return ScheduleRun(name, schedule, trace, run.duration_s, run.steady_s, run.bubble_fraction, peak, run.speedup)
 
 
 def _lean(run: PipelineRun) -> Trace:

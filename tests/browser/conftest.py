@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import speed  # noqa: E402
-from browser_lab import missing, open_notebook, serve, write_notebook  # noqa: E402
+from browser_lab import CHROMIUM_FLAGS, find_chromium, missing, open_notebook, serve, write_notebook  # noqa: E402
 
 SLOW = """
 import time
@@ -59,6 +59,17 @@ def notebook(server):
         opened.page.locator(".jp-RenderedHTML > img").nth(1).wait_for()
         yield opened
         assert (opened.trouble(), opened.console, opened.offsite) == ([], [], [])
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser, gone after these tests: the other modules start their own, and only one can be driven at a time."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=find_chromium(), headless=True, args=list(CHROMIUM_FLAGS))
+        yield browser
+        browser.close()
 
 
 def pytest_collection_modifyitems(items):

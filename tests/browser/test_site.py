@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
-from browser_lab import CHROMIUM_FLAGS, Notebook, find_chromium
+from browser_lab import Notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT, LESSON, PACKAGE = "docs/index.html", "lessons/09_pipeline/lesson.html", "docs/api/distlab.collectives.html"
@@ -35,17 +35,6 @@ def build(folder, **chosen):
 def site(tmp_path_factory):
     """The site with one lesson and a few packages."""
     return build(tmp_path_factory.mktemp("site"), lessons="09_*", packages=PACKAGES)
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """A browser, gone after these tests: the other modules start their own, and only one can be driven at a time."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=find_chromium(), headless=True, args=list(CHROMIUM_FLAGS))
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -305,3 +305,17 @@ def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook):
     speed.slider_of(panel, "micro-batches").focus()
     after(page, found, lambda: page.keyboard.press("ArrowRight"))
     assert "1F1B on 16 ranks and 64 micro-batches" in line.inner_text()
+
+
+def test_a_builder_in_a_notebook_tells_python_what_stands_and_shows_what_was_run(notebook):
+    page, box = notebook.page, notebook.page.locator(".distlab-builder")
+    box.locator("canvas").focus()
+    page.keyboard.press("f")
+    page.wait_for_timeout(300)  # the text is sent when no key has been pressed for 0.12 s
+    assert notebook.execute("print(builder.text)") == "0F0\n,\n"
+    notebook.execute("builder.text = '0F0 0F1 0B0 0B1\\n1F0 1B0 1F1 1B1'")
+    page.wait_for_function("(line) => line.textContent.startsWith('Read.')", arg=box.locator(".line").element_handle())
+    box.get_by_role("button", name="Run on real ranks").click()
+    box.locator(".report img").wait_for()
+    assert "Timeline of 2 ranks" in box.locator(".line").inner_text()
+    assert notebook.execute("print(builder.picture.words)").startswith("Your schedule on 2 ranks and 2 micro-batches")

@@ -13,27 +13,18 @@ def runs_to_the_end(schedule):
     """Run a schedule action by action: an action needs what it needs, a receive the next message of its sender."""
     todo = [deque(schedule.actions(rank)) for rank in range(schedule.num_ranks)]
     home = {a.stage: rank for rank, actions in enumerate(todo) for a in actions}
-    last, explicit = schedule.num_stages - 1, schedule.has_communication
-    done, wires = [set() for _ in todo], {}
+    done, wires = set(), {}
 
     def ready(rank, action):
         stage, kind, microbatch = action
-        other = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind)
-        backward = {(stage, "B", microbatch), (stage, "I", microbatch)}
-        if kind == "W":
-            return (stage, "I", microbatch) in done[rank]
-        if kind == "SEND_F":
-            return (stage, "F", microbatch) in done[rank]
-        if kind == "SEND_B":
-            return bool(backward & done[rank])
-        if kind in ("B", "I") and (stage, "F", microbatch) not in done[rank]:
-            return False
-        if other is None or not 0 <= other <= last:
-            return True
-        if explicit and home[other] != rank:
-            return (stage, "RECV_F" if kind == "F" else "RECV_B", microbatch) in done[rank]
-        kinds = ("F",) if kind == "F" else ("B", "I")
-        return any((other, k, microbatch) in done[home[other]] for k in kinds)
+        needs = {"W": [(stage, "I")], "SEND_F": [(stage, "F")], "SEND_B": [(stage, "BI")]}.get(kind)
+        if needs is None:
+            other, kinds = (stage - 1, "F") if kind == "F" else (stage + 1, "BI")
+            needs = [] if kind == "F" else [(stage, "F")]
+            if other in home:
+                sent = schedule.has_communication and home[other] != rank
+                needs.append((stage, [f"RECV_{kinds[0]}"]) if sent else (other, kinds))
+        return all(any((where, one, microbatch) in done for one in kinds) for where, kinds in needs)
 
     moved = True
     while moved:
@@ -54,7 +45,7 @@ def runs_to_the_end(schedule):
                 if kind.startswith("SEND"):
                     receiver = stage + 1 if kind == "SEND_F" else stage - 1
                     wires.setdefault((rank, home[receiver]), deque()).append((stage, kind[-1], microbatch))
-                done[rank].add(tuple(action))
+                done.add(tuple(action))
                 queue.popleft()
                 moved = True
     return not any(todo)

@@ -53,18 +53,36 @@ class ScheduleBuilder extends Grid {
   // ---- the page's parts
 
   lay(parent) {
-    const entry = (kind, words, style) => `<li><i style="${style}">${kind}</i>${words}</li>`, legend = KINDS.map((kind) => entry(kind, WORDS[kind], `background:${FILL[kind]}`));
-    const root = this.root = make(parent, "section", { className: "distlab-builder", innerHTML: `
-      <nav class="levels" aria-label="levels"></nav><h4></h4><p class="says"></p><p class="score"></p>
-      <div class="scroll"><div class="wide"><canvas tabindex="0" role="application" aria-roledescription="schedule"></canvas></div></div>
-      <p class="line" role="status" aria-live="polite"></p><div class="chips" role="group" aria-label="actions of the chosen rank"></div>
-      <div class="bar"></div><div class="report" hidden></div>
-      <details><summary>Times and memory</summary><div class="sliders"></div></details>
-      <details><summary>As text</summary><textarea rows="5" spellcheck="false" aria-label="schedule, one line per rank"></textarea><div class="read"></div></details>
-      <ul class="legend">${legend.join("")}${entry("", "ready now", "border:1.5px dashed #888")}${entry("", "under each rank: the activations that it holds", `background:${HELD}`)}</ul>
-      <p class="keys">${KEYS}</p>` }, { "aria-label": "pipeline schedule builder", "data-lm-suppress-shortcuts": true }); // else JupyterLab takes the keys
-    for (const name of ["levels", "says", "score", "scroll", "wide", "line", "chips", "bar", "report", "sliders", "read", "keys"]) this[name === "levels" ? "tabs" : name] = root.querySelector(`.${name}`);
-    [this.title, this.canvas, this.area] = ["h4", "canvas", "textarea"].map((tag) => root.querySelector(tag));
+    const root = this.root = make(parent, "section", { className: "distlab-builder" }, { "aria-label": "pipeline schedule builder" });
+    root.setAttribute("data-lm-suppress-shortcuts", "true"); // else JupyterLab takes the keys
+    this.tabs = make(root, "nav", { className: "levels" }, { "aria-label": "levels" });
+    this.title = make(root, "h4");
+    this.says = make(root, "p");
+    this.score = make(root, "p", { className: "score" });
+    this.scroll = make(root, "div", { className: "scroll" });
+    this.wide = make(this.scroll, "div");
+    this.canvas = make(this.wide, "canvas", { tabIndex: 0 }, { role: "application", "aria-roledescription": "schedule" });
+    this.line = make(root, "p", { className: "line" }, { role: "status", "aria-live": "polite" });
+    this.chips = make(root, "div", { className: "chips" }, { role: "group", "aria-label": "actions of the chosen rank" });
+    this.bar = make(root, "div", { className: "bar" });
+    this.report = make(root, "div", { className: "report", hidden: true });
+    const [sliders, asText] = ["Times and memory", "As text"].map((textContent) => {
+      const details = make(root, "details");
+      make(details, "summary", { textContent });
+      return details;
+    });
+    this.sliders = make(sliders, "div", { className: "sliders" });
+    this.area = make(asText, "textarea", { rows: 5, spellcheck: false }, { "aria-label": "schedule, one line per rank" });
+    const legend = make(root, "ul", { className: "legend" });
+    const entry = (textContent, words, style) => {
+      const item = make(legend, "li");
+      Object.assign(make(item, "i", { textContent }).style, style);
+      item.append(words);
+    };
+    for (const kind of KINDS) entry(kind, WORDS[kind], { background: FILL[kind] });
+    entry("", "ready now", { border: "1.5px dashed #888" });
+    entry("", "under each rank: the activations that it holds", { background: HELD });
+    this.keys = make(root, "p", { className: "keys", textContent: KEYS });
     const button = (textContent, onclick, bar = this.bar) => make(bar, "button", { type: "button", textContent, onclick });
     this.buttons = { undo: button("Undo", () => this.undo()), redo: button("Redo", () => this.redo()) };
     button("Start over", () => this.start(this.site, BEGIN));
@@ -73,7 +91,7 @@ class ScheduleBuilder extends Grid {
     button("Run on real ranks", () => this.runOnRanks());
     button("Copy text", () => this.copy(print(this.build.rows), "the text: one line per rank"));
     if (this.address) button("Copy link", () => this.copy(location.href.split("#")[0] + this.fragment(), "the address of this schedule"));
-    button("Read this text", () => this.openText(this.area.value), this.read);
+    button("Read this text", () => this.openText(this.area.value), asText);
   }
 
   listen() {
@@ -166,7 +184,8 @@ class ScheduleBuilder extends Grid {
     const { site } = this;
     try {
       const rows = computations(parse(text)), whole = siteOf(rows);
-      const fits = rows.length === site.ranks && whole.microbatches <= site.microbatches && [...whole.kinds].every((kind) => site.kinds.includes(kind))
+      const fewer = whole.microbatches < site.microbatches && check(rows); // a schedule that is whole has a size of its own
+      const fits = rows.length === site.ranks && (fewer || whole.microbatches === site.microbatches) && [...whole.kinds].every((kind) => site.kinds.includes(kind))
         && rows.every((row, rank) => row.every(({ stage }) => site.home[stage] === rank));
       if (!fits || (site.id === "own" && rows.flat().length && !same(whole, site))) this.start(whole, "");
       const reason = this.load(rows);
@@ -188,8 +207,7 @@ class ScheduleBuilder extends Grid {
     this.saving = setTimeout(() => {
       const text = print(this.build.rows);
       if (this.area !== document.activeElement) this.area.value = text;
-      this.model?.set({ text, times: this.times });
-      this.model?.save_changes();
+      this.toKernel(() => { this.model?.set({ text, times: this.times }); this.model?.save_changes(); });
       if (!this.address) return;
       this.own = this.fragment();
       if (!this.given) this.store(`at-${this.site.id}`, this.own);
@@ -284,10 +302,14 @@ class ScheduleBuilder extends Grid {
     this.report.append(", then ");
     make(this.report, "code", { textContent: `distlab lab 09 --ranks ${build.ranks} --schedule my_order.txt${layers}` });
     if (!model) return this.tell("The line below runs it on real ranks.");
-    model.send({ run: text });
-    this.tell(`Asked the kernel to run it on ${plural(build.ranks, "real rank")}.`);
-    this.patience = setTimeout(() => this.tell("The kernel does not answer: it is busy, or gone. What you built stays, and runs in a terminal as below."), 5000);
+    const silent = "The kernel does not answer: it is busy, or gone. What you built stays, and runs in a terminal as below.";
+    const sent = this.toKernel(() => model.send({ run: text }));
+    this.tell(sent ? `Asked the kernel to run it on ${plural(build.ranks, "real rank")}.` : silent);
+    if (sent) this.patience = setTimeout(() => this.tell(silent), 5000);
   }
+
+  // Does what needs the kernel; returns whether its channel is open.
+  toKernel(act) { try { act(); return true; } catch { return false; } }
 
   // What the kernel says of a run: that it has begun; how it went, with a picture; or why not.
   answer({ began, said, picture, title }) {

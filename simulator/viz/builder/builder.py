@@ -9,107 +9,66 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import anywidget
 import traitlets
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
-from distlab.plan import Schedule, ScheduleError, parse_schedule, validate
+from distlab.plan import Schedule, parse_schedule, validate
 from simulator.viz.builder.levels import levels_json, times_of
-from simulator.viz.drawing.pen import Bundle, Picture, with_picture
+from simulator.viz.drawing.pen import SHOWN_DPI, Bundle, Picture, with_picture
 from simulator.viz.schedules import draw_schedules, run_schedule
 
 HERE = Path(__file__)  # one script of four: each uses what those before it define
 SCRIPTS = tuple(HERE.with_name(f"{name}.js") for name in ("engine", "known", "grid", "builder"))
-KINDS = ("FB", "FIW", "FBIW")
-MAX_RANKS, MAX_MICROBATCHES, MAX_PER_RANK = 16, 64, 4
-
-
-class LabPicture(NamedTuple):
-    """The picture that a lab saved, with its title and its lines."""
-
-    image: bytes
-    title: str
-    words: str
-
-    def png(self) -> bytes:
-        """Return the picture."""
-        return self.image
-
-
-OnRanks = Callable[[Schedule], Picture | LabPicture]
-
-
-def lab_of_lesson_9(schedule: Schedule) -> LabPicture:
-    """Train a small GPT by a schedule, on as many real ranks as it has, in processes of their own.
-
-    Raises:
-        RuntimeError: the lab failed; the text is its last line.
-    """
-    with TemporaryDirectory() as folder:
-        order, traces = Path(folder, "my_order.txt"), Path(folder, "traces")
-        order.write_text(str(schedule), encoding="utf-8")
-        flags = ["--ranks", str(schedule.num_ranks), "--layers", str(max(8, schedule.num_stages))]
-        flags += ["--schedule", str(order), "--trace", str(traces)]
-        command = [sys.executable, "-m", "distlab", "lab", "09", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not (picture := traces / "timeline.png").is_file():
-            raise RuntimeError(f"lab 09: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
-        lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("your schedule:")]
-        return LabPicture(picture.read_bytes(), "measured over predicted", "; ".join(lines))
+MAX_RANKS, MAX_MICROBATCHES = 16, 64
 
 
 def page_script() -> str:
     """Return a script for a page, which needs no import: it makes `distlabBuilder.render({element, data})`."""
-    parts = "\n".join(path.read_text("utf-8") for path in SCRIPTS).replace("export default {", "return {")
+    parts = ScheduleBuilder._esm.replace("export default {", "return {")
     return f"window.distlabBuilder ??= (() => {{\n{parts}}})();\n"
 
 
-def schedule_builder(
-    text: str = "",
-    *,
-    level: int | None = None,
-    ranks: int = 4,
-    microbatches: int = 8,
-    stages_per_rank: int = 1,
-    kinds: str = "FB",
-    on_ranks: OnRanks | None = None,
-) -> ScheduleBuilder:
-    """Return a builder of schedules: of a level, of a text, or an empty grid of any size.
-
-    Args:
-        text: a schedule to begin with, whole or not; its size is the grid's.
-        level: 1 to 12, in place of sizes.
-        ranks: 1 to 16.
-        microbatches: 1 to 64.
-        stages_per_rank: 1 to 4, in a loop.
-        kinds: what is placed: "FB", "FIW" (backward in two parts) or "FBIW".
-        on_ranks: runs a schedule on real ranks and draws what it measured; None is the lab of lesson 9.
+def lab_of_lesson_9(schedule: Schedule) -> Picture:
+    """Train a small GPT by a schedule on real ranks, one for each of its own: measured over predicted.
 
     Raises:
-        ValueError: no such level or size, or a text that is no schedule.
+        RuntimeError: the lab failed; the text is the first line of what it says.
     """
-    count = len(json.loads(levels_json()))
-    limits = {"ranks": (ranks, MAX_RANKS), "microbatches": (microbatches, MAX_MICROBATCHES)}
-    limits["stages_per_rank"] = (stages_per_rank, MAX_PER_RANK)
-    for name, (value, most) in limits.items():
-        if not 1 <= value <= most:
-            raise ValueError(f"{name} is {value}; pass 1 to {most}")
-    if kinds not in KINDS or (level is not None and not 1 <= level <= count):
-        raise ValueError(f"level is {level}, kinds is {kinds!r}; pass 1 to {count}, and one of {', '.join(KINDS)}")
-    size = {"ranks": ranks, "microbatches": microbatches, "per": stages_per_rank, "kinds": kinds}
-    return ScheduleBuilder(text, size if level is None else str(level), on_ranks or lab_of_lesson_9)
+    with TemporaryDirectory() as folder:
+        order, traces = Path(folder, "my_order.txt"), Path(folder, "traces")
+        order.write_text(str(schedule), encoding="utf-8")
+        flags = ["--ranks", str(schedule.num_ranks), "--layers", str(max(8, schedule.num_stages)), "--schedule"]
+        command = [sys.executable, "-m", "distlab", "lab", "09", *flags, str(order), "--trace", str(traces)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not (picture := traces / "timeline.png").is_file():
+            raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[0])
+        pixels = imread(picture)
+    figure = Figure(figsize=(pixels.shape[1] / SHOWN_DPI, pixels.shape[0] / SHOWN_DPI), dpi=SHOWN_DPI)
+    figure.figimage(pixels)
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("your schedule:")]
+    return Picture(figure, "; ".join(lines))
 
 
 class ScheduleBuilder(anywidget.AnyWidget):
     """A grid of ranks and time on which a schedule is built, by clicks, by keys or in code.
+
+    Args:
+        text: a schedule to begin with, whole or not; its size is the grid's.
+        level: 1 to 12; None is an empty grid of any size.
+        ranks: 1 to 16.
+        microbatches: 1 to 64.
+        on_ranks: runs a schedule on real ranks and draws what it measured; the default is the lab of lesson 9.
 
     Attributes:
         text: what stands in it, as `parse_schedule` reads it; set it to show a different schedule.
         times: lengths of F, I, W and of a message in ms, as the sliders stand.
 
     Raises:
-        ValueError: the text is no schedule.
+        ValueError: no such level or size, or a text that is no schedule.
     """
 
     _esm = "\n".join(path.read_text("utf-8") for path in SCRIPTS)
@@ -118,8 +77,22 @@ class ScheduleBuilder(anywidget.AnyWidget):
     text = traitlets.Unicode().tag(sync=True)
     times = traitlets.Dict({"F": 1, "I": 1, "W": 1, "message": 0}).tag(sync=True)
 
-    def __init__(self, text: str, level: str | dict[str, Any], on_ranks: OnRanks) -> None:
-        super().__init__(text=text, data={"levels": json.loads(levels_json()), "level": level, "text": text})
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        level: int | None = None,
+        ranks: int = 4,
+        microbatches: int = 8,
+        on_ranks: Callable[[Schedule], Picture] = lab_of_lesson_9,
+    ) -> None:
+        levels = json.loads(levels_json())
+        limits = {"level": (level or 1, len(levels)), "ranks": (ranks, MAX_RANKS)}
+        for name, (value, most) in (limits | {"microbatches": (microbatches, MAX_MICROBATCHES)}).items():
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} is {value}; pass 1 to {most}")
+        begin = {"ranks": ranks, "microbatches": microbatches} if level is None else level
+        super().__init__(text=text, data={"levels": levels, "level": begin, "text": text})
         self._on_ranks = on_ranks
         self.on_msg(self._asked)
 
@@ -132,35 +105,24 @@ class ScheduleBuilder(anywidget.AnyWidget):
 
     @property
     def schedule(self) -> Schedule:
-        """What stands in it.
-
-        Raises:
-            ScheduleError: it is not finished, or cannot run.
-        """
-        schedule = parse_schedule(self.text or ",")
+        """What stands in it; a ValueError says what it lacks."""
+        schedule = parse_schedule(self.text)
         validate(schedule)
         return schedule
 
     @property
     def picture(self) -> Picture:
-        """The finished schedule as a figure, with its words.
-
-        Raises:
-            ScheduleError: it is not finished, or cannot run.
-        """
+        """The finished schedule as a figure, with its words; a ValueError says what it lacks."""
         return draw_schedules([run_schedule("your schedule", self.schedule, times_of({"times": self.times}))])
 
-    def run(self, on_ranks: OnRanks | None = None) -> Picture | LabPicture:
+    def run(self) -> Picture:
         """Run the finished schedule on real ranks; show and return what was measured over what was predicted.
 
-        Args:
-            on_ranks: as of `schedule_builder`; None is the builder's own.
-
         Raises:
-            ScheduleError: the schedule is not finished, or cannot run.
+            ValueError: the schedule is not finished, or cannot run.
             RuntimeError: the ranks failed; the text says why.
         """
-        picture = (on_ranks or self._on_ranks)(self.schedule)
+        picture = self._on_ranks(self.schedule)
         png = base64.b64encode(picture.png()).decode()
         self.send({"said": picture.words, "title": picture.title, "picture": png})
         return picture
@@ -179,6 +141,9 @@ class ScheduleBuilder(anywidget.AnyWidget):
         shown = super()._repr_mimebundle_()
         try:
             picture = self.picture
-        except ScheduleError:
+        except ValueError:
             return with_picture(shown, b"", title="", words=f"A schedule builder; so far it holds:\n{self.text}")
         return with_picture(shown, picture.png(), title=picture.title, words=picture.words)
+
+
+schedule_builder = ScheduleBuilder

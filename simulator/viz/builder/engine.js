@@ -292,9 +292,11 @@ class Build {
     if (onRank !== undefined && onRank !== rank) return `${name}: stage ${stage} is on rank ${rank}, not on ${onRank}`;
     if (this.has(stage, kind, microbatch)) return `${name} is placed already`;
     if (!this.kinds.includes(kind)) return `${name}: here a schedule is made of ${[...this.kinds].join(", ")}`;
-    const who = (other) => (stages > this.ranks ? `stage ${other}` : `rank ${home[other]}`);
-    const needs = (other, what) => `${kind} of micro-batch ${microbatch} on ${who(stage)} needs ${
-      other === stage ? "its own" : `${who(other)}'s`} ${what} first`;
+    const needs = (other, what) => {
+      const who = (one) => (stages > this.ranks ? `stage ${one}` : `rank ${home[one]}`), own = other === stage;
+      const where = `${stages > this.ranks ? "in" : "on"} ${who(stage)}`;
+      return `${kind} of micro-batch ${microbatch} ${where} needs ${own ? "its own" : `${who(other)}'s`} ${what} first`;
+    };
     if (kind === "W") {
       if (this.has(stage, "B", microbatch)) return `${name}: ${stage}B${microbatch} is the weight gradient too`;
       return this.has(stage, "I", microbatch) ? "" : needs(stage, "I");
@@ -352,9 +354,10 @@ class Build {
     }
     if (!left.length) left = [...up.keys()].filter((m) => !up[m] && lacks(m) >= 0);
     if (!left.length) return "";
-    const rank = lacks(left[0]), more = parts(up[left[0]], stages)[rank];
-    return `dead end: micro-batch ${left[0]} cannot reach the last stage any more: it needs ${more} more on rank `
-      + `${rank}, where at most ${Math.max(0, free[rank])} of ${limits[rank]} can become free; undo`;
+    const rank = lacks(left[0]), more = parts(up[left[0]], stages)[rank], most = Math.max(0, free[rank]);
+    const needs = `it still needs ${more} on rank ${rank}, where ${most} of ${limits[rank]} can become free`;
+    const undo = move || this.moves.length ? "; undo" : ""; // else the limit itself is too small
+    return `dead end: micro-batch ${left[0]} cannot reach the last stage any more: ${needs}${undo}`;
   }
 
   // The next micro-batch of each stage and kind on a rank: what a page offers. `reason` says why it may not be placed

@@ -2,12 +2,12 @@
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from distlab.plan import ScheduleError, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule, validate
-from simulator import CompiledSchedule, arrays_of
+from distlab import plan
+from distlab.plan import ActionTimes, add_communication, gpipe, make_schedule, one_f_one_b, parse_schedule, validate
+from simulator import simulate_schedule
 
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 20))
 
@@ -39,7 +39,7 @@ def test_where_messages_stand():
         ("0F0\n1F0", "0F0,0SEND_F0\n1RECV_F0,1F0"),
     ):
         assert str(add_communication(parse_schedule(text))) == full
-    with pytest.raises(ScheduleError, match="1F0"):
+    with pytest.raises(plan.ScheduleError, match="1F0"):
         add_communication(parse_schedule("0F0 0B0\n1B0"))
     with pytest.raises(ValueError, match="already has sends"):
         add_communication(add_communication(gpipe(2, 2)))
@@ -67,18 +67,10 @@ def test_peaks_in_flight(p, factor):
         assert max(peaks("dualpipe_v", p, m)) == 2 * p + 1
 
 
-def idle(schedule, forward, input_gradient, weight_gradient):
+def idle(schedule, *times):
     """Return how long ranks are idle: in the whole step, and in the span of the rank that runs longest."""
-    compiled = CompiledSchedule(arrays_of(schedule))
-    both = input_gradient + weight_gradient
-    duration = np.array([forward, both, input_gradient, weight_gradient])[compiled.order.kind]
-    end = compiled.run(duration)
-    spans = [
-        int(end[compiled.rank == rank].max() - (end - duration)[compiled.rank == rank].min())
-        for rank in range(schedule.num_ranks)
-    ]
-    work = int(duration.sum()) // schedule.num_ranks
-    return int(end.max()) - work, max(spans) - work
+    run = simulate_schedule(schedule, ActionTimes(*times), unit_s=1e-9)
+    return round((run.duration_s - run.ideal_s) * 1e9), round((run.steady_s - run.ideal_s) * 1e9)
 
 
 @pytest.mark.parametrize("p", [1, 4, 7])

@@ -73,9 +73,9 @@ function spoil(chance, rows) {
   }
 }
 
-// A number or one per stage: whole, of one digit or of many; some stages may be slow.
+// A number or one per stage: whole, of one digit, of many, or half a nanosecond more; some stages may be slow.
 function timesOf(chance, stages) {
-  const one = () => chance.pick([() => chance.below(6), () => chance.below(40) / 10, () => 3 * chance.next()]);
+  const one = () => chance.pick([() => chance.below(6), () => chance.below(40) / 10, () => 3 * chance.next(), () => (chance.below(9) + 0.5) / 1e6]);
   const draw = () => { const number = one(); return chance.below(2) ? range(stages).map(number) : number(); };
   const slow = chance.pick([1, range(stages).map(() => chance.pick([1, 1.5, 0.7]))]);
   return { F: draw(), I: draw(), W: draw(), message: chance.pick([0, draw(), draw()]), slow };
@@ -115,7 +115,10 @@ const ASKED = {
     const { ranks, home, microbatches } = siteOf(chance, 4, 3, 6);
     const limit = chance.pick([undefined, 1, 2, 4, 6, 9]), kinds = chance.pick(["FB", "FIW", "FBIW"]);
     return { ranks, home, microbatches, kinds, limit, times: timesOf(chance, home.length) };
-  }), ...sites].map((site) => [site, E.parOf(site, site.times)]),
+  }), ...sites].map((site) => { // a level's own best can be placed, move by move
+    const build = site.best && new E.Build(site), stops = build?.replay(E.parse(site.best.text)) || build?.deadEnd();
+    return [site, E.parOf(site, site.times), build && !build.finished ? stops || "not finished" : ""];
+  }),
 
   // Random play within a limit: what the engine says of dead ends, beside an exhaustive search; returns how often each.
   deadEnds(chance, { count }) {
@@ -135,11 +138,13 @@ const ASKED = {
         return known.get(key);
       };
       const build = new E.Build(site), done = new Set();
-      for (let can; (can = options(done)).length;) {
-        const move = chance.pick(can), before = build.deadEnd(move), refused = build.place(move), after = build.deadEnd();
+      for (let can, wrong = "", said = build.deadEnd(); ; said = build.deadEnd()) {
+        const words = `${wrong}${said ? "dead" : "alive"}, is ${ends(done) ? "alive" : "dead"}`;
+        counts[words] = (counts[words] ?? 0) + 1;
+        if (!(can = options(done)).length) break;
+        const move = chance.pick(can), before = build.deadEnd(move);
+        wrong = build.place(move) || before !== build.deadEnd() ? "wrong: " : "";
         done.add(E.nameOf(move));
-        const said = `${refused || before !== after ? "wrong: " : ""}${after ? "dead" : "alive"}, is ${ends(done) ? "alive" : "dead"}`;
-        counts[said] = (counts[said] ?? 0) + 1;
       }
     }
     return counts;

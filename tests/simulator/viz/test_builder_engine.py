@@ -66,7 +66,7 @@ def expected(ran):
     return numbers, {(a, b): end[a] + wait for (a, b), wait in edges.items()}
 
 
-SEEDS = [(7, 2400), *(pytest.param(seed, 6000, marks=pytest.mark.soak) for seed in (1, 2, 3))]
+SEEDS = [(7, 2100), *(pytest.param(seed, 6000, marks=pytest.mark.soak) for seed in (1, 2, 3))]
 
 
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
@@ -124,14 +124,14 @@ def test_known_schedules_are_those_of_python_and_have_names_whatever_the_numbers
 
 def test_par_is_the_shortest_schedule_of_python_within_the_limit():
     levels, fits = json.loads(levels_json()), 0
-    for site, answer in ask({"ask": "pars", "count": 200, "sites": levels})[0]:
+    for site, answer, stops in ask({"ask": "pars", "count": 200, "sites": levels})[0]:
         best = shortest(site, SCHEDULES if "par" in site else BY_HAND)
         assert (answer and (answer["length"], answer["title"])) == (best and (round(best[0] * 1e6), best[1])), site
+        assert not stops, site
         fits += best is not None
     assert 50 < fits < 200
     assert len(levels) == 12
-    for level in levels:
-        assert validate(parse_schedule(level["best"]["text"])).num_microbatches == level["microbatches"]
+    assert levels[-2]["par"] == levels[1]["par"]  # 1F1B's, in half of its memory
     level = levels[-1]  # "Beat ZB-H1 with less memory"; a whole stage is two of the level's
     run = simulate_schedule(zb_h1(3, 4), times_of({"times": level["times"] | {"slow": 2}}))
     assert f"takes {run.duration_s * 1e3:g} ms" in level["says"]

@@ -71,7 +71,7 @@ REFUSED = [
     says("schedule is 'pipe'; choose one of naive", v.schedule_panel, "pipe"),
     says("line 1, column 5: '0X0' is not an action", v.schedule_builder, "0F0 0X0"),
     says("ranks is 1000; pass 1 to 16", v.schedule_builder, ranks=1000),
-    says("level is 13, kinds is 'FB'; pass 1 to 12", v.schedule_builder, level=13),
+    says("level is 13; pass 1 to 12", v.schedule_builder, level=13),
 ]  # fmt: skip
 
 
