@@ -26,6 +26,8 @@ function underWay(buckets, passed) {
 }
 
 PLAYERS.memory = {
+  begin: { model: "llama-2-70b", device: "h100-sxm", ranks: 32, stage: 3, recompute: "full", microbatch: 1, tensor: 1,
+    precision: "bfloat16, float32 master weights (16)" },
   controls: (data) => [
     ["model", "model", Object.keys(data.models), Object.keys(data.models)], ["device", "device", Object.keys(data.devices), Object.keys(data.devices)], ["ranks", "data-parallel ranks", POWERS(1024)],
     ["stage", "sharding", [0, 1, 2, 3], ["none", "ZeRO-1: optimizer", "ZeRO-2: + gradients", "ZeRO-3: + parameters"]],
@@ -53,8 +55,8 @@ PLAYERS.memory = {
     let buffers = [zero, zero], ends = 0, grown = [...zero, 0], steady = 0, shard = Math.ceil(whole / n);
     const backTo = (values, from) => sum(values.slice(from)), inBuckets = n > 1 && stage < 3;
     if (stage === 3) { // units: a block each, and the root, which holds the rest
-      const padded = (each) => Math.ceil(each / n) * n, units = layers.map((each, at) => (each.root ? 0 : padded(sizes[at])));
-      const root = padded(sum(sizes.filter((_, at) => layers[at].root))), blocks = units.filter(Boolean), upTo = sumsOf(blocks);
+      const padded = (each) => Math.ceil(each / n) * n, units = layers.map((each, at) => (each.input_bytes ? padded(sizes[at]) : 0));
+      const root = padded(sum(sizes.filter((_, at) => !layers[at].input_bytes))), blocks = units.filter(Boolean), upTo = sumsOf(blocks);
       const begun = units.map((_, at) => units.slice(0, at + 1).filter(Boolean).length), own = units.map((size) => (size ? 1 : 0));
       const ahead = begun.map((each) => Math.min(each + 1, blocks.length)), behind = begun.map((each, at) => Math.max(each - 1 - own[at], 0));
       const travels = [...blocks, 0].map((size) => size * (1 + (n - 1) / n) * width.reduce);

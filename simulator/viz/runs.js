@@ -14,6 +14,7 @@ function usefulOf(save, between, restart) {
 }
 
 PLAYERS.cost = {
+  begin: { price: 2.5, tokens: 15e12, failures: "llama-3", restart: 10 },
   controls: (data) => [
     ["price", "dollars per GPU hour", range(96, (place) => (place + 5) / 10), (value) => value.toFixed(2)],
     ["tokens", "tokens", range(16, (place) => [1, 2, 5][place % 3] * 10 ** (9 + Math.floor(place / 3))).concat(15e12).sort((a, b) => a - b), inWords],

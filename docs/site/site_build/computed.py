@@ -6,9 +6,8 @@ The scripts stand beside the panels that they mirror, in simulator/viz; `script`
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,6 @@ from simulator.viz.runs import draw_cost_curve
 VIZ = Path(__file__).parents[3] / "simulator" / "viz"
 SCRIPTS = ("drawing/play.js", "collectives/ring.js", "memory.js", "runs.js", "data_parallel/train_step.js")
 STANDS_FOR = {"02_collectives.frames": "ring", "03_data_parallel.prediction_panel": "step", "06_memory.fits": "memory"}
-BEGIN: dict[str, dict[str, Any]] = {  # the values with which the controls begin
-    "ring": {"ranks": 4, "bytes": 1e6, "link": LINKS[0], "step": 3},
-    "step": {"sync": "overlapped", "ranks": 8, "link": LINKS[3], "bucket": 25e6, "samples": "4", "moment": 0.5},
-    "memory": {"model": MEMORY_MODELS[1], "device": "h100-sxm", "ranks": 32, "stage": 3, "recompute": "full"}
-    | {"precision": [*PRECISIONS][2], "microbatch": 1, "tensor": 1},
-    "cost": {"price": 2.5, "tokens": 15e12, "failures": "llama-3", "restart": 10},
-}
 MODEL = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "sequence_length": 1024, "vocab_size": 50_304}
 
 
@@ -50,50 +42,34 @@ def script() -> str:
 
 
 def widget(name: str) -> dict[str, Any]:
-    """Return what a page needs of a widget that mirrors a panel: its player, what that is given, where it begins."""
-    return {"player": name, "data": globals()[name](), "values": BEGIN[name]}
+    """Return what a page needs of a widget that mirrors a panel: its player, and what that is given."""
+    return {"player": name, "data": globals()[name]()}
 
 
 def with_pictures() -> Iterator[tuple[str, dict[str, Any], Picture]]:
     """Yield what no lesson shows, with a picture: the cost of a run; the schedule builder's first level, and all."""
-    yield (
-        "cost",
-        widget("cost"),
-        draw_cost_curve(curve([bill(each, Run(15e12, 2.5, Failures())) for each in cost_steps()])),
-    )
+    bills = [bill(each, Run(15e12, 2.5, Failures())) for each in cost_steps()]
+    yield "cost", widget("cost"), draw_cost_curve(curve(bills))
     levels = json.loads(levels_json())
     best = run_schedule("", parse_schedule(levels[0]["best"]["text"]), times_of(levels[0]))
     yield "builder", {"levels": levels[:1], "level": "1"}, draw_schedule(best.trace)
     yield "levels", {"levels": levels, "address": True}, draw_schedule(best.trace)
 
 
-def link_data(link: Link) -> dict[str, Any]:
-    """Return what a message and a ring cost on a link."""
-    rows = [(each.latency_s, each.bytes_per_s, each.most_bytes) for each in link.protocols]
-    protocols = [
-        (latency, speed, None if math.isinf(most) else most) for latency, speed, most in rows
-    ]  # JSON has no inf
-    return {"protocols": protocols, "start": link.start_s, "idle": link.idle_steps}
-
-
 def ring() -> dict[str, Any]:
     """Return the links that pages offer."""
-    return {"links": {name: link_data(hardware.link(name)) for name in LINKS}}
+    return {"links": {name: asdict(hardware.link(name)) for name in LINKS}}
 
 
 def memory() -> dict[str, Any]:
     """Return what memory counts of each layer of some models, devices, and bytes of numbers."""
-    models = {name: model_by_name(name) for name in MEMORY_MODELS}
+    models, layers = {name: model_by_name(name) for name in MEMORY_MODELS}, dict[str, list[dict[str, Any]]]()
+    for name, workload in models.items():
+        rows = zip(workload.layers, workload.columns.T.tolist(), strict=True)
+        layers[name] = [dict(zip((*COLUMNS, "sizes"), (*row, each.parameter_sizes), strict=True)) for each, row in rows]
     plans = {name: Plan(precision=each) for name, each in PRECISIONS.items()}
     return {
-        "models": {
-            name: [
-                {"root": not layer.name[-1].isdigit(), "sizes": layer.parameter_sizes}
-                | {column: getattr(layer, column) for column in COLUMNS}
-                for layer in workload.layers
-            ]
-            for name, workload in models.items()
-        },
+        "models": layers,
         "devices": {name: hardware.device(name).memory_bytes for name in ("h100-sxm", "h200-sxm", "a100-sxm-80gb")},
         "precisions": {name: widths_of(models[MEMORY_MODELS[0]], plan)._asdict() for name, plan in plans.items()},
     }

@@ -2,6 +2,7 @@
 // In each step a rank sends one chunk to the next rank, which is the row below.
 
 PLAYERS.ring = {
+  begin: { ranks: 4, bytes: 1e6, link: "ethernet-10g", step: 3 },
   controls: (data, { ranks }) => [
     ["ranks", "ranks", range(7, (place) => place + 2)], ["bytes", "tensor", [1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9], bytesOf],
     ["link", "wire", Object.keys(data.links), Object.keys(data.links)], ["step", "step", range(2 * ranks - 1)],

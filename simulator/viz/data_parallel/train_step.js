@@ -7,12 +7,12 @@ const SYNCS = ["overlapped", "bucketed", "flat", "per_parameter"];
 function reductionsOf(sync, layers, { bucket, ranks: n, link, memory }) {
   const sizes = layers.flatMap((layer) => layer.sizes), owner = layers.flatMap((layer, at) => layer.sizes.map(() => at));
   const groups = { per_parameter: sizes.map((bytes, at) => ({ parameters: [at], bytes })), flat: [{ parameters: range(sizes.length), bytes: sum(sizes) }] }[sync] ?? bucketsOf(sizes, bucket, sync === "overlapped" ? 1e6 : bucket);
-  const copies = ["flat", "bucketed"].includes(sync) ? [4, 2] : [2, 0], factor = (2 * (n - 1) + link.idle) / n;
+  const copies = ["flat", "bucketed"].includes(sync) ? [4, 2] : [2, 0], factor = (2 * (n - 1) + link.idle_steps) / n;
   return groups.map(({ parameters, bytes }, at) => ({
     name: sync === "flat" ? "all gradients" : `${sync === "per_parameter" ? "parameter" : "bucket"} ${at}`, bytes,
     layer: Math.min(owner[parameters[0]], owner[parameters[parameters.length - 1]]),
     pack: even((copies[0] * bytes * 1e9) / memory), unpack: even((copies[1] * bytes * 1e9) / memory),
-    lasts: even(1e9 * (link.start + messagesS(bytes, 2 * (n - 1), factor * bytes, link))),
+    lasts: even(1e9 * (link.start_s + messagesS(bytes, 2 * (n - 1), factor * bytes, link))),
   }));
 }
 
@@ -56,6 +56,7 @@ function heldAt({ start, end, ready, fill }, at) {
 }
 
 PLAYERS.step = {
+  begin: { sync: "overlapped", ranks: 8, link: "infiniband-hdr", bucket: 25e6, samples: "4", moment: 0.5 },
   controls: (data, values) => [
     ["sync", "gradients", SYNCS, SYNCS.map((name) => name.replace("_", " "))], ["ranks", "GPUs", [2, 4, 8, 16, 32, 64]],
     ["link", "wire of each GPU", Object.keys(data.links), Object.keys(data.links)], ["bucket", "bucket", [1e6, 2e6, 5e6, 10e6, 25e6, 50e6, 100e6], bytesOf],

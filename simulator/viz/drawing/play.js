@@ -1,5 +1,5 @@
 // What widgets that compute in a page share: numbers as Python writes them, and a pen that draws SVG. A player mirrors a
-// panel of Python: PLAYERS[name] = { controls(data, values), state(data, values), say(state), draw(pen, state) }, where
+// panel of Python: PLAYERS[name] = { begin, controls(data, values), state(data, values), say(state), draw(pen, state) }, where
 // a control is [name, words, values, labels] (a drop-down where `labels` are words alone) and say returns its words.
 
 const PLAYERS = {};
@@ -41,7 +41,7 @@ function inWords(value) {
 
 // The time of a number of messages one after the other that carry so many bytes in all, by the fastest protocol.
 const messagesS = (size, count, carried, link) => Math.min(...link.protocols
-  .filter(([, , most]) => most === null || size <= most).map(([latency, speed]) => count * latency + carried / speed));
+  .filter((one) => size <= one.most_bytes).map((one) => count * one.latency_s + carried / one.bytes_per_s));
 
 class Pen { // draws down a page of some width, in pixels
   constructor(wide) { Object.assign(this, { wide, tall: 0, parts: [] }); }
@@ -99,8 +99,8 @@ function control(parent, { words, slider, labels }, first, moved) {
 }
 
 // A widget that is computed for every value of its controls, and drawn as wide as the page.
-function compute(box, panel, { player, data, values }) {
-  const { controls, state, say, draw } = PLAYERS[player], rows = {};
+function compute(box, panel, { player, data }) {
+  const { begin, controls, state, say, draw } = PLAYERS[player], rows = {}, values = { ...begin };
   const figure = make(box, "figure"), stage = make(figure, "div"), line = make(figure, "figcaption");
   const title = make(line, "strong"), words = make(line, "p");
   line.setAttribute("aria-live", "polite");
