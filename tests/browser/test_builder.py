@@ -11,6 +11,7 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="
 window.show = (more) => distlabBuilder.render({ element: document.querySelector("#builder"), ...more });
 show({ data: { levels: %s, level: "1", address: true } });</script></body></html>"""
 FULL = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3;1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"
+WIN, SECOND = "FFFFvFBFBFBFBvBBBB", "FFFFvFFFFvFFFFvFFFFBBBB" + "vvvBBBB" * 3  # v: a rank down
 HERE_ARE = "Here are 1 to 16 ranks, 1 to 64 micro-batches, 1 to 4 stages per rank; shown are"
 BAD = {
     "#nonsense": "The address names no level; here is level 1.",
@@ -24,30 +25,23 @@ BAD = {
 }
 NO_ANSWER = """(text) => show({ model: { values: { text, data: { levels: [], level: {}, text } }, on() {}, set() {},
     get(name) { return this.values[name]; }, save_changes() {}, send() {} } })"""
-
-
 SIZES = "all => all.map((one) => [one.offsetWidth, one.offsetHeight]).filter(([width]) => width)"
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    """The builder in a page."""
-    path = tmp_path_factory.mktemp("builder") / "page.html"
-    path.write_text(PAGE % (HERE.with_name("builder.css").read_text(), page_script(), levels_json()))
-    return path.as_uri()
+FORBID = "Object.defineProperty(window, 'localStorage', { get() { throw new Error('forbidden'); } })"
 
 
 @pytest.fixture
-def open_page(address, chromium):
-    """Open the page in a context; it may not complain."""
-    contexts, complaints = [], []
+def open_page(tmp_path, chromium):
+    """Open the builder in a page, which may not complain."""
+    path, contexts, complaints = tmp_path / "page.html", [], []
+    path.write_text(PAGE % (HERE.with_name("builder.css").read_text(), page_script(), levels_json()))
 
-    def show(fragment="", context=None, **options):
+    def show(fragment="", context=None, script="", **options):
         contexts.append(context or chromium.new_context(**options))
+        contexts[-1].add_init_script(script)
         page = contexts[-1].new_page()
         page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(address + fragment)
+        page.goto(path.as_uri() + fragment)
         return page
 
     yield show
@@ -70,9 +64,6 @@ def tabs(page):
     return page.locator("nav").inner_text().split("\n")
 
 
-WIN = "FFFFvFBFBFBFBvBBBB"
-
-
 def test_a_schedule_is_built_by_click_and_key_and_read_from_its_address_without_a_star(open_page):
     page = open_page()
     page.locator("canvas").click(position={"x": 100, "y": 40})
@@ -90,18 +81,13 @@ def test_a_schedule_is_built_by_click_and_key_and_read_from_its_address_without_
     assert line(read).startswith("Critical path: 0F0 → 1F0 → 1B0 → 1F1")
 
 
-def test_a_bad_address_is_told_and_the_builder_goes_on(open_page, address):
-    page = open_page()
+def test_a_bad_address_and_a_bad_text_are_told_and_the_builder_goes_on(open_page):
     for fragment, words in BAD.items():
-        page.goto("about:blank")
-        page.goto(address + fragment)
+        page = open_page(fragment)
         assert line(page).startswith(words)
     page.get_by_role("button", name="Start over").click()
-    page.locator("details").nth(1).locator("summary").click()
-    for text, words in (
-        ("0F0 0F1\n1F0 1X1", "line 2, column 5: '1X1' is not an action"),
-        ("0F0\n" * 1000, "the text has 1000"),
-    ):
+    page.locator("summary").last.click()
+    for text, words in (("0F0 0F1\n1F0 1X1", "line 2, column 5: '1X1' is not"), ("0F0\n" * 1000, "the text has 1000")):
         page.locator("textarea").fill(text)
         page.get_by_role("button", name="Read this text").click()
         assert line(page).startswith(words)
@@ -114,20 +100,12 @@ def test_two_tabs_keep_both_stars_and_forbidden_storage_is_told(open_page):
     second = open_page(context=first.context)
     keys(first, WIN)
     second.get_by_role("button", name="level 2").click()
-    keys(second, "FFFFvFFFFvFFFFvFFFFBBBBvvvBBBBvvvBBBBvvvBBBB")
+    keys(second, SECOND)
     assert tabs(second)[:2] == ["1 ★", "2 ★"]
     first.wait_for_function("document.querySelector('nav').textContent.startsWith('1 ★2 ★')")
-    page = open_page(context=forbidden(first.context.browser.new_context()))
+    page = open_page(script=FORBID)
     keys(page, WIN)
     assert (tabs(page)[0], "This browser forbids to keep stars" in line(page)) == ("1 ★", True)
-
-
-def forbidden(context):
-    """Let storage raise, as where cookies are blocked."""
-    context.add_init_script(
-        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('forbidden'); } })"
-    )
-    return context
 
 
 def test_a_kernel_that_does_not_answer_is_told_and_the_builder_goes_on(open_page):
@@ -149,7 +127,6 @@ def test_a_phone_shows_all_of_it_and_without_javascript_words_stand_there(open_p
     assert line(page).startswith("0F0: forward")
     page.locator("summary").first.click()
     sizes = page.locator("button, input, summary").evaluate_all(SIZES)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert len(sizes) > 30
+    assert (page.evaluate("document.documentElement.scrollWidth") <= 390, len(sizes) > 30) == (True, True)
     assert min(min(one) for one in sizes) >= 24
     assert open_page(java_script_enabled=False).locator("main").inner_text() == "This needs JavaScript."

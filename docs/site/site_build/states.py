@@ -20,7 +20,7 @@ from simulator.viz.panels.schedules import ScheduleTimeline, moments_of, tell_mo
 
 MOST_STATES, MOST_VALUES, COLOURS = 24, 8, 128
 SENT = ("title", "note", "summary", "height", "rows", "total_height", "kinds", "ends", "limit_s", "packed", "headings")
-SENT += ("until_s", "problem", "view")
+SENT += ("until_s", "view")
 
 
 def spread(values: Sequence[Any], count: int, kept: int) -> list[Any]:

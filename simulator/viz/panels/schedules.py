@@ -153,25 +153,18 @@ class ScheduleTimeline(Redrawn):
     The last control, `moment`, is a clock: it shows what had happened by then and says what each rank does and whom it
     waits for; at its end everything is shown. Set `controls["name"].value` to move a control in code.
 
-    Where `make` raises a ValueError, its text stands under the picture, which stays as it was.
-
     Attributes:
         controls: the controls by name.
         timeline: the picture.
         runs: what is shown.
-        error: what `make` raised last time, or None.
-
-    Raises:
-        ValueError: the first settings make no schedule.
     """
 
-    def __init__(self, make: Make, *, height: int = 420, **controls: Any) -> None:
+    def __init__(self, make: Make, **controls: Any) -> None:
         self._make = make
-        self.error: ValueError | None = None
         self._moving = False
         self.controls = {name: dress(name, control) for name, control in controls.items()}
         self.runs = tuple(make(**self.values))
-        self.timeline = Timeline(self.runs[0].trace, height=height)
+        self.timeline = Timeline(self.runs[0].trace, height=420)
         self._times = np.zeros(2, np.int64)
         clock = widgets.IntSlider(value=1, min=0, max=1, readout=False, description="step through")
         self.controls["moment"] = dress("moment", clock)
@@ -184,8 +177,8 @@ class ScheduleTimeline(Redrawn):
 
     @property
     def text(self) -> str:
-        """The text under the picture: what is wrong, if anything is, and what is shown."""
-        return "\n".join(part for part in (self.timeline.problem, self.timeline.summary) if part)
+        """The text under the picture."""
+        return str(self.timeline.summary)
 
     @property
     def png(self) -> bytes:
@@ -193,14 +186,8 @@ class ScheduleTimeline(Redrawn):
         return to_png(self.timeline.figure)
 
     def _draw_once(self) -> None:
-        try:
-            self.runs = tuple(self._make(**self.values))
-        except ValueError as error:
-            self.error = error
-            self.timeline.problem = str(error)
-        else:
-            self.error = None
-            self._show()
+        self.runs = tuple(self._make(**self.values))
+        self._show()
 
     def _show(self) -> None:
         runs, clock = self.runs, self.controls["moment"]

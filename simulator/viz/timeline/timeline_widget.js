@@ -41,8 +41,6 @@ class Timeline {
     this.tip.setAttribute("aria-live", "polite");
     this.legend = make(figure, "ul", { className: "legend" });
     this.keys = make(figure, "p", { className: "keys", textContent: KEYS });
-    this.problem = make(figure, "pre", { className: "problem", hidden: true });
-    this.problem.setAttribute("role", "alert");
     this.caption = make(figure, "figcaption");
     this.caption.setAttribute("aria-live", "polite");
     this.figure = figure;
@@ -91,9 +89,6 @@ class Timeline {
       this.canvas.setAttribute("aria-label", `${title}. ${KEYS}`);
     }
     if (this.caption.textContent !== this.get("summary")) this.caption.textContent = this.get("summary");
-    if (this.problem.textContent !== this.get("problem")) this.problem.textContent = this.get("problem");
-    this.problem.hidden = !this.get("problem");
-    this.stage.classList.toggle("stale", !this.problem.hidden); // the picture is of before
     const explained = this.kinds !== this.get("kinds") || this.rows !== this.get("rows");
     if (explained) this.explain();
     if (explained || this.packet !== this.get("packet") || this.packed !== this.get("packed")) this.unpack();

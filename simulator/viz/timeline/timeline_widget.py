@@ -123,7 +123,6 @@ class Timeline(anywidget.AnyWidget):
         view: (start, end) in seconds from the first span; a view beyond the spans is moved onto them.
         summary: the text that says what the timeline shows.
         until_s: show only what had happened by then, with a line where the clock stands; None for everything.
-        problem: why what was asked for cannot be shown; it stands under the picture, which stays as it was.
 
     Raises:
         ValueError: a trace is empty.
@@ -146,7 +145,6 @@ class Timeline(anywidget.AnyWidget):
     packed = traitlets.Dict().tag(sync=True)
     headings: traitlets.List[Any] = traitlets.List().tag(sync=True)
     until_s = traitlets.Float(None, allow_none=True).tag(sync=True)
-    problem = traitlets.Unicode().tag(sync=True)
 
     def __init__(
         self, measured: Trace | Overlay, predicted: Trace | None = None, title: str = "", height: int = 460
@@ -173,7 +171,7 @@ class Timeline(anywidget.AnyWidget):
             self.kinds = kinds_of(scene.styles)
             self.limit_s = scene.limit_s
             self.ends = {"at_s": ends_s, "text": words.ends, "bands_s": words.bands, "dim": words.dim}
-            self.until_s, self.problem = None, ""
+            self.until_s = None
             self.view = (0.0, end_s)
             self._scene = scene
             self._pack(force=True)
