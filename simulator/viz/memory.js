@@ -117,9 +117,9 @@ PLAYERS.memory = {
       const edge = (values) => rows.flatMap((_, place) => [[at(place), y(values[place])], [at(Math.min(place + 1, rows.length - 1)), y(values[place])]]);
       const low = edge(below);
       rows.forEach((each, place) => { below[place] += each[kind]; });
-      pen.path([...edge(below), ...low.reverse()], "none", `style="fill:${colour}"`);
+      pen.path([...edge(below), ...low.reverse()], "none", { style: `fill:${colour}` });
     });
-    if (capacity <= most) for (const line of [[[(capacity / most) * wide, 18], [(capacity / most) * wide, 48]], [[0, y(capacity)], [wide, y(capacity)]]]) pen.path(line, "currentColor", 'stroke-dasharray="5 4"');
+    if (capacity <= most) for (const line of [[[(capacity / most) * wide, 18], [(capacity / most) * wide, 48]], [[0, y(capacity)], [wide, y(capacity)]]]) pen.path(line, "currentColor", { "stroke-dasharray": "5 4" });
     pen.legend(KINDS.flatMap((words, kind) => (rows.some((each) => each[kind]) ? [[KIND_COLOURS[kind], words]] : [])));
   },
 };

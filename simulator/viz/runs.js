@@ -55,7 +55,7 @@ PLAYERS.cost = {
       pen.words(0, y + 28, each.names.map((name) => name.split(" ")[0]).join(", "), { size: 11 });
       ["days", "dollars"].forEach((key, which) => {
         const x = left + which * half, text = which ? inWords(each.dollars) : spanOf(86400 * each.days), room = half - 8 - 6.8 * text.length - 6;
-        pen.box(x, y, Math.max(2, (each[key] / most[which]) * room), 22, which ? "#D55E00" : "#0072B2", [], each.names.length ? 'stroke="currentColor" stroke-width="2"' : "");
+        pen.box(x, y, Math.max(2, (each[key] / most[which]) * room), 22, which ? "#D55E00" : "#0072B2", [], each.names.length ? { stroke: "currentColor", "stroke-width": 2 } : {});
         pen.words(x + (each[key] / most[which]) * room + 6, y + 16, text, { size: 12 });
       });
     });

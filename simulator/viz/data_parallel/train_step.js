@@ -104,7 +104,7 @@ PLAYERS.step = {
       held.forEach(([state, share], place) => {
         const x = lefts[place], wide = Math.max(1, wides[place] - 1), mine = RANKS[rank], made = state === "own" || state === "sent";
         pen.box(x, y, wide, 26, state === "mean" ? SHARED : made ? mine : IDLE, { mean: "mean", own: `g${rank}`, sent: `g${rank}` }[state] ?? []);
-        if (state === "filling") pen.box(x, y, wide * share, 26, mine, [], 'fill-opacity="0.5"');
+        if (state === "filling") pen.box(x, y, wide * share, 26, mine, [], { "fill-opacity": 0.5 });
         if (state === "sent") pen.box(x, y, wide * share, 26, SHARED);
         if (state === "sent") pen.frame(x, y, wide, 26);
       });
@@ -113,7 +113,7 @@ PLAYERS.step = {
     pen.words(0, low - 6, "compute; under it all-reduces", { bold: true });
     for (const each of [[0, begin, 0, "#56B4E9", ["forward", "F"]], [begin, end, 0, "#E69F00", ["backward", "B"]], [update, done, 0, "#CC79A7", ["optimizer", "O"]]]) bar(...each);
     for (const [start, stop, hidden] of sent.flatMap((each) => [[each.start, Math.min(each.end, end), true], [Math.max(each.start, end), each.end, false]])) {
-      if (stop > start) bar(start, stop, 1, hidden ? "#0072B2" : "#D55E00", [], 'stroke="#fff" stroke-width="0.5"');
+      if (stop > start) bar(start, stop, 1, hidden ? "#0072B2" : "#D55E00", [], { stroke: "#fff", "stroke-width": 0.5 });
     }
     pen.path([[x(at), low - 3], [x(at), low + 60]], "currentColor");
     pen.legend([[IDLE, "not there yet"], [RANKS[0], "a rank's own"], [SHARED, "the mean"], ["#0072B2", "all-reduce, hidden"], ["#D55E00", "all-reduce, exposed"]]);

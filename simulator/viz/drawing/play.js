@@ -45,20 +45,20 @@ const messagesS = (size, count, carried, link) => Math.min(...link.protocols
 
 class Pen { // draws down a page of some width, in pixels
   constructor(wide) { Object.assign(this, { wide, tall: 0, parts: [] }); }
-  add(part, bottom) { this.parts.push(part); this.tall = Math.max(this.tall, bottom + 2); }
-  box(x, y, wide, tall, fill, text = "", more = "") {
-    this.add(`<rect x="${x}" y="${y}" width="${Math.max(wide, 0)}" height="${tall}" style="fill:${fill}" ${more}/>`, y + tall);
+  add(bottom, ...part) { this.parts.push(part); this.tall = Math.max(this.tall, bottom + 2); }
+  box(x, y, wide, tall, fill, text = "", more = {}) {
+    this.add(y + tall, "rect", { x, y, width: Math.max(wide, 0), height: tall, style: `fill:${fill}`, ...more });
     const [red, green, blue] = [1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16));
     const ink = 0.3 * red + 0.59 * green + 0.11 * blue > 130 ? "#111" : "#fff", named = { [IDLE]: "currentColor", [SHARED]: "var(--on-shared, #fff)" };
     const shown = [].concat(text).find((one) => String(one).length * 6.6 + 4 <= wide); // the first text that fits
     if (shown !== undefined) this.words(x + wide / 2, y + tall / 2 + 4, shown, { side: "middle", size: 12, colour: named[fill] ?? ink });
   }
-  frame(x, y, wide, tall, colour = ARROW, line = 2.5) { this.box(x, y, wide, tall, "none", "", `stroke="${colour}" stroke-width="${line}"`); }
+  frame(x, y, wide, tall, colour = ARROW, line = 2.5) { this.box(x, y, wide, tall, "none", "", { stroke: colour, "stroke-width": line }); }
   words(x, y, text, { side = "start", size = 13, colour = "currentColor", bold = false } = {}) {
-    this.add(`<text x="${x}" y="${y}" text-anchor="${side}" font-size="${size}"${bold ? ' font-weight="600"' : ""} style="fill:${colour}">${text}</text>`, y + 4);
+    this.add(y + 4, "text", { x, y, "text-anchor": side, "font-size": size, "font-weight": bold ? 600 : 400, style: `fill:${colour}` }, text);
   }
-  path(points, colour, look = "") {
-    this.add(`<polyline points="${points.map((each) => each.join()).join(" ")}" stroke="${colour}" fill="none" stroke-width="2" ${look}/>`, Math.max(...points.map(([, y]) => y)));
+  path(points, stroke, look = {}) {
+    this.add(Math.max(...points.map(([, y]) => y)), "polyline", { points: points.join(" "), stroke, fill: "none", "stroke-width": 2, ...look });
   }
   legend(entries) { // pairs of a colour and words, as many in a line as fit
     let x = 0, y = this.tall + 10;
@@ -70,7 +70,16 @@ class Pen { // draws down a page of some width, in pixels
       x += wide;
     }
   }
-  get svg() { return `<svg width="${this.wide}" height="${this.tall}" aria-hidden="true">${this.parts.join("")}</svg>`; }
+  put(stage) { // in the place of what stood there
+    const svg = (tag, attributes, text = "") => {
+      const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+      for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+      element.append(text);
+      return element;
+    };
+    stage.replaceChildren(svg("svg", { width: this.wide, height: this.tall, "aria-hidden": true }));
+    stage.firstChild.append(...this.parts.map((part) => svg(...part)));
+  }
 }
 
 const make = (parent, tag, properties = {}) => {
@@ -117,7 +126,7 @@ function compute(box, panel, { player, data }) {
     [title.textContent, words.textContent] = say(facts);
     stage.setAttribute("aria-label", title.textContent);
     draw(pen, facts);
-    stage.innerHTML = pen.svg;
+    pen.put(stage);
   }
   new ResizeObserver(show).observe(box);
   show();

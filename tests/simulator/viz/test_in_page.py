@@ -12,15 +12,20 @@ import pytest
 from viz_traces import call
 
 from distlab.plan import Plan, Sharding
-from simulator import gpt_workload, link as wire_of, simulate
-from simulator.hardware import presets as hardware
-from simulator.memory.memory import memory_of
-from simulator.models.by_name import model_by_name
-from simulator.runs.failures import Failures
-from simulator.runs.money import Run, bill, curve
-from simulator.viz import draw_memory, draw_train_step
+from simulator import (
+    Failures,
+    Run,
+    bill,
+    curve,
+    device as gpu,
+    gpt_workload,
+    link as wire_of,
+    memory_of,
+    model_by_name,
+    simulate,
+)
+from simulator.viz import draw_cost_curve, draw_memory, draw_train_step
 from simulator.viz.collectives.ring import draw_ring_frame, ring_steps
-from simulator.viz.runs import draw_cost_curve
 
 pytest.importorskip("anywidget", reason="what pages are given stands beside the panels")
 sys.path.append(str(Path(__file__).resolve().parents[3] / "docs" / "site"))
@@ -35,7 +40,8 @@ for (const [name, { data }] of Object.entries(given)) for (let turn = 0; turn < 
   controls(data, values).forEach(([key], at) => { values[key] = drawn(controls(data, values)[at][2]); });
   const facts = state(data, values);
   draw(pen, facts);
-  if (/NaN|undefined/.test(pen.svg)) throw new Error(`${name} ${JSON.stringify(values)}: ${pen.svg}`);
+  const drawing = JSON.stringify(pen.parts); // where null is what is no number
+  if (/null|NaN|undefined/.test(drawing)) throw new Error(`${name} ${JSON.stringify(values)}: ${drawing}`);
   console.log(JSON.stringify([name, values, say(facts), name === "memory" ? facts.rows : []]));
 }"""
 
@@ -47,7 +53,7 @@ def memory(model, device, ranks, stage, recompute, precision, microbatch, tensor
         model_by_name(model, microbatch_size=microbatch),
     )
     found = memory_of(workload, plan)
-    shown = draw_memory(found, capacity_bytes=hardware.device(device).memory_bytes)
+    shown = draw_memory(found, capacity_bytes=gpu(device).memory_bytes)
     return (shown.title, shown.words), found.over_time()[1][:, :-1].tolist()  # no errors of compression
 
 
