@@ -116,7 +116,7 @@ function compute(box, panel, { player, data }) {
   stage.setAttribute("role", "img");
   function show() {
     for (const [name, , options] of controls(data, values)) if (!options.includes(values[name])) values[name] = options[options.length - 1];
-    const facts = state(data, values), pen = new Pen(box.clientWidth - 26);
+    const facts = state(data, values), pen = new Pen(Math.max(box.clientWidth - 26, 240));
     for (const [name, said, options, labels = String] of controls(data, values)) {
       const one = { words: said, slider: !Array.isArray(labels), labels: Array.isArray(labels) ? labels : options.map(labels) };
       rows[name] ??= control(panel, one, 0, (place) => { values[name] = rows[name].offered[place]; show(); });
