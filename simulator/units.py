@@ -41,11 +41,16 @@ def to_s(nanoseconds: int) -> float:
     return nanoseconds / NS_PER_S
 
 
+def _digits(value: float) -> str:
+    """Write a number with three digits: 999.9 is "1000", where .3g alone writes "1e+03"."""
+    return f"{float(f'{value:.3g}'):g}"
+
+
 def _scaled(value: float, unit: str) -> str:
     for size, prefix in _DECIMAL:
         if abs(value) >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
+            return f"{_digits(value / size)} {prefix}{unit}"
+    return f"{_digits(value)} {unit}"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -81,7 +86,7 @@ def format_s(seconds: float) -> str:
         return "0 s"
     for size, unit in _TIME:
         if abs(seconds) >= size or unit == "ns":
-            return f"{seconds / size:.3g} {unit}"
+            return f"{_digits(seconds / size)} {unit}"
     raise AssertionError("the smallest unit takes every duration")
 
 

@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     )
     from simulator.viz.panels.panel import Panel as Panel
     from simulator.viz.panels.planner import (
-        cost_panel as cost_panel,
         degrees_panel as degrees_panel,
         goodput_panel as goodput_panel,
         memory_panel as memory_panel,

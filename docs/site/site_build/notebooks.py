@@ -1,12 +1,17 @@
-"""A lesson as a page: its committed outputs, alt texts, and widgets that play in place of their pictures."""
+"""A lesson as a page: its committed outputs, alt texts, and widgets that play in place of pictures. Counts of them."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from sphinx.application import Sphinx
+
+from distlab.grading import lessons, load_lesson
+from simulator.viz.builder.levels import levels_json
 
 LINK = re.compile(r'href="([^":]*)\.ipynb"')
 TITLE = re.compile(r"^# ", re.MULTILINE)
@@ -49,7 +54,18 @@ def prepared(source: str, players: dict[int, str]) -> str:
     return json.dumps(notebook)
 
 
+def counts(root: Path) -> dict[str, str]:
+    """Return how much there is, for the front page, which names each by its $word."""
+    courses = [load_lesson(number, root / "lessons") for number in lessons(root / "lessons")]
+    hours = round(sum(lesson.minutes for lesson in courses) / 60)
+    exercises = sum(len(lesson.exercises) for lesson in courses)
+    found = {"lessons": len(courses), "hours": hours, "exercises": exercises, "levels": len(json.loads(levels_json()))}
+    return {name: str(number) for name, number in found.items()}
+
+
 def _read(app: Sphinx, docname: str, content: list[str]) -> None:
+    if docname == app.config.root_doc:
+        content[0] = Template(content[0]).substitute(counts(Path(app.srcdir)))
     if app.env.doc2path(docname).suffix == ".ipynb":
         content[0] = prepared(content[0], getattr(app, "distlab_players", {}).get(docname, {}))
 

@@ -1,15 +1,15 @@
 """The widgets that play in the pages: which there are, their files, and the HTML that stands in a page for each.
 
-A lesson's widget is found by itself: a cell whose picture is committed, and whose lines need no rank (`slices`). Which
-values its controls get is chosen in players.toml, or by `states`. Widgets of no lesson have their code there.
+Some are computed in the page (`computed`), also in the place of a lesson's widget. Others of a lesson are found: a cell
+whose picture is committed, and whose lines need no rank (`slices`). Their states are worked out (`states`).
 """
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import shutil
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,102 +19,100 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from simulator.viz import Panel, Timeline
+from simulator.viz.builder.builder import page_script
 from simulator.viz.panels.schedules import ScheduleTimeline
 from simulator.viz.timeline.timeline_widget import SCRIPTS
 
+from . import computed
+from .computed import VIZ
 from .slices import shown_name, widget_source
 from .states import played
 
-TABLE = Path(__file__).parent.parent / "players.toml"
+STYLES = {"timeline": "timeline/timeline_widget.css", "building": "builder/builder.css"}
 
 
-def found_in(lesson: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the place, the name and the source of each widget of a lesson that can play in a page."""
+def found_in(lesson: Path) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+    """Yield the place, the name, the source ("": it needs ranks) and the shown output of each widget of a lesson."""
     cells = json.loads(lesson.read_text())["cells"]
     answers = json.loads(lesson.with_name("solution.ipynb").read_text())["cells"]  # functions with their bodies
-    code = [("".join(cell["source"]), cell) for cell in answers if cell["cell_type"] == "code"]
-    by_text = {text: place for place, (text, _) in enumerate(code)}
+    code = ["".join(cell["source"]) for cell in answers if cell["cell_type"] == "code"]
+    by_text = {text: place for place, text in enumerate(code)}
     for place, cell in enumerate(cells):
         text = "".join(cell["source"])
-        pictures = any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
-        if not pictures or text not in by_text:
-            continue
-        source, shown = widget_source([text for text, _ in code[: by_text[text] + 1]]), shown_name(text)
-        if source:
-            yield place, f"{lesson.parent.name}.{shown}", f"{source}\nwidget = {shown}"
+        outputs = [output for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+        if outputs and text in by_text and (shown := shown_name(text)):
+            source = widget_source(code[: by_text[text] + 1])
+            yield place, f"{lesson.parent.name}.{shown}", f"{source}\nwidget = {shown}" if source else "", outputs[-1]
 
 
-def html_of(name: str, data: dict[str, Any], up: str) -> str:
+def html_of(name: str, shown: dict[str, Any], up: str) -> str:
     """Return a widget as it stands in a page; `up` leads from the page to the site's root."""
-    state = data["states"][sum(at * step for at, step in zip(data["first"], steps_of(data), strict=True))]
-    shown = state.get("timeline", state)
-    title, text = shown["title"], shown.get("summary", state.get("text"))
-    canvas = "timeline" in state
-    scripts = [*(["timeline"] if canvas else []), name]
-    style = f'<link rel="stylesheet" href="{up}players/timeline.css">' if canvas else ""
-    picture = f"{up}players/{name}/{state.get('picture', 'first.png')}"
+    script = shown.get("script", "timeline" if "timeline" in shown else "")
+    shown = shown.get("timeline", shown)
+    title, text = html.escape(shown["title"]), html.escape(shown.get("summary", shown.get("text")))
+    address, scripts = (
+        f"{up}players/{name}/{shown.get('picture', 'first.png')}",
+        filter(None, ("computed", script, name)),
+    )
     return (
-        f'{style}<div class="distlab-player" data-widget="{name}" data-root="{up}" role="group" '
-        f'aria-label="{html.escape(title)}"><img src="{picture}" alt="{html.escape(title)}">'
-        f'<p class="said">{html.escape(text)}</p></div>'
+        (f'<link rel="stylesheet" href="{up}players/{script}.css">' if script in STYLES else "")
+        + f'<div class="distlab-player" data-widget="{name}" data-root="{up}" role="group" aria-label="{title}">'
+        + f'<img src="{address}" alt="{title}"><p class="said">{text}</p></div>'
         + "".join(f'<script defer src="{up}players/{script}.js"></script>' for script in scripts)
     )
 
 
-def steps_of(data: dict[str, Any]) -> list[int]:
-    """Return by how many states each control moves."""
-    counts = [len(control["labels"]) for control in data["controls"]]
-    steps = [1]
-    for count in reversed(counts[1:]):
-        steps.insert(0, steps[0] * count)
-    return steps[: len(counts)]
+def write(folder: Path, name: str, found: dict[str, Any]) -> None:
+    """Write what the page's script gets of a widget."""
+    script = f"(window.distlabWidgets ??= {{}})[{json.dumps(name)}] = {json.dumps(found, separators=(',', ':'))};"
+    (folder / f"{name}.js").write_text(f"{script}\nwindow.distlabPlay?.({json.dumps(name)});\n")
 
 
-def make(folder: Path, name: str, source: str, wanted: dict[str, list[Any]]) -> dict[str, Any] | None:
-    """Work out a widget's states, or read them where nothing has changed; None for what has no states."""
-    kept, asked = folder / f"{name}.json", json.dumps([source, wanted, newest_source()])
-    if kept.is_file() and (data := json.loads(kept.read_text()))["asked"] == asked:
-        return data
+def keep(folder: Path, name: str, found: dict[str, Any], png: bytes, **shown: str) -> dict[str, Any]:
+    """Write what a computed widget is given, and a picture, which a page without JavaScript shows with its words."""
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "first.png").write_bytes(png)
+    write(folder, name, found)
+    return shown
+
+
+def make(folder: Path, name: str, source: str) -> dict[str, Any] | None:
+    """Work out a widget's states, and return the one that is shown first; None for what has no states."""
     space: dict[str, Any] = {"__name__": name}
     exec(source, space)
     if not isinstance(space["widget"], Panel | ScheduleTimeline | Timeline):
         return None  # a picture without controls
-    data = {"asked": asked} | played(space["widget"], folder / name, wanted)
-    shown = {key: data[key] for key in ("controls", "first", "states")}
-    script = f"(window.distlabWidgets ??= {{}})[{json.dumps(name)}] = {json.dumps(shown, separators=(',', ':'))};"
-    (folder / f"{name}.js").write_text(f"{script}\nwindow.distlabPlay?.({json.dumps(name)});\n")
-    kept.write_text(json.dumps(data))
-    return data
-
-
-def newest_source() -> float:
-    """Return when the simulator, the plans or the code of this folder last changed."""
-    root = Path(__file__).parents[3]
-    parts = (root / "simulator", root / "distlab" / "plan", root / "distlab" / "trace", root / "docs" / "site")
-    return max(path.stat().st_mtime for part in parts for path in part.rglob("*.py"))
+    found = played(space["widget"], folder / name)
+    shown: dict[str, Any] = found.pop("shown")
+    write(folder, name, found)
+    return shown
 
 
 def _make_all(app: Sphinx) -> None:
     """Work out every widget's states before pages are read."""
-    table = tomllib.loads(TABLE.read_text())
-    wanted, folder = table["values"], Path(app.outdir) / "players"
+    folder, chosen = Path(app.outdir) / "players", set(Path(app.srcdir).glob(app.config.lessons))
     folder.mkdir(parents=True, exist_ok=True)
-    app.distlab_players = {}
-    app.distlab_widgets = {
-        name: make(folder, name, source, wanted.pop(name, {})) for name, source in table["widgets"].items()
-    }
-    for lesson in sorted(Path(app.srcdir).glob(app.config.lessons)):
-        players = app.distlab_players[f"lessons/{lesson.parent.name}/lesson"] = {}
-        for place, name, source in found_in(lesson):
-            if data := make(folder, name, source, wanted.pop(name, {})):
-                app.distlab_widgets[name] = data
-                players[place] = html_of(name, data, "../../")
-    if wanted:
-        raise ValueError(f"players.toml has values of widgets that no lesson shows: {', '.join(wanted)}")
-    canvas = "\n".join(path.read_text() for path in SCRIPTS)
-    canvas = canvas.replace("export default {", "return {")
-    shutil.copy(Path(app.srcdir) / "simulator/viz/timeline/timeline_widget.css", folder / "timeline.css")
+    canvas = "\n".join(path.read_text() for path in SCRIPTS).replace("export default {", "return {")
     (folder / "timeline.js").write_text(f"window.distlabTimeline ??= (() => {{\n{canvas}}})();\n")
+    (folder / "computed.js").write_text(computed.script())
+    (folder / "building.js").write_text(page_script())
+    for name, style in STYLES.items():
+        shutil.copy(VIZ / style, folder / f"{name}.css")
+    app.distlab_players, shown = {}, dict[str, dict[str, Any]]()
+    app.distlab_widgets = shown
+    for name, data, picture in computed.with_pictures():
+        look = {"title": picture.title, "text": picture.words, "script": "building" if "levels" in data else ""}
+        shown[name] = keep(folder, name, data, picture.png(), **look)
+    for lesson in sorted(Path(app.srcdir).glob("lessons/[0-9]*/lesson.ipynb")):
+        players = app.distlab_players[f"lessons/{lesson.parent.name}/lesson"] = dict[int, str]()
+        for place, name, source, output in found_in(lesson):
+            if (known := computed.STANDS_FOR.get(name)) is not None:
+                png, text = (output["data"][kind] for kind in ("image/png", "text/plain"))
+                look = {"title": output["metadata"]["image/png"]["alt"], "text": "".join(text)}
+                shown[known] = keep(folder, known, computed.widget(known), base64.b64decode(png), **look)
+                players[place] = html_of(known, shown[known], "../../")
+            elif source and lesson in chosen and (state := make(folder, name, source)):
+                players[place] = html_of(name, state, "../../")
 
 
 class Player(SphinxDirective):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
@@ -23,22 +23,11 @@ SENT = ("title", "note", "summary", "height", "rows", "total_height", "kinds", "
 SENT += ("until_s", "view")
 
 
-class Choice(NamedTuple):
-    """What a page offers of one control: the name, the words beside it, and its values with their labels."""
-
-    name: str
-    words: str
-    slider: bool
-    labels: list[str]
-    values: list[Any]
-
-
-def spread(values: Sequence[Any], count: int, keep: Any) -> list[Any]:
-    """Return up to `count` of the values, evenly spread, `keep` among them."""
+def spread(values: Sequence[Any], count: int, kept: int) -> list[Any]:
+    """Return up to `count` of the values, evenly spread, that at the place `kept` among them."""
     if len(values) <= count:
         return list(values)
     places = {round(place * (len(values) - 1) / (count - 1)) for place in range(count)}
-    kept = list(values).index(keep)
     nearest = min(places, key=lambda place: abs(place - kept))
     return [values[place] for place in sorted(places - {nearest} | {kept})]
 
@@ -58,22 +47,17 @@ def values_of(control: Any) -> tuple[list[tuple[str, Any]], bool]:
     return [(format(value, form), value) for value in sorted(values)], True
 
 
-def choices_of(controls: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> list[Choice]:
-    """Return which controls a page offers: those `wanted`, else the first ones, up to MOST_STATES combinations."""
-    found: list[Choice] = []
-    room = MOST_STATES
+def choices_of(controls: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a page offers of the first controls, up to MOST_STATES combinations: words, labels and values."""
+    found, room = dict[str, dict[str, Any]](), MOST_STATES
     for name, control in controls.items():
         pairs, slider = values_of(control)
-        if wanted:
-            pairs = [pair for pair in pairs if pair[1] in wanted.get(name, ())]
-            if len(pairs) < len(wanted.get(name, ())):
-                raise ValueError(f"control {name} has no such values as {wanted[name]}; it has {values_of(control)[0]}")
-        else:
-            here = [pair for pair in pairs if pair[1] == control.value]
-            pairs = spread(pairs, min(MOST_VALUES, room), here[0]) if here and room > 1 else []
+        here = [place for place, (_, value) in enumerate(pairs) if value == control.value]
+        pairs = spread(pairs, min(MOST_VALUES, room), here[0]) if here and room > 1 else []
         if len(pairs) > 1:
-            room //= 1 if wanted else len(pairs)
-            found.append(Choice(name, control.description, slider, *map(list, zip(*pairs, strict=True))))
+            room //= len(pairs)
+            labels, values = map(list, zip(*pairs, strict=True))
+            found[name] = {"words": control.description, "slider": slider, "labels": labels, "values": values}
     return found
 
 
@@ -84,39 +68,32 @@ def picture(png: bytes, path: Path) -> None:
     image.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(path, "PNG")
 
 
-def timeline_state(timeline: Timeline) -> dict[str, Any]:
-    """Return what the canvas of a timeline needs."""
-    return {name: getattr(timeline, name) for name in SENT} | {"packet": base64.b64encode(timeline.packet).decode()}
-
-
 def state_of(widget: Any, folder: Path, place: int) -> dict[str, Any]:
     """Return what the widget shows now; a picture goes to `folder`."""
     if isinstance(widget, Panel):
         picture(widget.png, folder / f"{place}.png")
         return {"picture": f"{place}.png", "title": widget._picture.title, "text": widget.text}
+    timeline, told = widget, list[Any]()
     if isinstance(widget, ScheduleTimeline):
         times = moments_of(max((run.trace for run in widget.runs), key=lambda trace: int(trace.end_ns.max())))
-        told = [[at / 1e9, tell_moment(widget.runs, at / 1e9)] for at in times.tolist()[:-1]]
-        return {"timeline": timeline_state(widget.timeline), "moments": told}
-    return {"timeline": timeline_state(widget)}
+        timeline, told = widget.timeline, [[at / 1e9, tell_moment(widget.runs, at / 1e9)] for at in times.tolist()[:-1]]
+    packed = {"packet": base64.b64encode(timeline.packet).decode()}
+    return {"timeline": {name: getattr(timeline, name) for name in SENT} | packed, "moments": told}
 
 
-def settings(choices: Sequence[Choice]) -> Iterator[tuple[Any, ...]]:
-    """Yield every combination of values, the last control's changing fastest."""
-    return itertools.product(*(choice.values for choice in choices))
-
-
-def played(widget: Any, folder: Path, wanted: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Return all that a page needs to play a widget: its controls and its states."""
+def played(widget: Any, folder: Path) -> dict[str, Any]:
+    """Return all that a page needs to play a widget: its controls, its states, and which of them is the first."""
     controls = getattr(widget, "controls", {})
-    choices = choices_of({name: one for name, one in controls.items() if name != "moment"}, wanted)
-    before = [choice.values.index(controls[choice.name].value) for choice in choices]
+    choices = choices_of({name: one for name, one in controls.items() if name != "moment"})
+    before = [choice["values"].index(controls[name].value) for name, choice in choices.items()]
     if not isinstance(widget, Panel):
         picture(to_png(widget.figure) if isinstance(widget, Timeline) else widget.png, folder / "first.png")
-    states = []
-    for place, values in enumerate(settings(choices)):
-        for choice, value in zip(choices, values, strict=True):
-            controls[choice.name].value = value
-        states.append(state_of(widget, folder, place))
-    offered = [{"words": one.words, "slider": one.slider, "labels": one.labels} for one in choices]
-    return {"controls": offered, "first": before, "states": states}
+    states, first = list[dict[str, Any]](), 0
+    for places in itertools.product(*(range(len(choice["values"])) for choice in choices.values())):
+        for (name, choice), place in zip(choices.items(), places, strict=True):
+            controls[name].value = choice["values"][place]
+        first = len(states) if list(places) == before else first
+        states.append(state_of(widget, folder, len(states)))
+    for choice in choices.values():
+        del choice["values"]
+    return {"controls": [*choices.values()], "first": before, "states": states, "shown": states[first]}

@@ -19,7 +19,7 @@ from simulator.memory.advice import DoesNotFitError, check_fit
 from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
 from simulator.runs.failures import RATES, Failures, checkpoint_bytes
-from simulator.runs.money import Run, bill, counts_of, curve, spread
+from simulator.runs.money import Run, bill, counts_of, spread
 from simulator.step.simulate import Step, simulate
 from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
 from simulator.units import capitalised, format_s, in_words
@@ -27,7 +27,7 @@ from simulator.viz.drawing.pen import Picture
 from simulator.viz.memory import draw_memory, draw_memory_of_plans
 from simulator.viz.mesh.degrees import draw_degrees, draw_impossible, draw_planner
 from simulator.viz.panels.panel import Panel, choice, logarithmic, slider
-from simulator.viz.runs import draw_cost_curve, draw_goodput, draw_strategy_map
+from simulator.viz.runs import draw_goodput, draw_strategy_map
 from simulator.viz.sweeps import draw_sharding
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
@@ -185,25 +185,10 @@ def planner_panel(models: Mapping[str, Workload], cluster: Cluster, *, plan: Pla
     return Panel(draw, model=choice("model", models), **degrees, **_price_and_tokens(tokens))
 
 
-def cost_panel() -> Panel:
-    """Return a panel with the price, the tokens, and the failures: days and price on each number of devices.
-
-    The run trains a Llama 3 of 70 billion parameters on H100s in nodes of eight. With more or fewer devices the plan
-    has more or fewer replicas, and the same batch.
-    In code: `panel.controls["price"].value = 4.0`, `panel.controls["failures"].value = "llama-3"`.
-    """
-    steps, _ = spread(model_by_name("llama-3-70b"), hardware.cluster(MACHINE), OF_COST, counts_of(OF_COST))
-
-    def draw(price: float, tokens: float, failures: str, restart_minutes: float) -> Picture:
-        fails = Failures(failures, restart_s=60 * restart_minutes)
-        return draw_cost_curve(curve([bill(step, Run(tokens, price, fails)) for step in steps]))
-
-    return Panel(
-        draw,
-        **_price_and_tokens(15e12),
-        failures=choice("failures", RATES, "llama-3"),
-        restart_minutes=slider("minutes to restart", 10, 1, 120, 1),
-    )
+@cache
+def cost_steps() -> tuple[Step, ...]:
+    """Return steps of a Llama 3 of 70 billion parameters on H100s, with the same batch on each number of them."""
+    return spread(model_by_name("llama-3-70b"), hardware.cluster(MACHINE), OF_COST, counts_of(OF_COST)).steps
 
 
 def goodput_panel() -> Panel:

@@ -44,7 +44,6 @@ PANELS = {  # how it is made, and what it says once its controls move; ~ words t
         MIDDLE, cluster("dgx-h100", 16), Plan(sharding=Sharding(3)), num_devices=(8, 16)), [
         ("unit_layers", 2, ""), ("gpus", 16, ""), ("sets", "inside each node", "in 2 sets of 8"),
         ("keep", True, "parameters kept after forward")]),
-    "cost": (v.cost_panel, [("price", 5.0, "5 dollars"), ("failures", "none", ""), ("tokens", 1e11, "100 billion ")]),
     "goodput": (v.goodput_panel, [
         ("num_devices", 1024, "1,024 devices"), ("restart_minutes", 30, ""), ("save_s", 1e3, ""),
         ("num_devices", 65_536, ""), ("times_rate", 10.0, "does not get on")]),
