@@ -34,7 +34,8 @@ course_map()
 # Every idea takes three steps.
 #
 # 1. **Predict.** You commit to a number before you run anything: how many bytes, how many milliseconds. A wrong guess
-#    is where learning starts; nobody else sees it.
+#    is where learning starts; nobody else sees it. The cells that answer stay closed until then. You can run them all,
+#    and they open when you commit. *Show me* opens them without a number, and none is kept.
 # 2. **Run.** Real ranks do it, from the simplest version to the good one.
 # 3. **Compare.** The measured time is laid over the predicted one, and the lesson says why they differ.
 #
@@ -90,6 +91,20 @@ numbers.tolist()
 # Commands run as they are written in a terminal of JupyterLab (File > New > Terminal). In a shell of your own, first
 # write `. .venv/bin/activate` in the folder of the repository.
 #
+# ## How near you come
+# Each number that you commit to is kept beside what came true. Run the next cell after a lesson or two: which kind of
+# quantity do you misjudge, and do you say too little or too much?
+
+# %%
+import sys
+from distlab.course.grading.lesson import lessons_folder
+
+sys.path.insert(0, str(lessons_folder()))
+from predictions import my_predictions
+
+my_predictions()
+
+# %% [markdown]
 # ## The code of guides
 # Guides on the web print code. Some of it fails, and some computes a different thing than it says. On [a page of its
 # own](GUIDES.ipynb) it is put on trial: you predict what each snippet does, and real ranks say what it did. Play it

@@ -30,7 +30,7 @@ import nbformat
 from lesson_notebook import KINDS, make_notebook, read_source
 from nbformat import NotebookNode
 
-from distlab.course.grading.progress import MARKER, copy_in
+from distlab.course.grading.progress import MARKER, OPEN, copy_in
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "lessons"
@@ -163,7 +163,7 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
     beside = lessons.parent / "work"
     beside.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=beside, prefix=".build-") as work:  # as if you had opened it
-        (Path(work) / MARKER).touch()
+        (Path(work) / MARKER).write_text(OPEN)  # what a learner must predict first is shown
         copy_in(Path(work), folder.name).parent.mkdir()
         nbformat.write(notebook, copy_in(Path(work), folder.name))
         resources = {"metadata": {"path": work}}

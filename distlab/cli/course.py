@@ -18,7 +18,7 @@ from distlab.comm.command import runnable
 from distlab.course.flags import Parser, number
 from distlab.course.grading import Report, load_lesson
 from distlab.course.grading.lesson import lesson_number, lessons_folder, work_beside
-from distlab.course.grading.progress import MINE, keep, load_progress, work_folder, working_copy
+from distlab.course.grading.progress import MINE, keep, record_of, work_folder, working_copy
 
 if TYPE_CHECKING:
     from distlab.course.lab import CommonSettings
@@ -211,7 +211,7 @@ def load_settings(number: str, script: Path) -> type[CommonSettings]:
 
 def _tell_unpassed(number: str, folder: Path) -> None:
     """Say which answers have not passed their checks: a lab that runs a wrong one prints wrong figures."""
-    passed = {name for name, entry in load_progress(folder).items() if entry.passed}
+    passed = {name for name, entry in record_of(folder).exercises.items() if entry.passed}
     if unpassed := [one.name for one in load_lesson(number).exercises if one.name not in passed]:
         text = f"not passed yet: {', '.join(unpassed)}. What the lab says with your version of these may be wrong"
         print(f"{text}: {runnable(f'distlab check {number}')} says what is wrong", file=sys.stderr, flush=True)

@@ -55,7 +55,7 @@ _BWRAP = "--unshare-all --die-with-parent --cap-drop ALL --proc /proc --dev /dev
 KINDS = (".ipynb", ".py")
 NAMELESS = ("lesson", "answers", "work")  # of files and folders, beside the lesson's own name
 LEFT_OUT = ("lesson.py", "solution.ipynb", ".*", "__pycache__")
-SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb", "GUIDES.ipynb")
+SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb", "GUIDES.ipynb", "predictions.py")
 HIDDEN = '''"""Hidden in a student copy: more cases, with drawn arguments, which are checked when the work is graded."""
 
 from typing import Any

@@ -64,8 +64,8 @@ print(f"{share:.1%} of the GPU hours that you pay for are spent waiting: {30 * s
 # Three days of every month. And that is the good case: these two machines are joined by InfiniBand, a network made for
 # this. What if they were joined by the Ethernet of an office, with 10 gigabits per second?
 #
-# In this course you **predict** first. Type a number and commit to it. You remember a guess that was wrong longer than
-# a number that you only read.
+# In this course you **predict** first. Type a number and commit to it; the cells that answer stay closed until then.
+# You remember a guess that was wrong longer than a number that you only read.
 
 # %%
 guess = predict("How long does the message of 375 MB take over Ethernet of 10 gigabits a second?", unit="ms")

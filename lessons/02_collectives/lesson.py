@@ -72,7 +72,7 @@ print(f"the GPUs compute {0.3 / (0.3 + in_and_out_s):.0%} of the time")
 # what has just come from the left. After n-1 steps every tensor has passed every rank, and a rank that adds up all
 # that passes has the sum.
 #
-# How much does each rank send? Answer before you read on: type a number, or leave it.
+# How much does each rank send? Answer before you read on: type a number, or press Show me.
 
 # %%
 guess = predict("4 ranks, a tensor of 1 MB: how many MB does each rank send?", unit="MB")
@@ -119,6 +119,7 @@ def sent_of(records, length=12_000):
 
 
 # %% tags=["nbval-check-output"]
+guess.lock()
 for n in (2, 3, 4):
     relayed = record(relay_all_reduce, n)
     times, messages = sent_of(relayed)
@@ -130,6 +131,7 @@ for n in (2, 3, 4):
 # %%
 from simulator.viz import draw_message_diagram
 
+guess.lock()
 words = "The relay: each rank sends a whole tensor to the next one, three times"
 show(draw_message_diagram(relayed, title=words))
 
@@ -342,6 +344,7 @@ show(draw_message_diagram(my_tree, title=title))
 # %% tags=["nbval-check-output"]
 import math
 
+steps_guess.lock()
 for n in (2, 8, 64, 1000):
     print(f"{n:5} ranks: ring {n - 1:3} steps, tree {math.ceil(math.log2(n)):2}")
 
@@ -503,6 +506,7 @@ def time_all(programs, sizes, blocks):
 # %%
 import numpy as np
 
+race_guess.lock()
 sizes = [4_096, 65_536, 524_288, 2_097_152, 8_388_608]
 names = ["ring", "binomial_tree", "halving_doubling", "torch"]
 programs = [ring_all_reduce, tree_all_reduce, halving_doubling, dist.all_reduce]

@@ -86,11 +86,11 @@ guess_0 = predict("What speed-up do 64 GPUs give with one all-reduce per paramet
 guess_0
 
 # %%
-guess_0.default(60)  # assumed if you gave no number above
 speedup = 64 * step_on(1, "flat").duration_s / step_on(64, "per_parameter").duration_s
-print(f"{guess_0.answer} The simulator says {speedup:.1f}x.")
+print(guess_0.compare(speedup, how="the simulator says"))
 
 # %% tags=["nbval-check-output"]
+guess_0.lock()
 alone_s = step_on(1, "flat").duration_s
 print(f"one GPU: {alone_s * 1e3:.0f} ms per step; gradients: {gpt(4).gradient_bytes / 1e9:.1f} GB")
 for rung in RUNGS:
@@ -391,7 +391,7 @@ guess_1 = predict("How long is a step with one all-reduce per parameter, on this
 guess_1
 
 # %%
-guess_1.default(200)  # assumed if you gave no number above
+guess_1.lock()
 step = predicted("per_parameter")
 exposed_ms = step.exposed_communication_s * 1e3
 print(f"the simulator says {step.duration_s * 1e3:.0f} ms: {exposed_ms:.0f} ms of them communication, the rest compute")
@@ -448,6 +448,7 @@ print(overlay)
 # %%
 from simulator.viz import Timeline
 
+guess_1.lock()
 timeline = Timeline(overlay)
 timeline
 
@@ -477,7 +478,7 @@ guess_2 = predict("How long is a step with one flat all-reduce?", unit="ms")
 guess_2
 
 # %%
-guess_2.default(70)  # assumed if you gave no number above
+guess_2.lock()
 print(f"the simulator says {predicted('flat').duration_s * 1e3:.0f} ms")
 
 
@@ -523,6 +524,7 @@ def show_ladder(title):
     show(draw_bars(rungs, subtitle="one step on four ranks of this machine", **words))
 
 
+guess_2.lock()
 show_ladder("Two rungs: 28 all-reduces, and one")
 
 # %% [markdown]
@@ -577,7 +579,7 @@ guess_3 = predict("How long is a step with four buckets, sent after backward?", 
 guess_3
 
 # %%
-guess_3.default(70)  # assumed if you gave no number above
+guess_3.lock()
 print(f"the simulator says {predicted('bucketed').duration_s * 1e3:.0f} ms")
 overlays["bucketed"] = measure("bucketed", bucketed)
 print(guess_3.compare(overlays["bucketed"].middle_s[0] * 1e3))
@@ -588,6 +590,7 @@ print(overlays["bucketed"])
 # packing of one bucket behind the flight of the one before. They are the preparation for the next rung.
 
 # %%
+guess_3.lock()
 show_ladder("Three rungs: buckets alone change little")
 
 # %% [markdown]
@@ -620,7 +623,7 @@ guess_4 = predict("How long is a step with overlap?", unit="ms")
 guess_4
 
 # %%
-guess_4.default(70)  # assumed if you gave no number above
+guess_4.lock()
 print(f"the simulator says {predicted('overlapped').duration_s * 1e3:.0f} ms")
 overlay = measure("overlapped", overlapped)
 overlays["overlapped"] = overlay
@@ -628,6 +631,7 @@ print(guess_4.compare(overlay.middle_s[0] * 1e3))
 print(overlay)
 
 # %%
+guess_4.lock()
 timeline = Timeline(overlay)
 timeline
 
@@ -866,14 +870,13 @@ guess_5 = predict("What speed-up do 64 GPUs give with 8 micro-batches an update?
 guess_5
 
 # %% tags=["nbval-check-output"]
-guess_5.default(60)  # assumed if you gave no number above
 gains = {}
 for count in (1, 2, 4, 8, 16):
     alone, step = accumulating_on(1, count), accumulating_on(64, count)
     gains[count] = 64 * alone.duration_s / step.duration_s
     sent_mb = step.sent_bytes_per_rank[0] / 1e6 / count
     print(f"{count:2} micro-batches: {gains[count]:.1f}x, {sent_mb:5,.0f} MB sent per rank for every 2,048 tokens")
-print(f"{guess_5.answer} With 8 it is {gains[8]:.1f}x.")
+print(guess_5.compare(gains[8], how="with 8 it is"))
 
 # %% [markdown]
 # An update sends the same bytes as before, so the bytes for each token fall as $1/M$. There is a price: the batch is

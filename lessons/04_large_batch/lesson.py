@@ -75,15 +75,15 @@ guess_0
 
 # %% tags=["nbval-check-output"]
 base = samples_per_s(8, 16, gradient_sync="flat")
-guess_0.default(6)  # assumed if you gave no number above
 gains = {}
 for each in (2, 4, 16):
     gain = samples_per_s(64, each, gradient_sync="flat") / base
     gains[f"{each} samples each, batch {64 * each:,}"] = gain
     print(f"64 GPUs with {each:2} samples each, a batch of {64 * each:5,}: {gain:.1f}x the samples a second of 8 GPUs")
-print(f"{guess_0.answer} With the same batch it is {next(iter(gains.values())):.1f}x.")
+print(guess_0.compare(next(iter(gains.values())), how="with the same batch it is"))
 
 # %%
+guess_0.lock()
 words = {"unit": "x", "title": "64 GPUs against 8: eight times the GPUs are used well only with a large batch"}
 show(draw_bars(gains, subtitle="samples per second, simulated", **words))
 
@@ -205,23 +205,23 @@ for rank, (_, weights) in enumerate(ranks.run(learn, *proof)):
 guess_1 = predict("Test accuracy of SGD with a batch of 1,437 and linear scaling?", unit="%")
 guess_1
 
+
 # %%
-guess_1.default(90)  # assumed if you gave no number above
-
-
 def scaled(batch, epochs=20, base_lr=0.316):
     num_warmup = epochs * -(-1437 // batch) // 10
     return lambda step: learning_rate(step, base_lr, batch=batch, base_batch=32, num_warmup=num_warmup)
 
 
+guess_1.lock()
 reached = {}
 for batch in (32, 1437):
     accuracy, _ = ranks.run(learn, sgd, batch, scaled(batch))[0]
     reached[f"batch {batch:,}"] = 100 * accuracy
     print(f"batch {batch:5,}, rate {scaled(batch)(10**6):.3f}: accuracy {accuracy:.1%}")
-print(guess_1.answer)
+print(guess_1.compare(reached["batch 1,437"]))
 
 # %%
+guess_1.lock()
 words = {"unit": "%", "title": "SGD with linear scaling: a batch of 1,437 is no better than guessing"}
 show(draw_bars(reached, subtitle="test accuracy after 20 passes; guessing gives 10 %", **words))
 
@@ -489,7 +489,6 @@ guess_2 = predict("How many times more samples a second with 8 accumulated, agai
 guess_2
 
 # %% tags=["nbval-check-output"]
-guess_2.default(0.9)  # assumed if you gave no number above
 each_time = samples_per_s(64, 1, gradient_sync="flat")
 accumulated_gains = {}
 for pieces in (1, 2, 8, 32):
@@ -498,9 +497,10 @@ for pieces in (1, 2, 8, 32):
     print(f"{pieces:2} micro-batches per exchange: {gain:.2f}x the samples per second")
 gradients_gb = 1.3e9 * 4 / 1e9
 print(f"memory: gradients of {gradients_gb:.1f} GB (32 bit) stay from the first micro-batch to the update")
-print(f"{guess_2.answer} It is {accumulated_gains['8 per exchange']:.2f}x.")
+print(guess_2.compare(accumulated_gains["8 per exchange"], how="simulated"))
 
 # %%
+guess_2.lock()
 words = {"unit": "x", "title": "One exchange for many micro-batches: more samples per second"}
 subtitle = "64 GPUs, micro-batches of 1 sample, simulated"
 show(draw_bars(accumulated_gains, subtitle=subtitle, **words))
@@ -559,7 +559,7 @@ def seconds_per_sample(pieces, num_updates=4):
 
 
 # %%
-guess_3.default(80)  # assumed if you gave no number above
+guess_3.lock()
 costs, said_and_took = {}, {}
 for pieces in (1, 2, 8):
     said = simulate(WORK, MACHINE, Plan(4, gradient_sync="per_parameter", num_microbatches=pieces)).duration_s
@@ -568,9 +568,10 @@ for pieces in (1, 2, 8):
     said_and_took[f"{pieces} micro-batches"] = {"predicted": said_ms, "measured": took_ms}
     print(f"{pieces} micro-batches: {said_ms:.2f} ms a sample predicted, {took_ms:.2f} measured", end=" ")
     print(f"({said_ms / took_ms - 1:+.0%})")
-print(f"{guess_3.answer} It is {costs[8] / costs[1]:.0%}.")
+print(guess_3.compare(100 * costs[8] / costs[1]))
 
 # %%
+guess_3.lock()
 words = {"unit": "ms", "title": "What a sample costs, by the number of micro-batches in an update"}
 show(draw_bars(said_and_took, **words))
 

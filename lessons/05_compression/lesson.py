@@ -57,12 +57,11 @@ def step_on(num_machines, wire="ethernet-10g", compression=None):
 
 
 # %%
-guess_0.default(3)  # assumed if you gave no number above
 four, one = step_on(4), step_on(1)
 rank_0 = four.trace.select(four.trace.rank == 0)  # all ranks do the same
 words = "One machine's step: the GPU works for a moment, then it waits for the wire"
 show(draw_timeline(rank_0, title=words))
-print(f"{guess_0.answer} The simulator says {4 * one.duration_s / four.duration_s:.2f}x.")
+print(guess_0.compare(4 * one.duration_s / four.duration_s, how="the simulator says"))
 
 # %% [markdown]
 # This is the step of one of the four machines. The upper row is what its GPU does, the lower row what its wire carries.
@@ -70,6 +69,7 @@ print(f"{guess_0.answer} The simulator says {4 * one.duration_s / four.duration_
 # shorter can the lower row become, and does the model still learn then? This lesson answers both.
 
 # %% tags=["nbval-check-output"]
+guess_0.lock()
 print(f"one machine: {one.duration_s * 1e3:.0f} ms per step; gradients: {MODEL.gradient_bytes / 1e9:.1f} GB")
 for wire in ("ethernet-10g", "ethernet-100g", "infiniband-ndr"):
     step = step_on(4, wire)
@@ -213,10 +213,10 @@ guess_1
 # %% exercise="05.top_k"
 
 # %%
+guess_1.lock()
 bench("top-1 %", lambda gradient: average_top_k(gradient, gradient.numel() // 100))
 
 # %%
-guess_1.default(99)  # assumed if you gave no number above
 print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
 
 # %% [markdown]
@@ -232,11 +232,13 @@ print(guess_1.compare(table["float32"][0] / table["top-1 %"][0]))
 # %% tags=["nbval-check-output"]
 from distlab.comm.record.operations import ring_bytes
 
+guess_1.lock()
 for n in (2, 4, 8, 64, 100, 256):
     all_reduce, all_gather = ring_bytes("all_reduce", 4 * 10**6, n), ring_bytes("all_gather", 8 * 10**4, n)
     print(f"{n:3} ranks: top-1 % sends {all_reduce / all_gather:6.2f}x less than an all-reduce of everything")
 
 # %%
+guess_1.lock()
 saved = {
     f"{n} ranks": ring_bytes("all_reduce", 4 * 10**6, n) / ring_bytes("all_gather", 8 * 10**4, n)
     for n in (2, 4, 8, 16, 32, 64, 100, 256)
@@ -426,13 +428,13 @@ guess_2 = predict("Loss of top-1 % without memory, in the last five updates?", u
 guess_2
 
 # %%
-guess_2.default(3.5)  # assumed if you gave no number above
 without = {name: mean_losses(lambda make=make: make(False)) for name, make in HOOKS.items()}
 for name, losses in without.items():
     print(f"{name:12} {end_of(losses)}")
 print(guess_2.compare(float(without["top-1 %"][-5:].mean())))
 
 # %%
+guess_2.lock()
 ends = {"no compression": float(plain[-5:].mean())}
 ends |= {name: float(losses[-5:].mean()) for name, losses in without.items() if end_of(losses) != "ran away"}
 words = {"unit": "nats", "title": "Loss after 80 updates, without memory (who ran away is not drawn)"}
@@ -484,7 +486,6 @@ guess_3 = predict("Loss of top-1 % with memory, in the last five updates?", unit
 guess_3
 
 # %%
-guess_3.default(3.0)  # assumed if you gave no number above
 remembering = {name: mean_losses(lambda make=make: make(True)) for name, make in HOOKS.items()}
 for name, losses in remembering.items():
     print(f"{name:12} without {end_of(without[name])}, with memory {end_of(losses)}")
@@ -513,6 +514,7 @@ def draw_losses(title, panels, **axis):
 
 
 # %%
+guess_3.lock()
 words = "; ".join(f"{name}: {end_of(without[name])} without memory, {end_of(remembering[name])} with" for name in HOOKS)
 title = "With an error memory, 1 % of the elements or one bit of each learn almost like all of it"
 panels = {
@@ -594,7 +596,6 @@ def bytes_below(limit, losses, num_bytes):
     return (int(below[0]) + 10) * num_bytes if len(below) else math.inf
 
 
-guess_bytes.default(50)  # assumed if you gave no number above
 learned = {"no compression": plain} | remembering
 sent = {name: pair.run(sent_per_update, lambda name=name: HOOKS[name](True))[0] for name in HOOKS}
 sent = {"no compression": pair.run(sent_per_update, lambda: None)[0]} | sent
@@ -605,6 +606,7 @@ print(guess_bytes.compare(needed["no compression"] / needed["top-1 %"]))
 
 
 # %%
+guess_bytes.lock()
 fewer = needed["no compression"] / needed["top-1 %"]
 title = f"Top-1 % with memory comes to the same loss with {fewer:.0f} times fewer bytes"
 words = "; ".join(f"{name} needs {num_bytes / 1e6:.2f} MB" for name, num_bytes in needed.items())
@@ -701,11 +703,11 @@ guess_8_bits
 # %%
 from distlab.plan.compression import Compression
 
-guess_8_bits.default(1700)  # assumed if you gave no number above
 with_8_bits = step_on(4, "ethernet-10g", Compression("quantize", bits=8))
-print(f"{guess_8_bits.answer} The simulator says {with_8_bits.duration_s * 1e3:.0f} ms.")
+print(guess_8_bits.compare(with_8_bits.duration_s * 1e3, how="the simulator says"))
 
 # %% tags=["nbval-check-output"]
+guess_8_bits.lock()
 COMPRESSIONS = (
     Compression("quantize", bits=8),
     Compression("sign"),
@@ -805,7 +807,7 @@ guess_4 = predict("How long is a step with 4 bits, at 20 MB/s?", unit="ms")
 guess_4
 
 # %%
-guess_4.default(40)  # assumed if you gave no number above
+guess_4.lock()
 print(f"the simulator says {predicted(20e6, QUANTIZE).duration_s * 1e3:.0f} ms; ", end="")
 print(f"without compression {predicted(20e6, None).duration_s * 1e3:.0f} ms")
 
@@ -865,6 +867,7 @@ print(overlay)
 # %%
 from simulator.viz import Timeline
 
+guess_4.lock()
 timeline = Timeline(overlay)
 timeline
 

@@ -49,7 +49,6 @@ from simulator import model_by_name
 
 MIXED = Precision("bfloat16", gradients="bfloat16")  # float32 masters beside it
 MODEL = model_by_name("llama-2-7b")
-guess_0.default(28)  # assumed if you gave no number above
 memory = memory_of(MODEL, Plan(precision=MIXED))
 states = sum(memory.of(kind) for kind in ("parameters", "gradients", "optimizer", "master weights"))
 print(guess_0.compare(states / 1e9, how="counted"))
@@ -57,6 +56,7 @@ print(guess_0.compare(states / 1e9, how="counted"))
 # %%
 from simulator.viz import draw_memory
 
+guess_0.lock()
 show(draw_memory(memory, capacity_bytes=80e9))
 
 # %% [markdown]
@@ -67,6 +67,7 @@ show(draw_memory(memory, capacity_bytes=80e9))
 # does that cost? This lesson answers it. Here is the most of each part:
 
 # %% tags=["nbval-check-output"]
+guess_0.lock()
 for kind in KINDS:
     if memory.of(kind):
         print(f"{kind:15} {memory.of(kind) / 1e9:6.1f} GB")
@@ -229,7 +230,6 @@ def counted(samples=16, **plan):
     return memory_of(work, Plan(2, **plan))
 
 
-guess_1.default(20)  # assumed if you gave no number above
 at_peak, over_time = ranks.run(measured)[0]
 print(guess_1.compare(sum(at_peak.values()) / 1e6))
 
@@ -245,6 +245,7 @@ def beside(at_peak, predicted):
     print(f"{'together':15} measured {total / 1e6:6.2f} MB, counted {want / 1e6:6.2f} MB: {want / total - 1:+.1%}")
 
 
+guess_1.lock()
 plain = ranks.run(counted)[0]
 beside(at_peak, plain)
 
@@ -267,6 +268,7 @@ def draw_over_time(predicted, over_time):
     show(draw_measured_memory(*both))
 
 
+guess_1.lock()
 draw_over_time(plain, over_time)
 
 # %% [markdown]
@@ -307,11 +309,11 @@ guess_2 = predict("Activations of the 175B model for one sequence, nothing recom
 guess_2
 
 # %%
-guess_2.default(50)  # assumed if you gave no number above
 one_layer = activation_bytes(12288, 96, sequence=2048, microbatch=1)
-print(f"{guess_2.answer} The formula says {96 * one_layer / 1e9:.0f} GB.")
+print(guess_2.compare(96 * one_layer / 1e9, how="the formula says"))
 
 # %% tags=["nbval-check-output"]
+guess_2.lock()
 for words, how in {
     "one rank": {},
     "tensor parallel over 8": {"tensor": 8},
@@ -323,6 +325,7 @@ for words, how in {
     print(f"{words:29} {size / (2048 * 12288):6.2f} units a layer, {96 * size / 1e9:6.1f} GB")
 
 # %%
+guess_2.lock()
 GPT3 = {"sequence": 2048, "microbatch": 1}
 SPLIT = {"tensor": 8, "sequence_parallel": True}
 ways = {"one rank": {}, "tensor 8": {"tensor": 8}, "and sequence": SPLIT}
@@ -361,7 +364,6 @@ guess_3 = predict("Activations at the peak, with every block recomputed?", unit=
 guess_3
 
 # %%
-guess_3.default(9)  # assumed if you gave no number above
 recomputed, recomputed_over_time = ranks.run(lambda: measured(recomputed=True))[0]
 print(guess_3.compare(recomputed["activations"] / 1e6))
 full = ranks.run(lambda: counted(recompute="full"))[0]
@@ -373,6 +375,7 @@ beside(recomputed, full)
 # memory as before; with 32 blocks instead of 4 the saving would be far greater.
 
 # %%
+guess_3.lock()
 draw_over_time(full, recomputed_over_time)
 
 # %% [markdown]
@@ -437,7 +440,6 @@ guess_4 = predict("Peak of the same update under bfloat16 autocast?", unit="MB")
 guess_4
 
 # %%
-guess_4.default(26)  # assumed if you gave no number above
 half, half_over_time = ranks.run(lambda: measured(dtype="bfloat16"))[0]
 print(guess_4.compare(sum(half.values()) / 1e6))
 for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
@@ -452,6 +454,7 @@ for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
 # Fewer bits and recompute save different things, so you can use both. Here are all four updates:
 
 # %%
+guess_4.lock()
 both_over_time = ranks.run(lambda: measured(recomputed=True, dtype="bfloat16"))[0][1]
 curves = {"float32": over_time, "bfloat16 autocast": half_over_time}
 curves |= {"float32, recomputed": recomputed_over_time, "bfloat16, recomputed": both_over_time}
@@ -460,6 +463,7 @@ for name, peak in peaks_mb.items():
     print(f"{name:21} peak {peak:4.1f} MB, {curves[name][1][-1].sum() / 1e6:4.1f} MB at the end")
 
 # %%
+guess_4.lock()
 shown = {name: {"at the peak": peak, "at the end": curves[name][1][-1].sum() / 1e6} for name, peak in peaks_mb.items()}
 show_bars(shown, "MB", "Held over one update: fewer bits make the hill lower, recompute cuts it off; the ground stays")
 
@@ -503,7 +507,6 @@ def share_changed(lr=1e-4):
 
 
 # %%
-guess_5.default(90)  # assumed if you gave no number above
 share, middle = ranks.run(share_changed)[0]
 print(guess_5.compare(100 * share))
 print(f"half of the changes are below {1e6 * middle:.0f} millionths; lost is, near a weight of")

@@ -73,10 +73,10 @@ guess_0 = predict("How many times smaller are the states if the optimizer's are 
 guess_0
 
 # %%
-guess_0.default(8)  # assumed if you gave no number above
 print(guess_0.compare(one / adam_state_bytes(7.5e9, zero_stage=1, num_ranks=64), how="counted"))
 
 # %% tags=["nbval-check-output"]
+guess_0.lock()
 print("GB a GPU      4 GPUs  16 GPUs  64 GPUs  1024 GPUs saves at most")
 for stage, shared in enumerate(("nothing", "optimizer", "+ gradients", "+ parameters")):
     sizes = [adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=n) / 1e9 for n in (4, 16, 64, 1024)]
@@ -85,6 +85,7 @@ for stage, shared in enumerate(("nothing", "optimizer", "+ gradients", "+ parame
     print(f"{stage} {shared:13}{row} {f'{end:.0f}x less' if end < 100 else 'n times less':>13}")
 
 # %%
+guess_0.lock()
 NAMES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 shown = {name: adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=64) / 1e9 for stage, name in enumerate(NAMES)}
 show_bars(
@@ -451,11 +452,11 @@ def fully_sharded(**options):
     return prepare
 
 
+guess_1.lock()
 bench("FSDP", fully_sharded())
 bench("FSDP, kept after forward", fully_sharded(reshard_after_forward=False))
 
 # %%
-guess_1.default(4)  # assumed if you gave no number above
 print(guess_1.compare(sent_psi["FSDP"]))
 
 # %% [markdown]
@@ -566,10 +567,10 @@ def step_with(machines=MACHINES, **sharding):
     return simulate(MODEL, machines, Plan(machines.num_devices, sharding=Sharding(**sharding)))
 
 
-guess_2.default(1.5)  # assumed if you gave no number above
 print(guess_2.compare(step_with(stage=3).duration_s / step_with(stage=0).duration_s, how="simulated"))
 
 # %% tags=["nbval-check-output"]
+guess_2.lock()
 for stage in range(4):
     step = step_with(stage=stage)
     memory = step.memory
@@ -607,12 +608,12 @@ guess_units
 # %%
 from simulator.viz import sharding_panel
 
+guess_units.lock()
 SMALLER = gpt_workload(hidden_size=2048, num_layers=24, num_heads=16, sequence_length=2048, vocab_size=51200)
 units = sharding_panel(SMALLER, MACHINES, Plan(64, sharding=Sharding(stage=3)), num_devices=(64, 8, 16, 32))
 units
 
 # %%
-guess_units.default(1)  # assumed if you gave no number above
 units.controls["unit_layers"].value = 2
 print(guess_units.compare(2, how="simulated"))
 print(units.text)
@@ -664,7 +665,6 @@ TRAINING = TrainingRun(WIDE, Plan(2, sharding=Sharding(stage=3)), num_updates=1,
 
 # %%
 overlay = overlay_of_run(RunResult(TRAINING, pair.run(time_training, TRAINING)))
-guess_3.default(40)  # assumed if you gave no number above
 print(guess_3.compare(overlay.middle_s[0] * 1e3))
 print(overlay)
 
@@ -677,6 +677,7 @@ print(overlay)
 # %%
 from simulator.viz import Timeline
 
+guess_3.lock()
 timeline = Timeline(overlay)
 timeline
 

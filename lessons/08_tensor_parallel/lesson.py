@@ -284,17 +284,19 @@ def ratio_of(t, wire, h=5120, s=2048, flops_per_s=GPU.matmul_flops_per_s):
     return 2 / 9 * (t - 1) * flops_per_s / (h * (1 + s / (6 * h)) * bytes_per_s)
 
 
+guess_0.lock()
+guess_1.lock()
 for name, wire in WIRES.items():
     row = "  ".join(f"t={t}: {1 / (1 + ratio_of(t, wire)):4.0%}" for t in (2, 4, 8))
     print(f"{name:20} busy  {row}")
 
 # %%
-guess_0.default(85)  # assumed if you gave no number above
-guess_1.default(60)
 print(guess_0.compare(100 / (1 + ratio_of(4, WIRES["NVLink"])), how="calculated"))
 print(guess_1.compare(100 / (1 + ratio_of(4, WIRES["Ethernet 100 Gb/s"])), how="calculated"))
 
 # %%
+guess_0.lock()
+guess_1.lock()
 shown = {name: {f"t={t}": 100 / (1 + ratio_of(t, wire)) for t in (2, 4, 8)} for name, wire in WIRES.items()}
 show_bars(shown, "%", "The wire decides how busy GPUs are that cut every layer", "by the formula, 13B model")
 
@@ -642,6 +644,7 @@ guess_2
 # %% exercise="08.sequence"
 
 # %% tags=["nbval-check-output"]
+guess_2.lock()
 ONE = {"hidden_size": 5120, "num_heads": 40, "sequence_length": 2048, "microbatch_size": 1, "recompute": "selective"}
 whole = activation_bytes_per_layer(**ONE)
 print(f"a layer of the 13B model, one sample, without attention's scores: {whole / 1e6:.0f} MB on one GPU")
@@ -651,6 +654,7 @@ for t in (2, 4, 8):
     print(f"  t={t}: {plain / 1e6:3.0f} MB a rank ({whole / plain:.1f}x less), {words}")
 
 # %%
+guess_2.lock()
 shown = {"one GPU": {"sequence whole": whole / 1e6}}
 for t in (2, 4, 8):
     kept = {on: activation_bytes_per_layer(**ONE, tensor=t, sequence_parallel=on) / 1e6 for on in (False, True)}
@@ -658,7 +662,6 @@ for t in (2, 4, 8):
 show_bars(shown, "MB", "Without the split, a part of the activations stays whole on every rank")
 
 # %%
-guess_2.default(4)  # assumed if you gave no number above
 print(guess_2.compare(whole / activation_bytes_per_layer(**ONE, tensor=4, sequence_parallel=True), how="counted"))
 split_losses, split_sent = ranks.run(partial(trained, sequence_parallel=True))[0]
 gap = max(abs(one - other) for one, other in zip(alone, split_losses, strict=True))
@@ -755,7 +758,6 @@ def seconds_alone(num_steps=8):
 # %%
 one_s = median(ranks.run(seconds_alone)[0])
 two_s = overlay.middle_s[0]
-guess_3.default(2)  # assumed if you gave no number above
 print(f"one process: {one_s * 1e3:.0f} ms, two ranks: {two_s * 1e3:.0f} ms; {guess_3.compare(one_s / two_s)}")
 shown = {
     "two ranks, predicted": 1e3 * overlay.middle_s[1],

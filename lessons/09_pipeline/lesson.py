@@ -63,7 +63,6 @@ def step_of_model(schedule, num_microbatches, *, batch=64, stages_per_rank=1, cl
 
 
 # %%
-guess_0.default(80)  # assumed if you gave no number above
 naive_step = step_of_model("naive", 1, batch=8)
 print(guess_0.compare(100 * (1 - naive_step.bubble_fraction), how="simulated"))
 show(draw_schedule(naive_step.trace))
@@ -79,6 +78,7 @@ states = adam_state_bytes(MODEL.num_parameters)
 print(f"{MODEL.num_parameters / 1e9:.1f} billion parameters: {states / 1e9:.0f} GB of states; four GPUs have 320 GB")
 
 # %% tags=["nbval-check-output"]
+guess_0.lock()
 busy = 1 - naive_step.bubble_fraction
 month = 4 * 3 * 24 * 30
 print(f"four GPUs cost {month:,} dollars a month; {month * (1 - busy):,.0f} of them pay for waiting")
@@ -236,7 +236,6 @@ from simulator import simulate_schedule
 
 THREE = ActionTimes(1, 1, 1)  # F, I and W, in milliseconds unless told
 gpipe_8 = schedule_of([gpipe_order(rank, 8) for rank in range(4)])
-guess_1.default(10)  # assumed if you gave no number above
 on_paper = simulate_schedule(gpipe_8, THREE)
 print(guess_1.compare(100 * on_paper.bubble_fraction, how="simulated"))
 show(draw_schedule(on_paper.trace))
@@ -421,10 +420,10 @@ for m, cost in ranks.run(costs_on_rank_0)[0].items():
         end="",
     )
     print(f", bubble {paper.bubble_fraction:.0%}: a step of {step_ms[m]:.0f} ms")
-guess_2.default(64)  # assumed if you gave no number above
 print(guess_2.compare(min(step_ms, key=step_ms.get), how="simulated"))
 
 # %%
+guess_2.lock()
 shown = {f"{m} micro-batches": milliseconds for m, milliseconds in step_ms.items()}
 show_bars(shown, "ms", "A step gets shorter, and then longer again", "batch of 64, four ranks, costs as measured here")
 
@@ -458,7 +457,6 @@ guess_3
 
 # %%
 bench("1F1B", schedule_of([one_f_one_b_order(rank, 4, 8) for rank in range(4)]))
-guess_3.default(20)  # assumed if you gave no number above
 shorter = 1 - seen["1F1B"][1].duration_s / seen["GPipe"][1].duration_s
 print(guess_3.compare(100 * shorter, how="simulated"))
 
@@ -472,10 +470,12 @@ print(guess_3.compare(100 * shorter, how="simulated"))
 # %%
 from simulator.viz import schedule_panel
 
+guess_3.lock()
 both = schedule_panel("gpipe", "one_f_one_b", ranks=4, microbatches=8)
 both
 
 # %%
+guess_3.lock()
 both.controls["microbatches"].value = 16
 print(both.text)
 
@@ -760,6 +760,7 @@ def shortest_step(ranks, plan):
 
 
 # %%
+guess_4.lock()
 SPEEDS, on_nodes = ("40MB/s", "1MB/s"), {}
 for speed in SPEEDS:
     nodes = Nodes(2, between=f"{speed},200us")
@@ -771,7 +772,6 @@ for words, row in on_nodes.items():
     print(f"{words:20} measured {row['measured']:4.0f} ms, on paper {row['on paper']:4.0f} ms")
 
 # %%
-guess_4.default(1.0)  # assumed if you gave no number above
 late, early = (on_nodes[f"{name}, {SPEEDS[-1]}"]["measured"] for name in ("interleaved", "1F1B"))
 print(guess_4.compare(late / early))
 show_bars(on_nodes, "ms", "A fast wire pays for the smaller bubble, a slow one does not", "a step of 8 micro-batches")

@@ -78,10 +78,10 @@ guess_0
 # %%
 QUESTION = Plan(data=2, tensor=8, pipeline=4, num_microbatches=32, recompute="selective")
 good, bad = (simulate(MODEL, MACHINE, QUESTION, order=order) for order in (GOOD, BAD))
-guess_0.default(2)  # assumed if you gave no number above
 print(guess_0.compare(bad.duration_s / good.duration_s, how="simulated"))
 
 # %% tags=["nbval-check-output"]
+guess_0.lock()
 for words, step in (("tensor inside a machine", good), ("tensor across machines", bad)):
     lost = MONTH * (1 - good.duration_s / step.duration_s)
     print(f"{words:24} {step.duration_s:6.2f} s a step, {step.utilization:4.0%} of peak; ", end="")
@@ -96,6 +96,7 @@ def show_bars(numbers, unit, title, subtitle=""):
     show(draw_bars(numbers, unit=unit, title=title, subtitle=subtitle))
 
 
+guess_0.lock()
 shown = {"tensor inside a machine": good.duration_s, "tensor across machines": bad.duration_s}
 show_bars(shown, "s", "The same GPUs and the same degrees: a step by the order of the axes")
 
@@ -339,10 +340,10 @@ whole = {
     if "norm" in name or "position" in name or name.endswith("output.bias") and "blocks" in name
 }
 count = sum(parameter.numel() for name, parameter in new_gpt().named_parameters() if name in whole)
-guess_1.default(10)  # assumed if you gave no number above
 print(guess_1.compare(100 * count / new_gpt().num_parameters, how="counted"))
 
 # %%
+guess_1.lock()
 all_of_it = new_gpt().num_parameters
 shown = {"whole on every tensor rank": count / 1e3, "split over tensor ranks": (all_of_it - count) / 1e3}
 show_bars(
@@ -663,12 +664,12 @@ counted = TrainingRun(model=MIDDLE, plan=PLACED, batch_size=32).count()
 measured = {words: max(two_nodes.run(step_seconds, order)) for words, order in ORDERS.items()}
 foretold = {words: simulate(counted, machine, PLACED, order=order).duration_s for words, order in ORDERS.items()}
 two_nodes.close()
-guess_3.default(2)  # assumed if you gave no number above
 print(guess_3.compare(measured["tensor across nodes"] / measured["tensor inside a node"]))
 for words in ORDERS:
     print(f"{words:22} measured {measured[words] * 1e3:4.0f} ms, predicted {foretold[words] * 1e3:4.0f} ms")
 
 # %%
+guess_3.lock()
 shown = {words: {"measured": 1e3 * measured[words], "predicted": 1e3 * foretold[words]} for words in ORDERS}
 show_bars(shown, "ms", "The axis that may not wait belongs inside the node", "a step on 2 x 2 ranks, 40 MB/s between")
 
@@ -712,10 +713,10 @@ def all_plans(num_ranks, batch, samples=1, most_stages=8):
 # %%
 steps = sorted((simulate(MODEL, MACHINE, plan) for plan in all_plans(64, 64)), key=lambda step: step.duration_s)
 fitting = [step for step in steps if step.memory.max_bytes < 80e9]
-guess_2.default(8)  # assumed if you gave no number above
 print(guess_2.compare(fitting[0].plan.tensor, how="simulated"))
 
 # %% tags=["nbval-check-output"]
+guess_2.lock()
 print(f"{len(steps)} plans, {len(fitting)} of them fit 80 GB; waited for, in seconds:")
 for step in fitting:
     plan, waited = step.plan, step.exposed_by_axis

@@ -47,6 +47,7 @@ guess_0
 # %% tags=["nbval-check-output"]
 from simulator import activation_bytes_per_layer, adam_state_bytes, cluster, gpt_num_parameters
 
+guess_0.lock()
 H, LAYERS, HEADS, LONG = 4096, 32, 32, 131_072
 states = adam_state_bytes(gpt_num_parameters(H, LAYERS, LONG, 51200), zero_stage=3, num_ranks=8)
 rest = activation_bytes_per_layer(H, HEADS, LONG, 1, recompute="selective")
@@ -67,7 +68,6 @@ def show_bars(numbers, unit, title, subtitle=""):
     show(draw_bars(numbers, subtitle=subtitle, **words))
 
 
-guess_0.default(50)  # assumed if you gave no number above
 print(guess_0.compare(SCORES / 1e9, how="counted"))
 needs = {"scores of one layer": SCORES, "all else, all layers": LAYERS * rest, "states": states, "a GPU has": 80e9}
 needs_gb = {name: size / 1e9 for name, size in needs.items()}
@@ -160,12 +160,12 @@ guess_1 = predict("How many times as many pairs does rank 3 compute as rank 0?",
 guess_1
 
 # %% tags=["nbval-check-output"]
+guess_1.lock()
 pairs = [sum(position + 1 for position in range(rank * 1024, (rank + 1) * 1024)) for rank in range(4)]
 print("pairs of query and key, straight:", ", ".join(f"{count:,}" for count in pairs))
 print(f"all wait for rank 3, which has {4 * pairs[3] / sum(pairs):.2f} times an even share")
 
 # %%
-guess_1.default(4)  # assumed if you gave no number above
 print(guess_1.compare(pairs[3] / pairs[0], how="counted"))
 
 # %% [markdown]
@@ -304,6 +304,7 @@ guess_2
 # %% tags=["nbval-check-output"]
 from simulator import device, link
 
+guess_2.lock()
 flops = device("h100-sxm").matmul_flops_per_s
 WIRES = ("nvlink4", "infiniband-ndr", "ethernet-100g")
 print(f"an H100 with {flops / 1e12:.0f} TFLOP/s hides hops from so many positions a rank:")
@@ -313,7 +314,6 @@ for wire in WIRES:
     print(f"  {wire:15} {per_s / 1e9:5.0f} GB/s: {alone}; {shared} with 8 query heads per key head")
 
 # %%
-guess_2.default(4096)  # assumed if you gave no number above
 infiniband = max(protocol.bytes_per_s for protocol in link("infiniband-ndr").protocols)
 print(guess_2.compare(2 * flops / infiniband, how="calculated"))
 
@@ -452,13 +452,13 @@ guess_ring = predict("How long is this step, in milliseconds?", unit="ms")
 guess_ring
 
 # %%
-guess_ring.default(100)  # assumed if you gave no number above
 print(guess_ring.compare(overlay.middle_s[0] * 1e3))
 print(overlay)
 
 # %%
 from simulator.viz import Timeline
 
+guess_ring.lock()
 timeline = Timeline(overlay)
 timeline
 
@@ -544,13 +544,13 @@ guess_3 = predict("How many times the work of one feed-forward layer?", unit="ti
 guess_3
 
 # %% tags=["nbval-check-output"]
+guess_3.lock()
 h, e, k = 4096, 8, 2
 one = 8 * h * h  # parameters of a feed-forward layer, without biases
 print(f"parameters: {e * one / 1e6:.0f} million for {one / 1e6:.0f}; router {h * e / 1e3:.0f} thousand")
 print(f"operations a token, forward: {k * 2 * one / 1e6:.0f} million for {2 * one / 1e6:.0f}")
 
 # %%
-guess_3.default(8)  # assumed if you gave no number above
 print(guess_3.compare(k, how="counted"))
 
 # %% [markdown]
@@ -781,6 +781,7 @@ def layer_time(shares):
 
 
 # %%
+guess_4.lock()
 shown = {}
 for shares in ((0.25, 0.25, 0.25, 0.25), (0.4, 0.2, 0.2, 0.2), (0.7, 0.1, 0.1, 0.1)):
     times, rows = zip(*ranks.run(layer_time, shares), strict=True)
@@ -788,7 +789,6 @@ for shares in ((0.25, 0.25, 0.25, 0.25), (0.4, 0.2, 0.2, 0.2), (0.7, 0.1, 0.1, 0
     shown[f"{shares[0]:.0%} to expert 0"] = {"measured": max(times) * 1e3, "predicted": fullest * ROW_S * 1e3}
     print(f"rows a rank {rows}: {max(times) * 1e3:.1f} ms measured, {fullest * ROW_S * 1e3:.0f} ms predicted;", end=" ")
     print(f"ranks busy {sum(rows) / 4 / fullest:.0%} of it on average")
-guess_4.default(50)  # assumed if you gave no number above
 print(guess_4.compare(160 * ROW_S * 1e3, how="predicted"))
 show_bars(shown, "ms", "A layer takes as long as its fullest rank")
 

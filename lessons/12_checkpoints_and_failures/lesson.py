@@ -60,12 +60,12 @@ guess_0
 from simulator import RATES
 
 PER_HOUR = RATES["llama-3"].per_device_hour  # of one GPU: 419 in 54 days on 16,384
-guess_0.default(24)  # assumed if you gave no number above
 print(guess_0.compare(1 / (1024 * PER_HOUR), how="counted"))
 
 # %% tags=["nbval-check-output"]
 import math
 
+guess_0.lock()
 print("GPUs      hours between failures    a day of training, begun anew after each failure, takes")
 for gpus in (8, 1024, 4096, 16384):
     mean = 1 / (gpus * PER_HOUR)  # hours
@@ -143,7 +143,6 @@ def save_in_place(folder, step, state):
 
 found = {"torch.save in place": killed_while(save_in_place)}
 moments = found["torch.save in place"]
-guess_1.default(10)  # assumed if you gave no number above
 print(guess_1.compare(100 * moments.count("nothing") / len(moments), how="tried"))
 
 
@@ -178,6 +177,7 @@ def show_moments(title):
     show(draw_boxes(rows, title, "moments, in their order"), loads)
 
 
+guess_1.lock()
 show_moments("Between its first moment and its last, torch.save leaves a file that does not load")
 
 # %% [markdown]
@@ -290,7 +290,6 @@ def go_on_with(*names):
 SAVED = ("weights", "optimizer", "schedule", "random")
 after = {" + ".join(SAVED[:count]): go_on_with(*SAVED[:count]) for count in (1, 2, 3, 4)}
 gaps = {name: [abs(a - b) for a, b in zip(losses, without_failure[20:], strict=True)] for name, losses in after.items()}
-guess_2.default(0.01)  # assumed if you gave no number above
 print(guess_2.compare(gaps["weights"][-1]))
 
 
@@ -310,6 +309,7 @@ def draw_lines(lines, title, below, beside, look=("-", "--", ":", "-"), **own):
 
 
 # %%
+guess_2.lock()
 worst = ", ".join(f"{name}: {max(gap):.3f}" for name, gap in gaps.items())
 lines = {name: (range(21, 41), gap) for name, gap in gaps.items()}
 title = "Only with everything restored is it the same run"
@@ -490,7 +490,6 @@ good, chance = file.getvalue(), random.Random(0)
 damaged = [flipped(good, chance) for _ in range(60)]
 seen = {"torch.load": sum(map(notices, damaged))}
 seen["SHA-256"] = sum(hashlib.sha256(data).digest() != hashlib.sha256(good).digest() for data in damaged)
-guess_3.default(60)  # assumed if you gave no number above
 print(guess_3.compare(seen["torch.load"], how="tried"))
 show_bars(seen, "of 60", "torch.load takes a flipped bit for a number; a checksum sees every one")
 
@@ -647,7 +646,6 @@ from simulator import Failures, young_s
 
 LLAMA = Failures("llama-3", restart_s=600)
 mtbf = LLAMA.mtbf_s(16384)
-guess_4.default(60)  # assumed if you gave no number above
 print(guess_4.compare(young_s(3.0, mtbf) / 60, how="by the formula"))
 
 # %% [markdown]

@@ -111,7 +111,6 @@ guess_0
 # %%
 well = ranks.run(train)[0]
 well_ms, sick_ms = (1e3 * sorted(profile.step_s)[3] for profile in (well, sick))
-guess_0.default(66)  # assumed if you gave no number above
 print(guess_0.compare(well_ms))
 print(f"with the fault {sick_ms:.0f} ms: {sick_ms / well_ms:.2f} times as long")
 
@@ -194,7 +193,6 @@ guess_2
 
 # %%
 apart = ranks.run(train, (), (), False)[0]
-guess_2.default(10)  # assumed if you gave no number above
 apart_ms = 1e3 * sorted(apart.step_s)[3]
 print(guess_2.compare(apart_ms - well_ms))
 print(f"exposed on rank 0: {exposed_ms(well, 0):.1f} ms with overlap, {exposed_ms(apart, 0):.1f} ms without")
@@ -250,7 +248,6 @@ def lateness_ms(profile):
 costs_ms = lateness_ms(sick)
 worst = costs_ms.index(max(costs_ms))
 show_bars({f"rank {rank}": cost for rank, cost in enumerate(costs_ms)}, "ms", "What each rank's lateness costs a step")
-guess_1.default(0)  # assumed if you gave no number above
 print(guess_1.compare(worst, how="computed"))
 print(f"without its lateness a step would take {sick_ms - max(costs_ms):.0f} ms; a healthy one took {well_ms:.0f} ms")
 
@@ -270,6 +267,7 @@ def four_parts(profile):
     return [{part: time_ns / 1e6 for part, time_ns in parts.items()} for parts in plain_profile(step)]
 
 
+guess_1.lock()
 shown = {f"rank {rank}": parts for rank, parts in enumerate(four_parts(sick))}
 show_bars(shown, "ms", "The straggler computes, and the others wait for it")
 
@@ -284,6 +282,7 @@ show_bars(shown, "ms", "The straggler computes, and the others wait for it")
 # %%
 from distlab.profile import report
 
+guess_1.lock()
 print(report(sick))
 
 # %% [markdown]
@@ -552,7 +551,6 @@ names = [name for name, _ in new_model().named_parameters()]
 step, tensor, rank = found[0]
 print(f"flipped: step {flip[0]}, rank {flip[1]}; found: step {step}, rank {rank}, in {names[tensor]}")
 looks = ranks.records().rank(0).num_calls("all_gather") - 1
-guess_3.default(64)  # assumed if you gave no number above
 print(guess_3.compare(looks))
 
 # %% [markdown]

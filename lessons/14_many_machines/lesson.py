@@ -55,7 +55,6 @@ guess_0 = predict("Two machines at 24 dollars an hour wait ten minutes. What doe
 guess_0
 
 # %%
-guess_0.default(4)  # assumed if you gave no number above
 print(guess_0.compare(2 * 24 * 10 / 60, how="counted"))
 
 # %% [markdown]
@@ -336,7 +335,6 @@ from simulator.viz import draw_bars
 
 with Ranks(4, nodes=Nodes(2, between="40MB/s,200us"), record=False) as ranks:
     flat_s, two_s = (max(own) for own in zip(*ranks.run(time_levels), strict=True))
-guess_1.default(1)  # assumed if you gave no number above
 print(guess_1.compare(two_s / flat_s))
 bars = {"a flat ring": flat_s * 1e3, "two levels": two_s * 1e3}
 words = {"unit": "ms", "title": "Two levels: no rank's slow wire carries more than a third of what it did"}

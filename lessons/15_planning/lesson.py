@@ -109,13 +109,13 @@ guess_0
 # %%
 from simulator.viz import strategy_panel
 
+guess_0.lock()
 map_panel = strategy_panel(("gpt-2-1.5b", "llama-2-7b", "qwen-2.5-32b", "llama-2-70b"), (1, 8, 32, 128))
 map_panel
 
 # %%
 map_panel.controls["batch_size"].value = 256
 rows = [line for line in map_panel.text.splitlines()[1:] if "does not fit" not in line]
-guess_0.default(80)  # assumed if you gave no number above
 print(guess_0.compare(100 * sum("FSDP (ZeRO-3) (data" in row for row in rows) / len(rows), how="searched"))
 
 # %% [markdown]
@@ -165,6 +165,7 @@ guess_1
 # %%
 from simulator import memory_of
 
+guess_1.lock()
 SIZES = (MODEL.num_parameters, LAYERS, HIDDEN, SEQUENCE)
 PLANS = {
     "data 8, tensor 4, pipeline 4": plan_of(8, 4, 4),
@@ -180,7 +181,6 @@ held = {
 show_bars(held, "GB", "A formula of ten lines beside a count of every tensor", "an H100 has 80 GB")
 
 # %%
-guess_1.default(10)  # assumed if you gave no number above
 errors = {name: one["yours"] / one["counted"] - 1 for name, one in held.items()}
 print(guess_1.compare(100 * max(map(abs, errors.values()))))
 print(", ".join(f"{error:+.0%}" for error in errors.values()))
@@ -212,6 +212,7 @@ guess_2 = predict("How far is your formula from the simulated step, at most, on 
 guess_2
 
 # %%
+guess_2.lock()
 first_order = {name: plan for name, plan in PLANS.items() if plan.sharding.stage < 3}
 times = {
     name: {
@@ -223,7 +224,6 @@ times = {
 show_bars(times, "s", "Four terms beside a simulation of every layer and message")
 
 # %%
-guess_2.default(10)  # assumed if you gave no number above
 gaps = [one["yours"] / one["simulated"] - 1 for one in times.values()]
 print(guess_2.compare(100 * max(map(abs, gaps)), how="simulated"))
 print(", ".join(f"{gap:+.0%}" for gap in gaps))
@@ -388,11 +388,11 @@ def best_bill(num_gpus, model=LLAMA, run=RUN):
 from simulator import curve
 from simulator.viz import draw_cost_curve
 
+guess_3.lock()
 costs = curve([best_bill(num_gpus) for num_gpus in (32, 64, 128, 256, 512)])
 show(draw_cost_curve(costs))
 
 # %%
-guess_3.default(30)  # assumed if you gave no number above
 print(guess_3.compare(100 * (costs.bills[4].dollars / costs.bills[1].dollars - 1), how="simulated"))
 
 # %% [markdown]

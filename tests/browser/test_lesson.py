@@ -4,10 +4,11 @@
 lesson, with the solutions in its cells.
 """
 
+import json
 import shutil
 
 import pytest
-from browser_lab import ROOT, open_notebook
+from browser_lab import ROOT, open_notebook, write_notebook
 
 LESSON = "01_ranks_and_messages"
 OTHERS = sorted(path.parent.name for path in ROOT.glob("lessons/*/solution.ipynb") if path.parent.name != LESSON)
@@ -38,6 +39,36 @@ def test_every_cell_of_lesson_01_runs_and_its_pictures_move(server):
         assert page.locator(".distlab-timeline canvas").count() >= 1
         output = page.locator(".jp-OutputArea-output pre").first
         assert output.evaluate("(text) => getComputedStyle(text).wordBreak") == "normal"  # lines end between words
+
+
+ASKED = [
+    "%load_ext distlab.course.notebook",
+    "one = predict('How long?', 'ms'); one",
+    "two = predict('How far?', 'm'); two",
+]
+ASKED += ["print('secret', one.compare(5))", "two.lock(); print('hidden'); value = two.compare(7)"]
+
+
+@pytest.mark.timeout(300)
+def test_what_answers_a_question_opens_with_a_number_or_by_show_me_and_only_the_number_is_kept(server):
+    work, base, token = server
+    write_notebook(work / "asked.ipynb", ASKED)
+    with open_notebook(f"{base}/lab/tree/asked.ipynb?token={token}&reset", base) as lesson:
+        lesson.page.set_default_timeout(90_000)
+        lesson.run_all()
+        first, second = (lesson.page.locator(".jp-OutputArea pre", has_text=text) for text in ("secret", "hidden"))
+        lesson.page.get_by_text("Predict first: How far?").last.wait_for()
+        assert (first.count(), first.is_visible(), second.count(), second.is_visible()) == (1, False, 1, False)
+        lesson.page.get_by_placeholder("your number").first.fill("4")
+        lesson.page.keyboard.press("Enter")
+        first.wait_for()
+        lesson.page.get_by_text("(you predicted 4 ms, measured 5 ms: 1.2x too little)").last.wait_for()
+        assert not second.is_visible()
+        lesson.page.locator("button", has_text="Show me").last.click()
+        second.wait_for()
+        assert (lesson.trouble(), lesson.console, lesson.offsite) == ([], [], [])
+    kept = json.loads((work / "progress.json").read_text())
+    assert [*kept["predictions"].items(), *kept["measured"].values()] == [("How long? (ms)", 4.0), 7.0, 5.0]
 
 
 @pytest.mark.soak  # 14 whole lessons, half a minute each on a machine that does nothing else

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import sys
 import tempfile
@@ -27,6 +28,7 @@ MARKER = ".distlab-work"
 FILE = "progress.json"
 MINE = "mine"  # --impl mine: the learner's working copy of the lesson
 SCHEMA = 1
+OPEN = "open"  # in MARKER: nothing is closed, as the builder and an instructor want it
 FAILED_CHECKS = 3  # wrong answers before the solution is shown
 OUTSIDE = "Your progress is not kept: that is done for answers in the folder that `distlab lesson start` makes."
 
@@ -68,10 +70,12 @@ class Record:
     Attributes:
         exercises: what is known about each exercise, by its name.
         predictions: the numbers that the learner gave, by the question with its unit.
+        measured: what came true, as it was first shown, by the same name; without a prediction where none was given.
     """
 
     exercises: dict[str, Entry] = field(default_factory=dict)
     predictions: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
 
 
 _remembered = Record()  # outside a folder of working copies
@@ -124,7 +128,7 @@ def keep(report: Report, start: Path | None = None) -> str:
         entry = replace(entry, first_passed=entry.first_passed or time, last_passed=time)
         return replace(entry, budget=report.budget, seconds=round(report.seconds, 3))
 
-    told = change_entry(name, updated, start)
+    told = change_entry(name, updated, start) or ("" if work_folder(start) else OUTSIDE)
     entry = entry_of(name, start)
     if report.passed or entry.failed != FAILED_CHECKS or entry.passed or entry.solution_seen:
         return told
@@ -133,7 +137,7 @@ def keep(report: Report, start: Path | None = None) -> str:
 
 
 def change_entry(name: str, alter: Callable[[Entry], Entry], start: Path | None = None) -> str:
-    """Replace what is known about one exercise; return one line where it was not kept, or where more must be told."""
+    """Replace what is known about one exercise; return one line where it cannot be kept, or where more must be told."""
 
     def change(record: Record) -> None:
         record.exercises[name] = alter(record.exercises.get(name, Entry()))
@@ -142,24 +146,25 @@ def change_entry(name: str, alter: Callable[[Entry], Entry], start: Path | None 
 
 
 def keep_prediction(question: str, value: float, start: Path | None = None) -> str:
-    """Write down the number that the learner gave; return one line where it was not kept, or more must be told."""
+    """Write down the number that the learner gave; return one line where it cannot be kept, or more must be told."""
     return _change(lambda record: record.predictions.update({question: value}), start)
 
 
-def load_progress(start: Path | None = None) -> dict[str, Entry]:
-    """Return what is known about each exercise, by name; empty outside a work folder or where the file is damaged."""
-    folder = work_folder(start)
-    return {} if folder is None else _load(folder).exercises
+def keep_measured(question: str, value: float) -> None:
+    """Write down what came true, where that was not known; infinity is left out, as JSON has no such number."""
+    if math.isfinite(value):
+        _change(lambda record: record.measured.setdefault(question, value), None)
+
+
+def closes() -> bool:
+    """Return whether answers stay closed until they are predicted: in a folder of working copies that is not OPEN."""
+    folder = work_folder()
+    return folder is not None and (folder / MARKER).read_text("utf-8").strip() != OPEN
 
 
 def entry_of(name: str, start: Path | None = None) -> Entry:
     """Return what is known about one exercise; outside a work folder, what this process remembers of it."""
-    return _known(start).exercises.get(name, Entry())
-
-
-def prediction_of(question: str, start: Path | None = None) -> float | None:
-    """Return the number that the learner gave to a question, or None."""
-    return _known(start).predictions.get(question)
+    return record_of(start).exercises.get(name, Entry())
 
 
 def now() -> str:
@@ -167,26 +172,23 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _known(start: Path | None) -> Record:
+def record_of(start: Path | None = None) -> Record:
+    """Return all that is known; outside a work folder what this process remembers, nothing where a file is damaged."""
     folder = work_folder(start)
-    return _remembered if folder is None else _load(folder)
-
-
-def _load(folder: Path) -> Record:
     try:
-        return _parse((folder / FILE).read_bytes())
+        return _remembered if folder is None else _parse((folder / FILE).read_bytes())
     except (OSError, ValueError):
         return Record()
 
 
-def _change(alter: Callable[[Record], None], start: Path | None) -> str:
+def _change(alter: Callable[[Record], object], start: Path | None) -> str:
     """Read the folder's record, alter it and write it, under the lock; return what must be told, in one line."""
     import fcntl
 
     folder = work_folder(start)
     if folder is None:
         alter(_remembered)
-        return OUTSIDE
+        return ""
     try:
         with open(folder / MARKER, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # the system releases it when a process ends
@@ -224,12 +226,15 @@ def _parse(data: bytes) -> Record:
         raise ValueError("it has no exercises")
     if found.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {found.get('schema')!r}, not {SCHEMA}")
-    predictions = found.get("predictions", {})
-    numbers: list[Any] = [*predictions.values()] if isinstance(predictions, dict) else [None]
-    if any(type(one) not in (int, float) or not abs(one) <= sys.float_info.max for one in numbers):
-        raise ValueError("its predictions are damaged")
     exercises = {str(name): _entry(name, fields) for name, fields in found["exercises"].items()}
-    return Record(exercises, {str(question): float(value) for question, value in predictions.items()})
+    return Record(exercises, *(_numbers(name, found.get(name, {})) for name in ("predictions", "measured")))
+
+
+def _numbers(name: str, found: Any) -> dict[str, float]:
+    values: list[Any] = [*found.values()] if isinstance(found, dict) else [None]
+    if any(type(one) not in (int, float) or not abs(one) <= sys.float_info.max for one in values):
+        raise ValueError(f"its {name} are damaged")
+    return {question: float(value) for question, value in found.items()}
 
 
 def _entry(name: str, found: Any) -> Entry:
@@ -242,12 +247,12 @@ def _entry(name: str, found: Any) -> Entry:
 
 def _write(folder: Path, record: Record) -> None:
     """Replace the file in one step, so that a reader or a crash sees the old one or the new one."""
-    exercises = {name: asdict(entry) for name, entry in sorted(record.exercises.items())}
-    data = {"schema": SCHEMA, "exercises": exercises, "predictions": dict(sorted(record.predictions.items()))}
+    exercises = {name: asdict(entry) for name, entry in record.exercises.items()}
+    data = {"schema": SCHEMA, "exercises": exercises, "predictions": record.predictions, "measured": record.measured}
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".progress-")
     try:
         with open(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=2)
+            json.dump(data, file, indent=2, sort_keys=True)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from distlab.comm.command import runnable
 from distlab.course.grading.lesson import lessons_folder
-from distlab.course.grading.progress import MARKER, OUTSIDE, Entry, copy_in, load_progress, now, work_folder
+from distlab.course.grading.progress import MARKER, OUTSIDE, Entry, copy_in, now, record_of, work_folder
 from distlab.course.notebook.stuck import Note
 from distlab.course.page import page as html_page
 from distlab.measure import gpu_names, num_cores
@@ -228,7 +228,7 @@ def _row(lessons: Path, folder: str, can: str, progress: Mapping[str, Entry]) ->
 
 def course_map(lessons: Path | None = None, work: Path | None = None) -> CourseMap:
     """Return the map of the course, with your progress; a notebook shows it as a table with links."""
-    return CourseMap(rows(lessons or lessons_folder(), load_progress(work)), this_machine_can())
+    return CourseMap(rows(lessons or lessons_folder(), record_of(work).exercises), this_machine_can())
 
 
 def this_machine_can() -> str:
@@ -312,7 +312,7 @@ def write_page(lessons: Path, work: Path) -> Path:
     """
     if work_folder(work) is None:
         raise ValueError(f"{work} has no working copies: `distlab lesson start` makes them, --work names their folder")
-    progress = load_progress(work)
+    progress = record_of(work).exercises
     (work / PAGE).write_text(page(rows(lessons, progress), progress, day=now()[:10]), encoding="utf-8")
     return work / PAGE
 

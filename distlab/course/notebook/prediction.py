@@ -1,22 +1,22 @@
 """A number that you commit to before a run, to compare with what is measured, or simulated.
 
-Only a number that you gave counts as your answer, and only that is kept, in the file of your progress.
+In the folder of your working copies, what answers a question stays closed until then. Only a number that you gave
+before you saw the answer is yours, and only that is kept, in the file of your progress, beside what came true.
 """
 
 from __future__ import annotations
 
+import functools
 import html
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from distlab.course.grading.progress import OUTSIDE, keep_prediction, prediction_of
+from distlab.course.grading.progress import closes, keep_measured, keep_prediction, record_of
+from distlab.course.notebook.ranks import CellError
 
-
-class PredictionError(ValueError):
-    """A number that cannot be the answer; a notebook shows its text alone."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [str(self)]
+CLOSED = "distlab-closed"  # an output that shows a box of this class shows nothing else, but for errors
+STYLE = f"<style>.jp-OutputArea:has(.{CLOSED})>:not(:has(.{CLOSED},[data-mime-type*=err])){{display:none}}</style>"
 
 
 class Prediction:
@@ -26,52 +26,71 @@ class Prediction:
         question: what is asked.
         unit: of the number.
         signed: whether the answer may be negative.
-        value: the number, given or assumed, or None while there is neither.
-        given: whether you gave the number, now or in an earlier run; False where a lesson assumed it.
+        value: the number that you gave, now or in an earlier run, or None.
+        shown: whether you have seen what came true; a number that comes later does not count.
     """
 
     def __init__(self, question: str, unit: str = "", *, signed: bool = False) -> None:
         self.question, self.unit, self.signed = question, unit, signed
-        self.value: float | None = None
+        self.key = f"{question} ({unit})" if unit else question  # its name in the file of progress
+        record = record_of()
+        earlier, self.shown = record.predictions.get(self.key), self.key in record.measured
+        self.value = None if earlier is None or self._refusal(earlier) else earlier
+        self._cell, self._places = -1, list[Any]()  # the last closed one, by its number, and where it shows the box
+        self._later: Callable[[], str] | None = None  # compares, once that may be seen
+        self._compared = ""
         self._box: Any = None
-        earlier = prediction_of(self._key)
-        if earlier is not None and not self._refusal(earlier):
-            self.value = earlier
-        self.given = self.value is not None
-
-    def commit(self, value: float) -> str:
-        """Commit to a number in code and keep it; return it in words.
-
-        Raises:
-            PredictionError: it is not a finite number, or it is negative where that cannot be.
-        """
-        told = self._give(value)
-        return f"your prediction: {self._number(value)}{told}"
-
-    def default(self, value: float) -> None:
-        """Assume a number where you gave none. It is not your answer: the box stays empty, and it is not kept.
-
-        Raises:
-            PredictionError: it is not a finite number, or it is negative where that cannot be.
-        """
-        if not self.given:
-            self._set(value)
 
     @property
-    def answer(self) -> str:
-        """What you said, in a sentence; it says so where you gave no number."""
-        if self.given and self.value is not None:
-            return f"You said {self._number(self.value)}."
-        assumed = "" if self.value is None else f"; {self._number(self.value)} was assumed"
-        return f"You gave no number{assumed}."
+    def closed(self) -> bool:
+        """Whether what answers the question is not to be seen yet."""
+        return self.value is None and not self.shown and closes()
+
+    def lock(self) -> bool:
+        """Close what this cell shows until you commit to a number or press "Show me"; return whether it is closed."""
+        from IPython import display, get_ipython
+
+        number = 0 if (shell := get_ipython()) is None else shell.execution_count
+        if self.closed and number != self._cell:
+            self._cell = number
+            self._places += [display.display(self, display_id=True)] if shell else []  # type: ignore[no-untyped-call]
+        return self.closed
+
+    def commit(self, value: float) -> str:
+        """Commit to a number in code and keep it; return what is known now. What is closed opens.
+
+        Raises:
+            CellError: it is not a finite number, or it is negative where that cannot be.
+        """
+        if refusal := self._refusal(value):
+            raise CellError(f"a prediction is {refusal}; got {value!r}")
+        if self.shown:
+            return f"{self!r} (you have seen the answer: a number that comes later does not count)"
+        self.value = float(value)
+        told = keep_prediction(self.key, self.value)
+        self._open()
+        return f"{self!r} ({told})" if told else repr(self)
+
+    def show_me(self) -> str:
+        """Open what is closed without a number of yours, of which none is kept; return what is known now."""
+        self.shown = True
+        self._open()
+        return repr(self)
 
     def compare(self, measured: float, *, how: str = "measured") -> str:
-        """Compare the prediction with the number, in words; `how` says where that comes from: "simulated"."""
+        """Compare the prediction with the number, in words; `how` says where that comes from: "simulated".
+
+        Without a prediction the cell is closed, as by `lock`, and the words stand beside the box when it opens.
+        """
+        if self.lock():
+            self._later = functools.partial(self.compare, measured, how=how)
+            return "Your prediction stands above." if self._places else repr(self)
+        if self.value is not None or self.shown:
+            self.shown = True
+            keep_measured(self.key, float(measured))
         result = f"{how} {self._number(measured)}"
         if self.value is None:
-            return f"{result}; you predicted nothing\n(type a number above, or call .commit(3.0), before the run)"
-        if not self.given:
-            return f"{result}. {self.answer}"
+            return f"{result}. You gave no number."
         words = f"you predicted {self._number(self.value)}, {result}"
         if self.value == measured:
             return f"{words}: exactly"
@@ -80,33 +99,38 @@ class Prediction:
         ratio = self.value / measured
         if 0.9 <= ratio <= 1.1:
             return f"{words}: within {abs(ratio - 1):.0%}"
-        return f"{words}: {_times(ratio)} too much" if ratio > 1 else f"{words}: {_times(1 / ratio)} too little"
+        times, which = (ratio, "too much") if ratio > 1 else (measured / self.value, "too little")
+        return f"{words}: {times:,.0f}x {which}" if times >= 100 else f"{words}: {times:.2g}x {which}"
 
     def __repr__(self) -> str:
-        answer = self._number(self.value) if self.given and self.value is not None else "not answered yet"
-        return f"Predict: {self.question} ({answer})"
+        if self.closed and self._cell >= 0:
+            words = "closed until you commit to a number or press Show me; in code: .commit(3.2) or .show_me()"
+            return f"Predict first: {self.question} ({words})"
+        none = "shown without a number" if self.shown else "not answered yet"
+        said = self._compared or (none if self.value is None else self._number(self.value))
+        return f"Predict: {self.question} ({said})"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        return {**self._widget()._repr_mimebundle_(), "text/plain": repr(self)}
+        self._box = self._box or self._make_box()
+        self._tell()
+        return {**self._box._repr_mimebundle_(), "text/plain": repr(self)}
 
-    @property
-    def _key(self) -> str:
-        """The question as the file of progress names it, with its unit."""
-        return f"{self.question} ({self.unit})" if self.unit else self.question
+    def _open(self) -> None:
+        """Open the closed cells, with the comparison beside their boxes."""
+        self._compared = "" if self._later is None else self._later()
+        self._tell()
+        for place in self._places:
+            place.update(self)  # a notebook that is saved has these words
 
-    def _give(self, value: float) -> str:
-        """Take a number as the learner's and keep it; return what must be told about that, in brackets, or ""."""
-        self._set(value)
-        self.given = True
+    def _tell(self, words: str = "") -> None:
+        """Say beside the box how things stand, or these words about what was typed."""
         if self._box is not None:
-            self._box.value = _text_of(float(value))
-        told = keep_prediction(self._key, float(value))
-        return "" if told in ("", OUTSIDE) else f" ({told})"
-
-    def _set(self, value: float) -> None:
-        if refusal := self._refusal(value):
-            raise PredictionError(f"a prediction is {refusal}; got {value!r}")
-        self.value = float(value)
+            said, row, _ = self._box.children
+            if self.value is not None:
+                row.children[0].value = repr(self.value).removesuffix(".0")  # reading it gives the same number
+            row.layout.display = "none" if self.shown else None
+            said.value = html.escape(words or repr(self))
+            (self._box.add_class if self.closed else self._box.remove_class)(CLOSED)
 
     def _refusal(self, value: Any) -> str:
         """Return what a prediction must be where this value cannot be one, else ""."""
@@ -122,53 +146,40 @@ class Prediction:
     def _number(self, value: float) -> str:
         return f"{value:.4g} {self.unit}".rstrip()
 
-    def _widget(self) -> Any:
-        """Make the question with its box."""
+    def _make_box(self) -> Any:
+        """Make the question with its box and buttons; each place that shows it shows these."""
         from ipywidgets import HTML, Button, HBox, Label, Layout, Text, VBox
 
-        said = HTML(html.escape(repr(self)))
-        typed = _text_of(self.value) if self.given and self.value is not None else ""
-        self._box = box = Text(typed, placeholder="your number", continuous_update=False, layout=Layout(width="9em"))
+        box = Text(placeholder="your number", continuous_update=False, layout=Layout(width="9em"))
         box.tooltip = self.question
-        button = Button(description="Commit", tooltip="Fix this number as your prediction", layout=Layout(width="7em"))
+        commit = Button(description="Commit", tooltip="Fix this number as your prediction", layout=Layout(width="7em"))
+        show = Button(description="Show me", tooltip="See it without a number of yours", layout=Layout(width="7em"))
 
-        def take(_: object) -> None:
-            said.value = html.escape(self._typed(box.value))
+        box.observe(lambda _: self._typed(box.value), names="value")  # Enter, or leaving the box
+        commit.on_click(lambda _: self._typed(box.value))
+        show.on_click(lambda _: self.show_me())
+        return VBox([HTML(), HBox([box, Label(self.unit), commit, show]), HTML(STYLE)])
 
-        box.observe(take, names="value")  # Enter, or leaving the box
-        button.on_click(take)
-        return VBox([said, HBox([box, Label(self.unit), button])])
-
-    def _typed(self, text: str) -> str:
-        """Commit to what was typed; return the text to show next to the box."""
-        if not text.strip():
-            kept = f"; {self._number(self.value)} stays your answer" if self.given and self.value is not None else ""
-            return f"Predict: {self.question} (Type a number first{kept}.)"
+    def _typed(self, text: str) -> None:
+        """Commit to what was typed, and say beside the box what became of it."""
+        text, fault = text.strip(), "Type a number first."
         try:
-            number = float(text.strip().removesuffix(self.unit))
+            if (number := float(text.removesuffix(self.unit))) == self.value:  # this program wrote it there
+                return
+            refusal = self._refusal(number)
+            fault = f"{text!r} cannot be the answer: write {refusal}" if refusal else ""
         except ValueError:
-            return f"Predict: {self.question} ({text.strip()!r} is not a number; write one such as 3.2 or 1000)"
-        if refusal := self._refusal(number):
-            return f"Predict: {self.question} ({text.strip()!r} cannot be the answer: write {refusal})"
-        told = self._give(number)
-        return f"{self!r}{told}"
+            fault = f"{text!r} is not a number; write one such as 3.2 or 1000" if text else fault
+        self._tell(f"Predict: {self.question} ({fault})" if fault else self.commit(number))
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.2g}x"
-
-
-def _text_of(value: float) -> str:
-    """Write a number so that reading it gives the same one."""
-    return repr(value).removesuffix(".0")
-
-
+@functools.cache
 def predict(question: str, unit: str = "", *, signed: bool = False) -> Prediction:
-    """Ask for a number before a run.
+    """Ask for a number before a run; the same question again is the same Prediction.
 
-    The notebook shows an empty box to type it into, or the number that you gave to the same question earlier.
-    `.commit(3.2)` does the same in code, `.default(3.2)` assumes a number where you gave none, and
-    `.compare(measured)` says how near your number was. Nothing waits for an answer: cells below run without one.
+    The notebook shows a box to type it into, with the number that you gave earlier; `.commit(3.2)` does the same in
+    code. `.compare(measured)` says how near it was. In the folder of your working copies a cell that calls it, or
+    `.lock()`, stays closed until you commit, or `.show_me()` opens it without a number; all cells run all the same.
     A negative number is refused, unless the question is `signed`.
     """
     return Prediction(question, unit, signed=signed)

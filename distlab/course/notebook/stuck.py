@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from distlab.course.grading import Exercise, load_lesson, load_submission, progress, reference_of
+from distlab.course.grading import load_lesson, load_submission, progress, reference_of
 from distlab.course.grading.lesson import source_text
 
 
@@ -45,11 +45,11 @@ def hint(name: str) -> Note:
     """
     exercise = load_lesson(name).exercise(name)
     total = len(exercise.hints)
-    told = _keep(exercise, lambda entry: replace(entry, hints=min(entry.hints + 1, total)))
+    told = progress.change_entry(name, lambda entry: replace(entry, hints=min(entry.hints + 1, total)))
     seen = max(1, min(progress.entry_of(name).hints, total))  # 1: also where nothing can be kept
     shown = [(f"Hint {number} of {total}:", text) for number, text in enumerate(exercise.hints[:seen], 1)]
-    text = "\n\n".join([*(f"{head} {words}" for head, words in shown), *told])
-    return Note(text, "\n\n".join([*(f"**{head}** {words}" for head, words in shown), *told]))
+    text = "\n\n".join([*(f"{head} {words}" for head, words in shown), told]).rstrip()
+    return Note(text, "\n\n".join([*(f"**{head}** {words}" for head, words in shown), told]).rstrip())
 
 
 def solution(name: str) -> Note:
@@ -75,20 +75,14 @@ def solution(name: str) -> Note:
         return Note(f"solution: {so_far}; {' and '.join(todo)}")
     if not (text := source_text(reference_of(exercise))):
         return Note(f"solution: this copy has no solution of {name}; ask your instructor")
-    told = list[str]()
+    foot = ""
     if not entry.passed:
-        told = _keep(exercise, lambda entry: replace(entry, solution_seen=entry.solution_seen or progress.now()))
+        foot = progress.change_entry(name, lambda one: replace(one, solution_seen=one.solution_seen or progress.now()))
     source = "\n\n\n".join(filter(None, ["\n".join(exercise.imports), text]))
-    head, foot = f"The solution of {name}:", "\n\n".join(told)
+    head = f"The solution of {name}:"
     code = "white-space:pre;overflow-x:auto"  # a line that is too long scrolls; it does not break inside a word
     page = f'<div>{head}</div><pre style="{code}">{html.escape(source)}</pre><div>{html.escape(foot)}</div>'
     return Note("\n\n".join(filter(None, [head, source, foot])), f"{head}\n\n```python\n{source}\n```\n\n{foot}", page)
-
-
-def _keep(exercise: Exercise, alter: Callable[[progress.Entry], progress.Entry]) -> list[str]:
-    """Change the record of an exercise; return the lines that the learner must read about it."""
-    told = progress.change_entry(exercise.name, alter)
-    return [told] if told not in ("", progress.OUTSIDE) else []
 
 
 def saved_answers(name: str, *more: str) -> tuple[Callable[..., Any], ...]:
@@ -101,8 +95,8 @@ def saved_answers(name: str, *more: str) -> tuple[Callable[..., Any], ...]:
     Raises:
         ValueError: no lesson has an exercise of this name, or your notebook cannot be read.
     """
-    names, lesson, known = (name, *more), load_lesson(name), progress.load_progress()
-    yours = [name for name in names if name in known and known[name].passed]
+    names, lesson = (name, *more), load_lesson(name)
+    yours = [name for name in names if progress.work_folder() and progress.entry_of(name).passed]
     saved = load_submission(str(progress.working_copy(lesson.folder.name)), lesson) if yours else {}
     yours = [name for name in yours if name in saved]
     print("from your notebook:", ", ".join(yours) or "nothing yet, so these are the reference's")

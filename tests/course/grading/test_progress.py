@@ -26,21 +26,21 @@ def test_what_is_kept(work, lesson):
     for verdict in ("not attempted", "blocked"):
         assert progress.keep(report(lesson, verdict), here) == ""
     assert not (work / progress.FILE).exists()
-    assert progress.prediction_of("How long? (ms)", work) is None
+    assert progress.record_of(work).predictions == {}
     assert progress.keep_prediction("How long? (ms)", 200.0, here) == ""
     assert progress.keep(report(lesson, "wrong"), here) == ""
-    assert not progress.load_progress(here)["91.mean"].passed
+    assert not progress.record_of(here).exercises["91.mean"].passed
     assert progress.keep(report(lesson), here) == ""
-    first = progress.load_progress(here)["91.mean"]
+    first = progress.record_of(here).exercises["91.mean"]
     assert (first.passed, first.attempts, first.budget, first.seconds) == (True, 2, ("one",), 0.25)
     assert first.first_passed == first.last_passed
     progress.keep(report(lesson, budget=("two",)), here)
     progress.keep(report(lesson, "wrong"), here)
-    again = progress.load_progress(here)["91.mean"]
+    again = progress.record_of(here).exercises["91.mean"]
     assert (again.passed, again.attempts, again.failed) == (True, 4, 2)
     assert (again.first_passed, again.budget) == (first.first_passed, ("two",))
     progress.keep(report(lesson, name="91.double"), here)
-    assert progress.prediction_of("How long? (ms)", work) == 200.0
+    assert progress.record_of(work).predictions == {"How long? (ms)": 200.0}
     data = json.loads((work / progress.FILE).read_text())
     assert (data["schema"], set(data["exercises"])) == (1, {"91.mean", "91.double"})
     names = {"attempts", "first_passed", "last_passed", "budget", "seconds", "failed", "hints", "solution_seen"}
@@ -52,8 +52,8 @@ ENTRY = '{"attempts": 1, "first_passed": "", "last_passed": "", "budget": [], "s
 DAMAGED = ["", "{", "\0", "[]", '{"schema": 1}', '{"schema": 2, "exercises": {}}']
 DAMAGED += [f'{{"schema": 1, "exercises": {{"91.mean": {entry}}}}}' for entry in ("3", '{"attempts": "many"}', ENTRY)]
 DAMAGED += [
-    f'{{"schema": 1, "exercises": {{}}, "predictions": {found}}}'
-    for found in ('{"How": "soon"}', '{"How": 1e999}', "[]")
+    f'{{"schema": 1, "exercises": {{}}, "{name}": {found}}}'
+    for name, found in (("predictions", '{"How": "soon"}'), ("predictions", '{"How": 1e999}'), ("measured", "[]"))
 ]
 
 
@@ -65,13 +65,13 @@ def test_a_damaged_file_is_moved_aside_and_told(tmp_path, lesson):
         (folder / progress.FILE).mkdir() if text is None else (folder / progress.FILE).write_text(
             text
         )  # or a folder in its place
-        assert progress.load_progress(folder) == {}
+        assert progress.record_of(folder).exercises == {}
         told = progress.keep(report(lesson), folder)
         assert "could not be read" in told, text
         (aside,) = folder.glob("progress.damaged-*")
         assert aside.name in told
         assert text is None or aside.read_text() == text
-        assert progress.load_progress(folder)["91.mean"].passed
+        assert progress.record_of(folder).exercises["91.mean"].passed
 
 
 def test_a_folder_that_cannot_be_written(work, lesson, monkeypatch):
@@ -101,5 +101,5 @@ def test_two_notebooks_at_once_lose_nothing(work, lesson):
     for process in several:
         process.join(60)
     assert [process.exitcode for process in several] == [0] * 4
-    assert progress.load_progress(work)["91.mean"].attempts == 100
+    assert progress.record_of(work).exercises["91.mean"].attempts == 100
     assert {path.name for path in work.iterdir()} == {progress.MARKER, progress.FILE, "91_trial"}

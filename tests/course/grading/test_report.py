@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from distlab.course.grading import check, load_lesson, reference_of
 from distlab.course.grading.check import examine
-from distlab.course.grading.progress import MARKER, OUTSIDE, Entry, load_progress
+from distlab.course.grading.progress import MARKER, OUTSIDE, Entry, record_of
 
 SECRET = "total / dist.get_world_size()"  # stands in the reference
 
@@ -124,7 +124,7 @@ def test_a_check_repeated_on_the_reference_it_gave_is_no_right_answer(below):
     assert again.verdict == "not attempted"
     assert "Run the cell with your function first" in again.message
     assert again.function is failed.function
-    assert load_progress()["91.mean"] == Entry(attempts=1, failed=1)
+    assert record_of().exercises["91.mean"] == Entry(attempts=1, failed=1)
     assert check("91.mean", mine, worlds=(1,)).passed
 
 

@@ -10,7 +10,7 @@ from distlab.cli import main
 from distlab.course.grading import load_submission
 from distlab.course.grading.answer.source import read_source
 from distlab.course.grading.answer.submission import isolated_submission
-from distlab.course.grading.progress import MARKER, load_progress
+from distlab.course.grading.progress import MARKER, record_of
 
 NO_ALL_REDUCE = GOOD.replace("    dist.all_reduce(total)\n", "")
 
@@ -180,7 +180,7 @@ def test_default_is_the_working_copy_and_progress_is_kept(folder, capsys):
     (copy / "91_trial.ipynb").rename(copy / "lesson.ipynb")  # as copies were named before
     code, out, _ = run(capsys, "91.double")
     assert (code, "1 of 1 exercises right." in out) == (0, True)
-    assert load_progress(copy)["91.double"].passed
+    assert record_of(copy).exercises["91.double"].passed
     assert "not kept" not in out
     assert "not kept" not in run(capsys, "91.double", "--impl", "work/91_trial/lesson.ipynb")[1]
 

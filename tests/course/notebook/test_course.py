@@ -10,7 +10,7 @@ import pytest
 
 from distlab.cli import main
 from distlab.course.grading import Lesson, Report, load_lesson, progress, reference_of
-from distlab.course.grading.progress import FILE, MARKER, OUTSIDE, Entry, Record, keep, load_progress
+from distlab.course.grading.progress import FILE, MARKER, OUTSIDE, Entry, Record, keep, record_of
 from distlab.course.notebook import course_map, hint, progress_page, solution
 from distlab.course.notebook.course import PAGE, CourseMap, CourseRow, page, rows
 
@@ -136,7 +136,7 @@ def test_hints_come_one_by_one_and_are_noted(work, lesson):
     assert second._repr_markdown_().startswith("**Hint 1 of 3:** ")
     for _ in range(2):
         assert all(words in repr(hint(NAME)) for words in hints)
-    assert (load_progress()[NAME].hints, load_progress()[NAME].attempts) == (3, 0)
+    assert (record_of().exercises[NAME].hints, record_of().exercises[NAME].attempts) == (3, 0)
 
 
 def test_the_solution_says_in_one_line_what_is_missing_and_is_shown_and_noted(work, lesson):
@@ -155,7 +155,7 @@ def test_the_solution_says_in_one_line_what_is_missing_and_is_shown_and_noted(wo
     assert repr(solution(NAME)) == f"solution: 1 of 3 failed checks, 3 of 3 hints seen so far; {check_it}"
     checked(lesson, "wrong")
     checked(lesson, "wrong")
-    assert load_progress()[NAME].solution_seen == ""
+    assert record_of().exercises[NAME].solution_seen == ""
     shown = solution(NAME)
     assert repr(shown).startswith(f"The solution of {NAME}:")
     assert "white-space:pre;overflow-x:auto" in shown._repr_html_(), "a long line scrolls, no word is broken"
@@ -166,13 +166,13 @@ def test_the_solution_says_in_one_line_what_is_missing_and_is_shown_and_noted(wo
         assert SECRET in text
         assert all(line in text for line in exercise.imports)
     assert "```python\n" in shown._repr_markdown_()
-    first = load_progress()[NAME]
+    first = record_of().exercises[NAME]
     assert first.solution_seen
     assert not first.passed
     solution(NAME)
-    assert load_progress()[NAME] == first
+    assert record_of().exercises[NAME] == first
     checked(lesson, "passed")
-    entry = load_progress()[NAME]
+    entry = record_of().exercises[NAME]
     assert entry.passed
     assert entry.solution_seen == first.solution_seen
 
@@ -186,7 +186,7 @@ def test_a_right_answer_and_a_kernel_outside_a_work_folder_are_shown_it_too(outs
     (outside / MARKER).touch()
     checked(lesson, "passed")
     assert SECRET in repr(solution(NAME))
-    assert load_progress()[NAME].solution_seen == "", "not noted"
+    assert record_of().exercises[NAME].solution_seen == "", "not noted"
     (outside / FILE).write_text("{")
     assert "progress.json could not be read" in repr(hint(NAME))
 
