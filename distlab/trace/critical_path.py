@@ -167,7 +167,9 @@ class _Inference:
             if key := key_of(trace[row]):
                 self.by_key[key][trace[row].rank].append(row)
             if trace[row].lane in OWN:
-                self.own[trace[row].rank].append(row)
+                line = self.own[trace[row].rank]
+                if not line or trace[line[-1]].kind != WAIT or trace[line[-1]].end_ns < trace[row].end_ns:
+                    line.append(row)  # else a wait is noted twice: one lies in the other
             elif trace[row].lane != "step" and not twice[row]:
                 calls.append(row)
         partners = self._partners(calls)
@@ -213,8 +215,8 @@ class _Inference:
 
     def _link_own(self, row: int, previous: Sequence[int]) -> None:
         span = self.work[row]
-        moments = [(each, self.work[each].end_ns) for each in (*previous, *self._maker(row, span.start_ns))]
-        moments = [moment for moment in moments if moment[1] <= span.start_ns]
+        known = (*previous, *self._maker(row, span.start_ns))
+        moments = [(each, min(self.work[each].end_ns, span.start_ns)) for each in known]
         if span.kind == WAIT:
             ended = self._ended(span.rank, span.start_ns, span.end_ns)
             begin = max([span.start_ns, *(at for _, at in ended)])
