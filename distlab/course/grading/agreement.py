@@ -180,11 +180,11 @@ class _Known(NamedTuple):
 
         begun, limit_s, lost = time.perf_counter(), self.ranks.timeout_s, False
         known, size = [*told(self.exercise, self.ranks.world_size)], self.ranks.world_size
-        means = [wrong for wrong in self.exercise.mutants if wrong.fault in AVERAGED]  # with a second mistake: no ratio
-        every = [*known, *(replace(wrong, says=AVERAGED[wrong.fault].format(size)) for wrong in means)]
+        means = [wrong for wrong in self.exercise.mutants if wrong.fault in AVERAGED]
+        known += [replace(wrong, says=AVERAGED[wrong.fault].format(size)) for wrong in means]
         self.ranks.timeout_s = min(limit_s, LIMIT_S + self.slower_s)
         try:
-            for wrong in known if mistakes == 1 else two_at_once(every):
+            for wrong in known if mistakes == 1 else two_at_once(known):
                 if time.perf_counter() - begun > BUDGET_S + max(self.slower_s, min(5 * self.slower_s, 10.0)):
                     return
                 try:
