@@ -205,8 +205,16 @@ show(draw_schedule(naive_paper.trace))
 # %% exercise="09.gpipe"
 
 # %% [markdown]
-# The library has schedules as data too: `distlab.plan.schedules`. It parses text, one line per rank, and `validate`
-# says what is wrong with an order before any rank hangs on it.
+# Build it by hand too: click the dashed boxes until every box stands. Where do ranks idle, whatever you do?
+
+# %%
+from simulator.viz import schedule_builder
+
+schedule_builder(level=2)
+
+# %% [markdown]
+# The library has schedules as data: `distlab.plan.schedules`. It parses text, one line per rank, and `validate` says
+# what is wrong with an order before any rank hangs on it.
 
 # %% tags=["nbval-check-output"]
 from distlab.plan import ActionTimes, make_schedule, parse_schedule
@@ -463,8 +471,12 @@ print(guess_3.compare(100 * shorter, how="simulated"))
 # %% [markdown]
 # **"1F1B has a smaller bubble than GPipe."** Refuted. On paper the bubble is the same, to the nanosecond. What is
 # smaller is *memory*: 4, 3, 2, 1 in flight instead of 8 everywhere. And however many micro-batches you take, it stays
-# 4, 3, 2, 1. That is how 1F1B helps: it lets you have many.
-#
+# 4, 3, 2, 1. That is how 1F1B helps: it lets you have many. Reach par here, where a rank may hold 4 activations:
+
+# %%
+schedule_builder(level=3)
+
+# %% [markdown]
 # Below are both on one time axis. Change the schedule, the number of micro-batches, or the time of a hand-over.
 
 # %%
@@ -836,7 +848,13 @@ show(draw_schedule(trace, paper.trace))
 # | ZB-H1 | $(p-1)(F + I - W)$ | the way back is I alone, and W's fill the rest |
 # | ZB-H2 | $(p-1)(F + I - 2W)$ | more forward passes at the start, for twice the memory |
 #
-# With F = I = W the last line says 0. Before you believe it, look at a step from its start to its end:
+# Find ZB-H1's places for W by hand:
+
+# %%
+schedule_builder(level=6)
+
+# %% [markdown]
+# With F = I = W the last line of the table says 0. Before you believe it, look at a step from its start to its end:
 
 # %% tags=["nbval-check-output"]
 from distlab.plan import SCHEDULES
@@ -904,9 +922,6 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
 # Here stands ZB-H1. Undo some of it, or start over, and build; **Run on real ranks** measures what you built.
 
 # %%
-from simulator.viz import schedule_builder
-
-
 def measured(schedule):
     bench("built", schedule)
     return draw_schedule(seen["built"][0], seen["built"][1].trace)
