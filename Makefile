@@ -1,4 +1,4 @@
-# Every target but gpu starts with setup, which does nothing when .venv is up to date.
+# Every target but gpu and release starts with setup, which does nothing when .venv is up to date.
 #   make setup PYTHON=python3.12             another Python
 #   make setup PIP_FLAGS="--index-url URL"   another build of torch (README, "Install")
 #   make setup CONSTRAINTS=                  the newest versions instead of the pinned ones
@@ -34,7 +34,7 @@ test quick: export OMP_NUM_THREADS = 1
 # The tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup gates sizes quick test test-files test-screens gloo browser lessons tour bench gpu promises proofs soak mutations versions zoo test-zoo test-exports docs format clean
+.PHONY: setup gates sizes quick test test-files test-screens gloo browser lessons tour bench gpu promises proofs soak mutations versions zoo test-zoo test-exports docs release format clean
 
 setup: $(VENV)/ready
 
@@ -132,6 +132,35 @@ python-%:
 docs: setup
 	$(BIN)/python -m sphinx -q -W --keep-going -j $(CORES) -c docs/site -d build/doctrees . build/site
 	@echo "The website is in build/site: open build/site/index.html in a browser."
+
+# The wheel and the sdist, in dist/: checked, with the tour run from the wheel in a clean environment. The end says what is
+# left to a person. `make release TAG=v0.1.0` also compares a tag with the version, as the release workflow does.
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+REPOSITORY = $(shell sed -n 's/^repository = "\(.*\)"/\1/p' pyproject.toml)
+WEBSITE = $(shell sed -n 's/^website = "\(.*\)"/\1/p' pyproject.toml)
+RELEASE := build/release
+release:
+	@test "$(or $(TAG),v$(VERSION))" = "v$(VERSION)" || { echo "TAG is $(TAG), and pyproject.toml has version $(VERSION):" \
+		"take the tag v$(VERSION), or change the version" >&2; exit 2; }
+	@rm -rf dist $(RELEASE); mkdir -p $(RELEASE)
+	@awk '/^## /{split($$2, of, ":"); on = of[1] == "$(VERSION)"; next} on' CHANGELOG.md >$(RELEASE)/notes.md
+	@test -s $(RELEASE)/notes.md || { echo "CHANGELOG.md has no entry '## $(VERSION)':" \
+		"write there what is new for users" >&2; exit 2; }
+	$(MAKE) setup VENV=.venv-release EXTRAS=release CONSTRAINTS=
+	.venv-release/bin/python -m build
+	.venv-release/bin/python -m twine check --strict dist/*
+	.venv-release/bin/python -m venv $(RELEASE)/clean
+	$(RELEASE)/clean/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		--constraint constraints.txt "$$(ls dist/*.whl)[labs]"
+	cd $(RELEASE) && clean/bin/distlab tour
+	@echo; echo "Ready in dist/, with the notes of the version in $(RELEASE)/notes.md. Left to a person:"
+	@test -n "$(REPOSITORY)" || echo "- pyproject.toml, [tool.distlab], has no repository. Without it a package's page shows none of the" \
+		"$$(grep -c '^!\[' README.md) pictures of README.md, and its links within the repository lead nowhere."
+	@test -n "$(WEBSITE)" || echo "- pyproject.toml, [tool.distlab], has no website: a package's page has no link to the documentation."
+	@! grep -q '^## $(VERSION) (not released yet)' CHANGELOG.md || echo "- CHANGELOG.md says 'not released yet': write the day."
+	@echo "- Once: turn on Pages (source: GitHub Actions), make the environment 'release' in the repository's settings, and"
+	@echo "  name the repository, release.yml and that environment as a trusted publisher at the package index."
+	@echo "- Commit, wait until the tests have passed, then: git tag v$(VERSION) && git push origin v$(VERSION)"
 
 tour: setup
 	$(BIN)/distlab tour
