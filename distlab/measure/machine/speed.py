@@ -313,16 +313,13 @@ def load_calibration(path: Path) -> Calibration:
     Raises:
         ValueError: the file is missing or is not a calibration.
     """
+    again = runnable("distlab calibrate")
     try:
         return cast(Calibration, _made(Calibration, json.loads(path.read_text())))
     except FileNotFoundError:
-        raise ValueError(
-            f"{path} does not exist; run {runnable('distlab calibrate')} first, or name a preset"
-        ) from None
+        raise ValueError(f"{path} does not exist; run {again} first, or name a preset") from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a calibration ({type(error).__name__}: {error}); run {runnable('distlab calibrate')}"
-        ) from None
+        raise ValueError(f"{path} is not a calibration ({type(error).__name__}: {error}); run {again}") from None
 
 
 def _measure_rounds(device_kind: str, num_nodes: int, seconds: float) -> list[Round]:
