@@ -81,7 +81,8 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
     Raises:
         ValueError: something in the function or its arguments cannot be pickled; the text names it.
     """
-    known = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)]
+    cached = list(linecache.cache.items())  # at once: other threads may add to it
+    known = [(name, entry) for name, entry in cached if len(entry) == 4 and not os.path.exists(name)]
     sources = {name: (size, None, list(lines), full_name) for name, (size, _, lines, full_name) in known}
     try:
         with _sent_by_value([fn, *args]):
