@@ -83,9 +83,8 @@ class Held(NamedTuple):
 
 
 def _whole(place: Place, value: Any) -> Held:
-    return (
-        Held(place, value.detach(), value.shape, [0] * value.dim()) if isinstance(value, Tensor) else Held(place, value)
-    )
+    is_tensor = isinstance(value, Tensor)
+    return Held(place, value.detach(), value.shape, [0] * value.dim()) if is_tensor else Held(place, value)
 
 
 def _held_by(part: Any, name: str) -> list[Held]:

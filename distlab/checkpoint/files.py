@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO
 
 import torch
 
@@ -36,71 +37,43 @@ _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"step-(\d{10})(?:-([1-9]\d*))?")
 
 
-class HashingFile:
-    """A new file that computes its SHA-256 while it is written."""
+class HashingFile(io.FileIO):
+    """A new file that computes its SHA-256 while it is written; `error` is why the system refused."""
 
     def __init__(self, path: Path) -> None:
-        self.num_bytes = 0
+        super().__init__(path, "x")
+        self.digest, self.num_bytes = hashlib.sha256(), 0
         self.error: OSError | None = None
-        self._digest = hashlib.sha256()
-        self._pending = bytearray()
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Take bytes; small ones are kept until there are many."""
-        view = memoryview(data).cast("B")
-        if view.nbytes < _CHUNK_BYTES:
-            self._pending += view
-        if len(self._pending) >= _CHUNK_BYTES or view.nbytes >= _CHUNK_BYTES:
-            self._write_pending()
-        if view.nbytes >= _CHUNK_BYTES:
-            self._write(view)
-        return view.nbytes
-
-    def _write_pending(self) -> None:
-        pending, self._pending = self._pending, bytearray()
-        self._write(memoryview(pending))
-
-    def _write(self, rest: memoryview) -> None:
-        self._digest.update(rest)
-        self.num_bytes += rest.nbytes
+    def write(self, data: Any) -> int:
+        """Write as many bytes as the system takes, and return their number."""
         try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest[:_CHUNK_BYTES]) :]
+            count = os.write(self.fileno(), data)
         except OSError as error:  # torch.save would hide it behind an error of its own
             self.error = error
             raise
-
-    def flush(self) -> None:
-        """Do nothing: data is flushed once, at the end."""
-
-    def finish(self, name: str) -> FileRecord:
-        """Flush everything to the disk and return what a manifest says of the file."""
-        self._write_pending()
-        os.fsync(self._descriptor)
-        return FileRecord(name, self.num_bytes, self._digest.hexdigest())
-
-    def close(self) -> None:
-        """Close the descriptor, whatever was written."""
-        os.close(self._descriptor)
+        self.digest.update(memoryview(data)[:count])
+        self.num_bytes += count
+        return count
 
 
-@contextmanager
-def new_file(path: Path) -> Iterator[HashingFile]:
-    """Open a new file for writing; `finish` makes it last.
+def _write_new(path: Path, write: Callable[[IO[bytes]], object]) -> FileRecord:
+    """Write a new file, flush it to the disk, and return what a manifest says of it.
 
     Raises:
         OSError: the disk refused, also where torch.save hid that behind an error of its own.
     """
-    file = HashingFile(path)
-    try:
-        yield file
-    except RuntimeError:
-        if file.error is not None:
-            raise file.error from None
-        raise
-    finally:
-        file.close()
+    with HashingFile(path) as file:
+        try:
+            buffered = io.BufferedWriter(file, _CHUNK_BYTES)
+            write(buffered)
+            buffered.flush()
+        except RuntimeError:
+            if file.error is not None:
+                raise file.error from None
+            raise
+        os.fsync(file.fileno())
+    return FileRecord(path.name, file.num_bytes, file.digest.hexdigest())
 
 
 def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
@@ -109,16 +82,12 @@ def write_tensors(directory: Path, name: str, state: object) -> FileRecord:
     Raises:
         OSError: the disk refused.
     """
-    with new_file(directory / name) as file:
-        torch.save(compact(state), cast(IO[bytes], file))  # it calls write and flush, and never seeks
-        return file.finish(name)
+    return _write_new(directory / name, lambda file: torch.save(compact(state), file))
 
 
 def write_bytes(directory: Path, name: str, data: bytes) -> None:
     """Write bytes to a new file of a directory and flush it to the disk."""
-    with new_file(directory / name) as file:
-        file.write(data)
-        file.finish(name)
+    _write_new(directory / name, lambda file: file.write(data))
 
 
 def flush_directory(directory: Path) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,6 @@ SMALL_BYTES = 1 << 16
 _LEAVES = {bool, int, float, str, bytes, type(None)}
 
 
-class _Later(NamedTuple):
-    source: Tensor
-    buffer: Tensor
-    version: int
-
-
 class Snapshot:
     """Copies states into memory of its own, as much as their tensors have; the next `begin` overwrites it.
 
@@ -44,7 +38,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
-        self._later: list[_Later] = []
+        self._later: list[tuple[Tensor, Tensor, int]] = []  # source, its buffer, its version
         self._ready: dict[torch.device, Any] = {}
 
     def begin(self, state: Any, *, at_once: Iterable[Tensor] = ()) -> Any:
@@ -75,7 +69,7 @@ class Snapshot:
             if value.nbytes < SMALL_BYTES or value.data_ptr() in soon or value.is_inference():
                 buffer.copy_(value, non_blocking=True)  # a GPU's stream copies before it goes on; the host goes on
             else:
-                self._later.append(_Later(value, buffer, value._version))
+                self._later.append((value, buffer, value._version))
             return buffer
 
         copied = _rebuilt(state, copy)
@@ -90,11 +84,11 @@ class Snapshot:
         """
         for place, ready in self._ready.items():
             device.wait_in_stream(ready, place)
-        for one in self._later:
-            one.buffer.copy_(one.source, non_blocking=True)
+        for source, buffer, _ in self._later:
+            buffer.copy_(source, non_blocking=True)
         for copied in [device.event(place) for place in self._ready]:
             device.wait_for_event(copied)
-        changed = [one.source for one in self._later if one.source._version != one.version]
+        changed = [source for source, _, version in self._later if source._version != version]
         self._later = []
         if changed:
             what = f"a tensor {list(changed[0].shape)} of {changed[0].dtype}"

@@ -229,10 +229,8 @@ def _start_batch(operations: Sequence[Send | Receive], group: dist.ProcessGroup 
         tensor = operation.tensor.detach()
         if tensor.is_complex():  # nccl knows no complex numbers: two real ones each
             tensor = torch.view_as_real(tensor)
-        if isinstance(operation, Send):
-            batch.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=operation.to))
-        else:
-            batch.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=operation.from_))
+        call, peer = (dist.isend if isinstance(operation, Send) else dist.irecv), operation[1]
+        batch.append(dist.P2POp(call, tensor, group=group, group_peer=peer))
     # nccl returns one request for the whole batch: what is received is there when it is done.
     return PendingCalls(list(dist.batch_isend_irecv(batch)), [], [])
 

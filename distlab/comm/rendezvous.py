@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -74,13 +75,9 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Address:
     port = 0 if alone else _number(env, "MASTER_PORT", 1)
     if port > 65535:
         raise ValueError(f"MASTER_PORT={port} is not a port; ports are 1 to 65535")
+    place = (rank, world_size, local_rank, local_world_size, env.get("MASTER_ADDR", "127.0.0.1"), port)
     return Address(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        master_address=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=port,
+        *place,
         restart=_number(env, "TORCHELASTIC_RESTART_COUNT", 0, default=0),
         uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         has_parent="TORCHELASTIC_RUN_ID" in env,
@@ -141,15 +138,9 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
     where = f"{address.master_address}:{address.master_port}"
     listen_fd = _listen(address, where) if serves else None
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address.master_address,
-            address.master_port,
-            address.world_size,
-            serves,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+        place = address.master_address, address.master_port, address.world_size, serves
+        options: Any = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listen_fd}
+        store = dist.TCPStore(*place, **options)  # type: ignore[attr-defined]
     except dist.DistError as error:
         raise RuntimeError(
             f"rank {address.rank}: no process answers at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_s:g} s; "

@@ -52,14 +52,9 @@ def main(arguments: list[str]) -> int:
         with contextlib.suppress(OSError):  # the other end has gone: what follows tells why
             send_request(control, {"kind": "signal", "ranks": None, "signal": number, **me})
 
-    request: dict[str, object] = {
-        "kind": "fork",
-        "run": "distlab.comm.standby:run_script",
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "path": [str(Path(arguments[0]).resolve().parent), *sys.path[1:]],
-        "directory": os.getcwd(),
-    }
+    request: dict[str, object] = {"kind": "fork", "run": "distlab.comm.standby:run_script", "arguments": arguments}
+    request |= {"environment": dict(os.environ), "directory": os.getcwd()}
+    request["path"] = [str(Path(arguments[0]).resolve().parent), *sys.path[1:]]
     send_request(control, request | me, [report_on, 0, 1, 2])
     os.close(report_on)
     for number in PASSED_ON:  # not before: what is sent first is the request

@@ -63,12 +63,9 @@ def plan_faults(
             "least 0, 0, 1 and 1"
         )
     chance = random.Random(seed)
-    drawn = (
-        Fault(
-            chance.choice(kinds), chance.randrange(num_steps), chance.randrange(world_size), chance.uniform(0, within_s)
-        )
-        for _ in range(count)
-    )
+    draw, drawn = chance.randrange, []
+    for _ in range(count):
+        drawn.append(Fault(chance.choice(kinds), draw(num_steps), draw(world_size), chance.uniform(0, within_s)))
     return tuple(sorted(drawn, key=lambda fault: fault.step))
 
 

@@ -148,10 +148,8 @@ class AnomalyWatch(AbstractContextManager["AnomalyWatch"]):
     def _end(self, step: int) -> None:
         if self._made:
             device = self._made[0][1].min.device
-            low, high = (
-                torch.stack([getattr(ends, which).to(device, torch.float64) for _, ends in self._made])
-                for which in ("min", "max")
-            )
+            sides = zip(*(ends for _, ends in self._made), strict=True)
+            low, high = (torch.stack([end.to(device, torch.float64) for end in side]) for side in sides)
             self._steps.append((step, [label for label, _ in self._made], torch.maximum(high, -low)))
         self._made, self._next_step = [], step + 1
 

@@ -86,17 +86,15 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
         ranks = tuple(rank for rank, is_slow in zip(profile.ranks, slow, strict=True) if is_slow)
         factor = float(np.median(slower[slow]))
         told = np.median(update) >= 0.004 * step_s and factors[1] - 1 < 0.4 * (factors[0] - 1)
-        are = "is" if len(ranks) == 1 else "are"
+        who, is_one = ranks_in_words(ranks), len(ranks) == 1
         if told:
-            text = (
-                f"{ranks_in_words(ranks)} compute{'s' if len(ranks) == 1 else ''} {factors[0]:.2g}x as long in forward "
-            )
-            text += "and backward, but not in the update: more work, not a slower machine"
-            yield Finding("imbalance", text, ranks, cost_s, cost_s / step_s, "Give every rank the same work.")
+            kind, text = "imbalance", f"{who} compute{'s' * is_one} {factors[0]:.2g}x as long in forward and backward, "
+            text += "but not in the update: more work, not a slower machine"
+            advice = "Give every rank the same work."
         else:
-            text = f"{ranks_in_words(ranks)} {are} {factor:.2g}x slower"
+            kind, text = "straggler", f"{who} {'is' if is_one else 'are'} {factor:.2g}x slower"
             advice = "Look at its clock, its temperature and other programs there."
-            yield Finding("straggler", text, ranks, cost_s, cost_s / step_s, advice)
+        yield Finding(kind, text, ranks, cost_s, cost_s / step_s, advice)
         return
     cost_s = float(np.median(passes.max(axis=0) - passes.mean(axis=0)))
     if cost_s >= FLOOR * step_s and passes.shape[1] >= 4 and _long_together(seconds) >= TOGETHER:
@@ -115,11 +113,9 @@ def find_slow_loaders(profile: Profile) -> Iterator[Finding]:
     each = data.mean(axis=1)
     slow = each >= 0.5 * each.max()
     ranks = tuple(rank for rank, is_slow in zip(profile.ranks, slow, strict=True) if is_slow)
-    everyone = len(ranks) == len(profile.ranks)
-    who = (
-        "every rank waits" if everyone and len(ranks) > 1 else f"{ranks_in_words(ranks)} wait{'s' * (len(ranks) == 1)}"
-    )
-    text = f"{who} for the next batch"
+    everyone, is_one = len(ranks) == len(profile.ranks), len(ranks) == 1
+    who = "every rank" if everyone and not is_one else ranks_in_words(ranks)
+    text = f"{who} wait{'s' * (everyone or is_one)} for the next batch"
     if np.median(data.max(axis=0)) < 0.25 * cost_s:
         text += ", in some of the steps"
     advice = "Load batches ahead of the step: more workers, or less work for each sample."
@@ -128,8 +124,7 @@ def find_slow_loaders(profile: Profile) -> Iterator[Finding]:
 
 def lower_median(values: Floats) -> Floats:
     """Return the lower median over ranks [R, S] -> [S]."""
-    ordered: Floats = np.sort(values, axis=0)[(len(values) - 1) // 2]
-    return ordered
+    return np.asarray(np.sort(values, axis=0)[(len(values) - 1) // 2])
 
 
 def _deviations_from_others(work: Floats) -> Floats:
@@ -137,8 +132,7 @@ def _deviations_from_others(work: Floats) -> Floats:
     others = (work.sum(axis=0) - work) / (len(work) - 1)
     ratios = np.log(np.maximum(work, 1e-12) / np.maximum(others, 1e-12))
     errors = ratios.std(axis=1) / np.sqrt(max(1, work.shape[1] - 1))
-    deviations: Floats = ratios.mean(axis=1) / np.maximum(errors, 1e-12)
-    return deviations
+    return np.asarray(ratios.mean(axis=1) / np.maximum(errors, 1e-12))
 
 
 def _gain_s(profile: Profile, percent: Mapping[int, float]) -> float:
@@ -149,8 +143,7 @@ def _gain_s(profile: Profile, percent: Mapping[int, float]) -> float:
 
 
 def _of(seconds: Floats, *sections: str) -> Floats:
-    total: Floats = seconds[:, :, [SECTIONS.index(section) for section in sections]].sum(axis=2)
-    return total
+    return np.asarray(seconds[:, :, [SECTIONS.index(section) for section in sections]].sum(axis=2))
 
 
 def _holds_stages(profile: Profile) -> bool:

@@ -190,11 +190,8 @@ def _backward(operators: Sequence[KinetoEvent], program: Sequence[KinetoEvent]) 
         if not event.is_autograd:
             continue
         reached = found[-1].end_ns if found else event.start_ns
-        if (
-            not found
-            or event.start_ns > reached
-            and np.searchsorted(own, event.start_ns) > np.searchsorted(own, reached)
-        ):
+        is_apart = event.start_ns > reached and np.searchsorted(own, event.start_ns) > np.searchsorted(own, reached)
+        if is_apart or not found:
             found.append(Range(event.start_ns, event.end_ns, "backward"))
         else:
             found[-1] = found[-1]._replace(end_ns=max(reached, event.end_ns))

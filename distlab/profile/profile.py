@@ -66,8 +66,7 @@ class Calls:
             rows = np.flatnonzero((spans.rank == rank) & (spans.lane == lane))
             before = np.maximum.accumulate(spans.end_ns[rows])[:-1]
             begin[rows[1:]] = np.maximum(begin[rows[1:]], before)
-        alone: Ints = np.maximum(0, spans.end_ns - begin)
-        return alone
+        return np.asarray(np.maximum(0, spans.end_ns - begin))
 
     def with_first_ends(self) -> Calls:
         """Let each collective end when the first rank saw its end, after all had come; clocks have to be aligned."""
@@ -127,10 +126,8 @@ class Profile:
         made = cls(trace, windows_of(trace), notes)
         if not made.unmarked:
             return made
-        note = (
-            f"{ranks_in_words(made.unmarked)}: no section is marked and no kernel traced, so that nobody can tell what "
-        )
-        note += "makes steps slow; mark sections (distlab.profile.Profiler), or trace with torch.profiler"
+        note = f"{ranks_in_words(made.unmarked)}: no section is marked and no kernel traced, so that nobody can tell "
+        note += "what makes steps slow; mark sections (distlab.profile.Profiler), or trace with torch.profiler"
         return replace(made, notes=(note, *notes))
 
     @cached_property
@@ -179,9 +176,7 @@ class Profile:
                 open_ = np.append(covers(cuts, passes), False)
                 inside |= (spans.rank == rank) & (place >= 0) & open_[place]
         sums = spans.is_word("kind", "all_reduce")
-        in_forward, all_ = (
-            np.bincount(spans.lane[rows], minlength=1 + len(spans.words)) for rows in (inside & sums, sums)
-        )
+        in_forward, all_ = (np.bincount(spans.lane[rows], None, len(spans.words)) for rows in (inside & sums, sums))
         return shared & ~(sums & (3 * in_forward >= np.maximum(all_, 1))[spans.lane])
 
     @cached_property
@@ -202,8 +197,7 @@ class Profile:
     @property
     def step_s(self) -> Floats:
         """Seconds of each step, on its slowest rank [S]."""
-        longest: Floats = self.seconds.sum(axis=2).max(axis=0)
-        return longest
+        return np.asarray(self.seconds.sum(axis=2).max(axis=0))
 
     def mean_s(self) -> dict[int, dict[str, float]]:
         """Return each rank's seconds by section, the mean over steps; "other" only where it is something."""

@@ -89,9 +89,7 @@ def read_files(paths: Sequence[str | Path]) -> Files:
 
 def _files_in(path: Path) -> list[Path]:
     """Return a file as it is, and of a folder the traces in it; a folder with clocks is one trace."""
-    if not path.is_dir():
-        return [path]
-    if any(path.glob("rank*.trace.json.gz")):
+    if not path.is_dir() or any(path.glob("rank*.trace.json.gz")):
         return [path]
     return sorted({*path.glob("*.json"), *path.glob("*.json.gz")})
 

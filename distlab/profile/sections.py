@@ -87,9 +87,8 @@ def moments_of(trace: Trace, windows_ns: Ints, travels: Trace, late: Trace, shar
     inside = cuts[:-1] < windows_ns[step, 1]
     hides = computes | covers(cuts, trace.select(host & waits))
     carried = covers(cuts, travels.select(shares))
-    return SectionMoments(
-        *(column[inside] for column in (np.diff(cuts), step, section, computes, hides, moving, carried))
-    )
+    columns = (np.diff(cuts), step, section, computes, hides, moving, carried)
+    return SectionMoments(*(column[inside] for column in columns))
 
 
 def covers(cuts: Ints, spans: Trace) -> Bools:

@@ -26,6 +26,7 @@ from distlab.trace.trace import Trace
 _VERSION = 1
 _KEY = "distlab"
 CLOCKS_FILE = "clocks.json"
+EXACT = Span._fields[4:]  # in an event's `args`: start, end, bytes, stage and micro-batch
 
 
 def write_chrome(path: str | Path, /, **traces: Trace) -> Path:
@@ -81,18 +82,9 @@ def _metadata(event: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
 
 
 def _event(span: Span, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
-    args: dict[str, Any] = {"start_ns": span.start_ns, "end_ns": span.end_ns}
-    args |= {"num_bytes": span.num_bytes, "stage": span.stage, "microbatch": span.microbatch}
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.kind,
-        "pid": pid,
-        "tid": tid,
-        "ts": (span.start_ns - origin_ns) / 1000,
-        "dur": (span.end_ns - span.start_ns) / 1000,
-        "args": args,
-    }
+    us = {"ts": (span.start_ns - origin_ns) / 1000, "dur": (span.end_ns - span.start_ns) / 1000}
+    args = {field: getattr(span, field) for field in EXACT}
+    return {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, **us, "args": args}
 
 
 def _rows(trace: Trace) -> list[int]:
@@ -175,7 +167,7 @@ def _traces(titles: list[str], events: list[Any]) -> dict[str, Trace]:
         args, pid, tid = event["args"], event["pid"], event["tid"]
         if event["ph"] == "X":
             title, rank = owners[pid]
-            numbers = [args[field] for field in Span._fields[4:]]
+            numbers = [args[field] for field in EXACT]
             if any(type(number) is not int for number in numbers):
                 raise TypeError(f"times, bytes, stage and micro-batch are {numbers}; expected whole numbers")
             spans[title].append(Span(rank, lanes[pid, tid], event["name"], event["cat"], *numbers))

@@ -95,9 +95,7 @@ class CriticalPath:
 
     def waits_for(self, rank: int, at_ns: int) -> str:
         """Say what an idle rank waits for, back to what goes on, or had ended, by then; "" where nothing tells."""
-        mine = (
-            row for row, span in enumerate(self.work) if span.rank == rank and span.lane in OWN and span.end_ns > at_ns
-        )
+        mine = [row for row, one in enumerate(self.work) if one.rank == rank and one.lane in OWN and one.end_ns > at_ns]
         row, until, chain = min(mine, key=lambda each: self.work[each].end_ns, default=-1), at_ns + 1, list[Span]()
         while row >= 0:
             chain.append(self.work[row])

@@ -73,25 +73,20 @@ def write_new(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def sources_not_on_disk() -> dict[str, tuple[int, None, list[str], str]]:
-    """Source lines that exist in this process alone: notebook cells, doctests, text executed by hand."""
-    found = {}
-    for name, entry in list(linecache.cache.items()):
-        if len(entry) == 4 and not os.path.exists(name):
-            size, _, lines, full_name = entry
-            found[name] = (size, None, list(lines), full_name)
-    return found
-
-
 def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
     """Pickle a function and its arguments by value, with the sources that a traceback will want.
+
+    These are the lines that exist in this process alone: notebook cells, doctests, text executed by hand.
 
     Raises:
         ValueError: something in the function or its arguments cannot be pickled; the text names it.
     """
+    cached = list(linecache.cache.items())  # at once: other threads may add to it
+    known = [(name, entry) for name, entry in cached if len(entry) == 4 and not os.path.exists(name)]
+    sources = {name: (size, None, list(lines), full_name) for name, (size, _, lines, full_name) in known}
     try:
         with _sent_by_value([fn, *args]):
-            return pickle.dumps((_dump((fn, tuple(args))), sources_not_on_disk()))
+            return pickle.dumps((_dump((fn, tuple(args))), sources))
     except Exception as error:
         name, culprit = getattr(fn, "__qualname__", None) or repr(fn), _culprit(fn, args)
         raise ValueError(

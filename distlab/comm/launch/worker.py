@@ -115,23 +115,14 @@ def rank_environment(settings: Settings, folder: Path, rank: int) -> dict[str, s
 
     Where the ranks are not joined, these are what torchrun would set for the script that they run.
     """
-    alone = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # nobody listens there: they meet in the file
-        STORE_FILE: f"{folder}/store",
-        "TORCHELASTIC_ERROR_FILE": str(rank_file(folder, rank, "error")),
-    }
-    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), loopback_interface())
-    return {
-        "OMP_NUM_THREADS": "1",
-        **without_job(settings.environment),
-        **({} if settings.joined else alone),
-        JOB_VARIABLE: folder.name,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(settings.world_size),
-        **settings.nodes.environment(rank, settings.world_size),
-        **interfaces,
-    }
+    found = {"OMP_NUM_THREADS": "1"} | without_job(settings.environment)
+    if not settings.joined:
+        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nobody listens there: they meet in the file
+        found |= {STORE_FILE: f"{folder}/store", "TORCHELASTIC_ERROR_FILE": str(rank_file(folder, rank, "error"))}
+    found |= {JOB_VARIABLE: folder.name, "RANK": str(rank), "WORLD_SIZE": str(settings.world_size)}
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    own = settings.nodes.environment(rank, settings.world_size)
+    return found | own | dict.fromkeys(interfaces, loopback_interface())
 
 
 class _Rank:

@@ -162,12 +162,8 @@ class Nodes:
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
         """Return what torchrun would set on a rank of such nodes."""
         each = world_size // self.count
-        return {
-            "LOCAL_RANK": str(rank % each),
-            "LOCAL_WORLD_SIZE": str(each),
-            "GROUP_RANK": str(rank // each),
-            "GROUP_WORLD_SIZE": str(self.count),
-        }
+        local = {"LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
+        return local | {"GROUP_RANK": str(rank // each), "GROUP_WORLD_SIZE": str(self.count)}
 
 
 @dataclass(frozen=True)

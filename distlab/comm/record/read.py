@@ -20,13 +20,8 @@ from numpy.typing import NDArray
 from distlab.comm.record import file as layout
 from distlab.trace import Span, Trace
 
-_STATES = {
-    layout.ISSUED: "issued",
-    layout.WAITING: "waiting",
-    layout.ASIDE: "waiting",
-    layout.DONE: "done",
-    layout.FAILED: "failed",
-}
+_STATES = {layout.ISSUED: "issued", layout.WAITING: "waiting", layout.ASIDE: "waiting"}
+_STATES |= {layout.DONE: "done", layout.FAILED: "failed"}
 
 
 class Call(NamedTuple):
@@ -86,23 +81,11 @@ def group_ranks(text: str) -> tuple[int, ...]:
 
 def call_of(rank: int, row: Any, names: list[str]) -> Call:
     """Put one row in words."""
-    at = {field: names[row[field]] if row[field] < len(names) else "?" for field in ("site", "via", "what")}
-    return Call(
-        rank,
-        layout.OPS[row["op"]],
-        int(row["seq"]),
-        at["what"],
-        group_ranks(names[row["group"]]),
-        int(row["peer"]),
-        int(row["bytes"]),
-        at["site"],
-        at["via"],
-        int(row["start"]),
-        int(row["wait"]),
-        int(row["end"]),
-        _STATES.get(int(row["state"]), "issued"),
-        int(row["channel"]),
-    )
+    what, site, via = (names[row[field]] if row[field] < len(names) else "?" for field in ("what", "site", "via"))
+    number, peer, num_bytes, channel = (int(row[field]) for field in ("seq", "peer", "bytes", "channel"))
+    start, wait, end = (int(row[field]) for field in ("start", "wait", "end"))
+    op, group, state = layout.OPS[row["op"]], group_ranks(names[row["group"]]), _STATES.get(int(row["state"]), "issued")
+    return Call(rank, op, number, what, group, peer, num_bytes, site, via, start, wait, end, state, channel)
 
 
 class RankRecord(NamedTuple):
@@ -247,9 +230,8 @@ class RecordReader:
 
     def totals(self) -> NDArray[Any]:
         """Return calls, payload bytes and ring bytes per operation of the rows before header.counted."""
-        return np.frombuffer(
-            self._read(layout.TOTALS_AT, len(layout.OPS) * layout.TOTALS.itemsize), layout.TOTALS
-        ).copy()
+        data = self._read(layout.TOTALS_AT, len(layout.OPS) * layout.TOTALS.itemsize)
+        return np.frombuffer(data, layout.TOTALS).copy()
 
     def rows(self, header: layout.RecordHeader, after: int = 0) -> NDArray[Any]:
         """Copy the job's rows with a number above `after`, oldest first, without overwritten and half-written ones."""

@@ -149,11 +149,8 @@ def _look(eye: Watch, done: threading.Event, main: int, what: str) -> None:
         try:
             words = eye.look()
         except Exception as error:
-            print(
-                f"rank {eye.rank}: the ranks are watched no more, a hang will not be told ({error})",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"rank {eye.rank}: the ranks are watched no more, a hang will not be told ({error})"
+            print(text, file=sys.stderr, flush=True)
             return
         if words and not done.is_set():
             who = what or f"rank {eye.rank} of {len(eye.watchdog.ranks)}"

@@ -294,9 +294,8 @@ class Watchdog:
     def left(self) -> dict[int, str]:
         """Say of each rank that destroyed a group which others still had what it did."""
         self.follow()
-        return matching.left_by_some(
-            {r: f.reader.read_names()[f.reader.header().left_text] for r, f in self._followers.items()}
-        )
+        readers = {rank: follower.reader for rank, follower in self._followers.items()}
+        return matching.left_by_some({r: one.read_names()[one.header().left_text] for r, one in readers.items()})
 
     def failed(self, rank: int) -> str:
         """Say which ranks had no part in the call of a rank that failed last, or ""."""

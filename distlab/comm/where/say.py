@@ -129,10 +129,8 @@ def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStan
         told.append(f"{_wait(stuck)} in {calls}, and no record tells whether that can end")
     elif not unknown:
         told.append(f"{'nothing is wrong: ' * (not told)}no rank waits for one that does not come")
-    told += [
-        f"what {ranks_in_words(ranks)} do{'es' * (len(ranks) == 1)} is not known: {why}"
-        for why, ranks in unknown.items()
-    ]
+    for why, ranks in unknown.items():
+        told.append(f"what {ranks_in_words(ranks)} do{'es' * (len(ranks) == 1)} is not known: {why}")
     if is_elsewhere:
         told.append(f"{ranks_in_words(lost)} run on other machines and are not seen from here")
     return "; ".join(told)

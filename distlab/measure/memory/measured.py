@@ -221,41 +221,39 @@ class Tracker(TorchDispatchMode):
     def __init__(self, memory: MeasuredMemory, module: nn.Module, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
-        self.module = module
+        self.module, self.units = module, module.units if isinstance(module, FullyShard) else ()
         self.limit_bytes = limit_bytes
         self.optimizer: torch.optim.Optimizer | None = None  # that steps now
         self.sharded: ShardedOptimizer | None = None
         self.loss_runs = False  # the module has returned: what is saved now, the loss saves
 
+    def know(self, kind: str, *tensors: Tensor | None) -> None:
+        """Take the storages of tensors for a kind."""
+        for tensor in tensors:
+            self.memory.guess(tensor, kind)
+
     def know_module(self) -> None:
         """Enter parameters, the module's buffers, gradients, and what it communicates with."""
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            self.memory.guess(tensor, "parameters")
-        for parameter in self.module.parameters():
-            self.memory.guess(parameter.grad, "gradients")
+        self.know("parameters", *self.module.parameters(), *self.module.buffers())
+        self.know("gradients", *(parameter.grad for parameter in self.module.parameters()))
         self.know_travelling()
-        for unit in self.module.units if isinstance(self.module, FullyShard) else ():
-            self.memory.guess(unit.buffer, "buffers")
+        self.know("buffers", *(unit.buffer for unit in self.units))
 
     def know_travelling(self) -> None:
         """Enter gradients that travel between ranks, which come and go in backward: buckets, and what arrives."""
-        if isinstance(self.module, FullyShard):
-            for unit in self.module.units:
-                for tensor in unit.gradient_tensors:
-                    self.memory.guess(tensor, "buffers")
+        for unit in self.units:
+            self.know("buffers", *unit.gradient_tensors)
         if self.sharded is not None:
-            for tensor in self.sharded.gradient_tensors:
-                self.memory.guess(tensor, "buffers")
-            for bucket in self.sharded.buckets:  # under stage 1 a part of the bucket, which holds all gradients
-                self.memory.guess(bucket.shard, "gradients")
+            self.know("buffers", *self.sharded.gradient_tensors)
+            # Under stage 1 a shard is a part of the bucket, which holds all gradients.
+            self.know("gradients", *(bucket.shard for bucket in self.sharded.buckets))
 
     def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the kind of each tensor of an optimizer: master weights, gradients, state."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            self.memory.guess(parameter, "master weights")  # a parameter of the module stays one
-            self.memory.guess(parameter.grad, "gradients")
-        for tensor in tensors_in(list(optimizer.state.values())):
-            self.memory.guess(tensor, "optimizer")
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.know("master weights", *parameters)  # a parameter of the module stays one
+        self.know("gradients", *(parameter.grad for parameter in parameters))
+        self.know("optimizer", *tensors_in(list(optimizer.state.values())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -310,8 +308,7 @@ class Tracker(TorchDispatchMode):
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.loss_runs = self.loss_runs or torch.is_grad_enabled()
-        for tensor in tensors_in(output):
-            self.memory.guess(tensor, "logits")
+        self.know("logits", *tensors_in(output))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizer = optimizer

@@ -227,9 +227,8 @@ class CalibrationOfRun:
             model = gpt_count.make_gpt(config, 0, **experts).to(device)
             spans = span_writer(dist.get_rank(), device)
             hybrid = Hybrid(model, plan, partial(sgd, learning_rate=1e-6), order=order, spans=spans)
-            tokens = torch.randint(
-                config.vocab_size, (samples * parts, config.context), generator=torch.Generator().manual_seed(0)
-            ).to(device)
+            shape, generator = (samples * parts, config.context), torch.Generator().manual_seed(0)
+            tokens = torch.randint(config.vocab_size, shape, generator=generator).to(device)
             self._trained.append((hybrid, tokens))
         self._workloads = on_first_rank(
             lambda: [count_model(config, samples, plan, device=device, **experts) for config, samples in sizes]

@@ -79,16 +79,11 @@ Calls = Mapping[str, CallTimes]  # by kind of call, under the names that `simula
 
 def links_of(calls: Calls) -> dict[str, Link]:
     """Fit a line to each kind's times."""
-    return {
-        kind: fit_steps(
-            times.num_bytes,
-            [max(LEAST_S, each) for each in times.seconds],
-            times.steps,
-            name=kind,
-            source="fitted to timed calls",
-        )
-        for kind, times in calls.items()
-    }
+    links = {}
+    for kind, times in calls.items():
+        seconds = [max(LEAST_S, each) for each in times.seconds]
+        links[kind] = fit_steps(times.num_bytes, seconds, times.steps, name=kind, source="fitted to timed calls")
+    return links
 
 
 def measure_calls(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> Calls:
@@ -99,9 +94,8 @@ def measure_calls(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.
         groups: the ranks along each axis of a mesh; an axis that is left out has all ranks.
         device: where this rank computes.
     """
-    return {
-        kind: _times(kind, [groups.get(axis) for axis in axes], device) for kind, axes in kinds_of_calls(plan).items()
-    }
+    kinds = kinds_of_calls(plan).items()
+    return {kind: _times(kind, [groups.get(axis) for axis in axes], device) for kind, axes in kinds}
 
 
 def measure_messages(device: torch.device) -> CallTimes:
@@ -113,13 +107,8 @@ def measure_messages(device: torch.device) -> CallTimes:
 
 def _times(kind: str, groups: Sequence[ProcessGroup | None], device: torch.device) -> CallTimes:
     """Time a kind of call on each of these groups; take the mean over groups and ranks."""
-    rows = [
-        [
-            time_calls(_call(kind, size, group, device), max(FEW, min(MANY, ENOUGH_BYTES // size)), device)
-            for size in MESSAGE_BYTES
-        ]
-        for group in groups
-    ]
+    sizes = [(size, max(FEW, min(MANY, ENOUGH_BYTES // size))) for size in MESSAGE_BYTES]
+    rows = [[time_calls(_call(kind, size, group, device), n, device) for size, n in sizes] for group in groups]
     seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
     return CallTimes(steps_of(kind, dist.get_world_size(groups[0])), MESSAGE_BYTES, tuple(seconds))
 

@@ -145,15 +145,11 @@ def time_training(run: TrainingRun, data: bytes | None = None) -> RankReport:
             ahead[:] = [next(batches) for _ in range(run.steps_per_window + 1)]
             return calibration.measure()
 
-        report = time_beside(
-            lambda: seen.append(hybrid.train_step(*ahead.pop())),
-            calibrate,
-            spans,
-            device=device,
-            num_windows=run.num_windows,
-            steps_per_window=run.steps_per_window,
-            budget_s=run.budget_s,
-        )
+        def step() -> None:
+            seen.append(hybrid.train_step(*ahead.pop()))
+
+        most = {"num_windows": run.num_windows, "steps_per_window": run.steps_per_window}
+        report = time_beside(step, calibrate, spans, device=device, budget_s=run.budget_s, **most)
     return replace(report, losses=losses, weights=weights, workload=workload, expert_loads=loads)
 
 
