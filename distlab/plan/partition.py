@@ -69,9 +69,8 @@ class Cuts:
         """
         num_layers = len(self._layers) - 1
         if not 1 <= stages <= num_layers:
-            raise ValueError(
-                f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"
-            )
+            text = f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"
+            raise ValueError(text)
         while len(self._cuts) < stages - 1:
             candidates = np.maximum(self._best, self._stage_cost)
             cut = candidates.argmin(axis=1)

@@ -97,9 +97,8 @@ def compare(
     if at < len(expected):
         name = expected[at][0]
         what = "has other gradients" if name.startswith(GRADIENT) else "returns other numbers"
-        raise ValueError(
-            f"{where} the cut model {what} than the whole one (here by {by:.1e} of the largest); {_why(name, styles)}"
-        )
+        worst = f"here by {by:.1e} of the largest"
+        raise ValueError(f"{where} the cut model {what} than the whole one ({worst}); {_why(name, styles)}")
 
 
 def _copy(model: nn.Module, layers: Sequence[str]) -> nn.Module:

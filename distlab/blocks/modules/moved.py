@@ -136,9 +136,8 @@ class NotCopied:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            f"rank {place_in(None)[0]}: a {type(self).__name__} cannot be pickled or copied: {self.instead}"
-        )
+        text = f"rank {place_in(None)[0]}: a {type(self).__name__} cannot be pickled or copied: {self.instead}"
+        raise RuntimeError(text)
 
 
 def name_of(function: Any) -> str:

@@ -126,9 +126,8 @@ def _whole_numbers(times: ActionTimes, num_ranks: int) -> PassCosts:
     for name, value in times._asdict().items():
         column = np.asarray(value, np.float64).reshape(-1)
         if column.size not in (1, num_ranks):
-            raise ValueError(
-                f"times has {column.size} numbers of {name}; pass one, or one for each of {num_ranks} stages"
-            )
+            text = f"times has {column.size} numbers of {name}; pass one, or one for each of {num_ranks} stages"
+            raise ValueError(text)
         if not (np.isfinite(column) & (column >= 0)).all():
             raise ValueError(f"times has {name} of {value!r}; pass times that are finite and not negative")
         columns.append(np.broadcast_to(column, num_ranks))

@@ -303,14 +303,10 @@ def _deadlock(schedule: Schedule, need: Rows, place: Rows, left: NDArray[np.bool
     more = f"; and {len(circle) - 6} more ranks in the circle" if len(circle) > 6 else ""
     stuck, wanted = int(place[circle[0]]), int(need[place[circle[0]]])
     blocker = int(place[schedule.rank[wanted]])
-    return ScheduleError(
-        schedule,
-        stuck,
-        expected=f"{schedule.action(wanted)} to happen",
-        got="a deadlock: " + "; ".join(waits) + more,
-        advice=f"break the circle, for instance let rank {schedule.rank[wanted]} run {schedule.action(wanted)} "
-        f"before {schedule.action(blocker)}",
-    )
+    expected, got = f"{schedule.action(wanted)} to happen", f"a deadlock: {'; '.join(waits)}{more}"
+    sooner = f"run {schedule.action(wanted)} before {schedule.action(blocker)}"
+    advice = f"break the circle, for instance let rank {schedule.rank[wanted]} {sooner}"
+    return ScheduleError(schedule, stuck, expected=expected, got=got, advice=advice)
 
 
 def add_communication(schedule: Schedule) -> Schedule:

@@ -163,7 +163,7 @@ class FullyShard(NotCopied, nn.Module):
         """Begin a forward pass: free what an abandoned one left whole."""
         self.running.clear()
         for one in self._watched:
-            if one.is_busy:
+            if one.calls or one.open:  # forward or backward
                 one.abandon()
             elif one.stays:
                 one.hide()
