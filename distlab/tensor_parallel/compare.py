@@ -210,12 +210,9 @@ def watch(model: nn.Module, group: ProcessGroup | None) -> None:
 
 
 def _compare_whole(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Refuse parameters that every rank holds whole, and whose values differ between ranks.
+    """Refuse parameters that every rank holds whole and whose values differ; a ValueError on every rank names them.
 
     Cost: an all-gather of 16 bytes per parameter.
-
-    Raises:
-        ValueError: naming them, on every rank.
     """
     split, layers = splits_of(model), dict(model.named_modules())
     whole = {name: parameter for name, parameter in every_parameter(model) if name not in split}

@@ -202,11 +202,7 @@ class WatchedModule:
         return running
 
     def _check_place(self) -> None:
-        """Refuse a call from where the unit cannot be gathered, or with a different tensor in a parameter's place.
-
-        Raises:
-            RuntimeError: it is called inside a transform of torch.func, in a second thread, or by functional_call.
-        """
+        """Refuse, by a RuntimeError, a call in a transform of torch.func, in a second thread, or by functional_call."""
         inside, thread = torch._C._functorch.peek_interpreter_stack() is not None, self.model.order.thread
         if inside or thread not in (None, threading.get_ident()):
             func, other = "a transform of torch.func (vmap, grad, jvp, ...)", "a different thread than its model"
@@ -239,11 +235,7 @@ class WatchedModule:
             model.end_pass()
 
     def _watch(self, running: Running, made: Sequence[Tensor], is_hidden: bool) -> None:
-        """Let the gradients of what a call made gather the unit.
-
-        Raises:
-            RuntimeError: it changed a parameter, or returns one.
-        """
+        """Let gradients of what a call made gather the unit; a RuntimeError: it changed a parameter, or returns one."""
         unit = f"unit {self.name or 'root'!r}"
         if running.versions != [sum(one._version for one in tensors) for tensors in running.views]:
             raise RuntimeError(

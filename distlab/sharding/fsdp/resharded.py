@@ -99,11 +99,7 @@ def names_of_others(module: nn.Module, units: list[Unit], shards: nn.ParameterLi
 
 
 def refuse_others(names: Iterator[str]) -> None:
-    """Refuse parameters that are in no unit.
-
-    Raises:
-        RuntimeError: there is one; the text names it.
-    """
+    """Refuse parameters that are in no unit; a RuntimeError names the first."""
     for name in names:
         raise RuntimeError(
             f"rank {dist.get_rank()}: {name} was added after FullyShard was built, or replaced by a different tensor "
