@@ -134,9 +134,8 @@ def recompute_blocks(
     plain = nn.Module.forward
     never = [n for n, one in chosen.items() if type(one).forward is plain and "forward" not in vars(one)]
     if never:
-        raise ValueError(
-            f"{', '.join(never)} are never called (lists have no forward); pass blocks= that name their items"
-        )
+        text = f"{', '.join(never)} are never called (lists have no forward); pass blocks= that name their items"
+        raise ValueError(text)
     for module in chosen.values():
         module.forward = partial(recompute, module.forward)
     return list(chosen)
@@ -297,12 +296,9 @@ def _modules_of(function: Any) -> list[nn.Module]:
 
 def _autocast_mode(device_type: str) -> dict[str, Any]:
     """Return the current autocast settings: backward runs outside of forward's `with` block and must set them again."""
-    return {
-        "device_type": device_type,
-        "dtype": torch.get_autocast_dtype(device_type),
-        "enabled": torch.is_autocast_enabled(device_type),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
+    dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    cache = torch.is_autocast_cache_enabled()
+    return {"device_type": device_type, "dtype": dtype, "enabled": enabled, "cache_enabled": cache}
 
 
 def _states_of_gpus(tensors: list[Tensor]) -> dict[torch.device, Tensor]:
@@ -326,9 +322,8 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _explain(function: Callable[..., Any], first: list[Any], second: list[Any]) -> str:
-    place = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
-    )
+    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    place = next(differ, min(len(first), len(second)))
     was, now = (f"{list(x[place][0])} {x[place][1]}" if place < len(x) else "nothing" for x in (first, second))
     return (
         f"{_name_of(function)} saved {len(first)} tensors in forward, and {len(second)} when it ran again in backward; "

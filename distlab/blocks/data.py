@@ -142,9 +142,8 @@ def rank_slice(batch_size: int, rank: int, world_size: int) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size} ranks")
     if batch_size < world_size:
-        raise ValueError(
-            f"a batch of {batch_size} leaves some of {world_size} ranks without a sample; use a larger batch"
-        )
+        text = f"a batch of {batch_size} leaves some of {world_size} ranks without a sample; use a larger batch"
+        raise ValueError(text)
     return split_evenly(batch_size, world_size)[rank]
 
 

@@ -70,9 +70,8 @@ class FlatBuffer:
         kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
         if len(kinds) != 1:
             found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no tensors"
-            raise ValueError(
-                f"a flat buffer holds tensors of one dtype on one device; got {found}; use one buffer each"
-            )
+            text = f"a flat buffer holds tensors of one dtype on one device; got {found}; use one buffer each"
+            raise ValueError(text)
         dtype, device = kinds.pop()
         sizes = [tensor.numel() for tensor in tensors]
         self.offsets = tuple(accumulate(sizes, initial=0))[:-1]

@@ -85,9 +85,8 @@ def check_output(flag: str, path: Path | None, *, folder: bool = False, picture:
         elif not path.is_char_device():
             tempfile.TemporaryFile(dir=where).close()
     except OSError as error:
-        raise ValueError(
-            f"{flag} {path}: cannot be written ({where}: {error.strerror}); pass a path where you may write"
-        ) from None
+        text = f"{flag} {path}: cannot be written ({where}: {error.strerror}); pass a path where you may write"
+        raise ValueError(text) from None
     if is_new and not folder:
         print(f"{flag} {path}: made the folder {where}", file=sys.stderr)
     if picture:

@@ -33,12 +33,10 @@ def _rate(text: str) -> str | float:
         return text
 
 
-FAILURES = flag(
-    "--failures",
-    type=_rate,
-    metavar="RATE",
-    help="failures of a device in an hour: llama-3, llama-3-all, none, or a number such as 2e-5",
-)
+FAILED = "failures of a device in an hour: llama-3, llama-3-all, none, or a number such as 2e-5"
+FAILURES = flag("--failures", type=_rate, metavar="RATE", help=FAILED)
+CLUSTERS = "a cluster of the presets, with dollars for a device and an hour; give the flag again for more"
+WHOLE = "leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run"
 
 
 def _priced(text: str) -> tuple[str, float | None]:
@@ -47,14 +45,7 @@ def _priced(text: str) -> tuple[str, float | None]:
     return name, positive_number(price) if price else None
 
 
-@flag(
-    "--cluster",
-    type=_priced,
-    action="append",
-    metavar="NAME[:PRICE]",
-    help="a cluster of the presets, with dollars for a device and an hour; give the flag again for more "
-    "(default dgx-a100)",
-)
+@flag("--cluster", type=_priced, action="append", metavar="NAME[:PRICE]", help=f"{CLUSTERS} (default dgx-a100)")
 @flag("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
 @flag("--gpus", type=counts_of_devices, default=(8,), metavar="N[,N...]", help="devices")
 @flag("--batch", type=number(least=1), default=256, metavar="N", help="samples of a step")
@@ -63,11 +54,7 @@ def _priced(text: str) -> tuple[str, float | None]:
 @FAILURES
 @flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
 @flag("--headroom", type=number(least=0, most=99), default=5, metavar="N", help="per cent of memory to keep free")
-@flag(
-    "--whole-recompute",
-    action="store_true",
-    help="leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run",
-)
+@flag("--whole-recompute", action="store_true", help=WHOLE)
 @flag("--top", type=number(least=1, most=20), default=3, metavar="N", help="plans to show")
 @flag("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
 @flag("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
@@ -199,15 +186,9 @@ def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bo
         return said | ({"days": bill.days, "dollars": bill.dollars} if has_tokens else {})
 
     best = next(choice for choice in own.choices if choice.step is ranked[0].step)
-    said = {
-        "model": best.step.workload.name,
-        "searched": len(own.found),
-        "simulated": own.num_simulated,
-        "is_complete": own.is_complete,
-        "plans": [row(bill) for bill in ranked],
-        "why": [reason._asdict() for reason in reasons(own, best)],
-        "nearly_fits": near_fit(own),
-    }
+    said: dict[str, Any] = {"model": best.step.workload.name, "searched": len(own.found)}
+    said |= {"simulated": own.num_simulated, "is_complete": own.is_complete, "plans": [row(bill) for bill in ranked]}
+    said |= {"why": [reason._asdict() for reason in reasons(own, best)], "nearly_fits": near_fit(own)}
     return said | (curve_facts(curve(bests), row) if len(bests) > 1 else {})
 
 

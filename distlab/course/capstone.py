@@ -350,7 +350,6 @@ def table(rows: Sequence[BoardRow]) -> str:
     lines = [f"{'':3} {'name':20} {'time':>5} {'kB out':>7} {'twice':>5}  plan"]
     for place, row in enumerate(rows, start=1):
         sign = f"{place}." if row.kept else "-"
-        lines.append(
-            f"{sign:3} {row.name:20.20} {row.time:5.2f} {row.sent_bytes / 1e3:7.0f} {row.repeated:5}  {row.plan}"
-        )
+        sent = row.sent_bytes / 1e3
+        lines.append(f"{sign:3} {row.name:20.20} {row.time:5.2f} {sent:7.0f} {row.repeated:5}  {row.plan}")
     return "\n".join(lines)

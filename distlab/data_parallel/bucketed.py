@@ -417,7 +417,7 @@ class DataParallel(NotCopied):
         index = 0
         for bucket in self._buckets:
             for slot, parameter in enumerate(bucket.parameters):
-                if bucket.statuses[slot] == UNUSED and not reports.all_unused(index):
+                if bucket.statuses[slot] == UNUSED and any(row[index] != UNUSED for row in reports.statuses):
                     parameter.grad = bucket.views[slot]
                 index += 1
 

@@ -206,8 +206,5 @@ class Cluster:
         if self.num_cores is not None:
             require_count(owner, num_cores=self.num_cores)
         whole = self.num_devices <= self.devices_per_node or self.num_devices % self.devices_per_node == 0
-        require(
-            whole,
-            f"{owner}: {self.num_devices} devices do not fill nodes of {self.devices_per_node}; "
-            f"use a multiple of {self.devices_per_node}, or fewer than one node",
-        )
+        fix = f"use a multiple of {self.devices_per_node}, or fewer than one node"
+        require(whole, f"{owner}: {self.num_devices} devices do not fill nodes of {self.devices_per_node}; {fix}")

@@ -52,9 +52,8 @@ class Mesh:
             if names.count(name) > 1:
                 raise ValueError(f"the mesh {_equation(pairs)} has two axes named {name!r}; give each its own name")
             if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-                raise ValueError(
-                    f"the mesh {_equation(pairs)} has {name} = {size!r}; pass a whole number of at least 1"
-                )
+                text = f"the mesh {_equation(pairs)} has {name} = {size!r}; pass a whole number of at least 1"
+                raise ValueError(text)
         object.__setattr__(self, "axes", tuple((name, int(size)) for name, size in pairs))
         if world_size is not None and self.size != world_size:
             raise ValueError(

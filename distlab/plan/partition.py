@@ -46,11 +46,7 @@ class Cuts:
     """
 
     def __init__(self, costs: Sequence[float]) -> None:
-        """Take the costs.
-
-        Raises:
-            ValueError: a cost is negative or not a number.
-        """
+        """Take the costs; a ValueError names one that is negative or not a number."""
         for layer, cost in enumerate(costs):
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(f"layer {layer} costs {cost}; pass finite costs of at least 0")
@@ -62,16 +58,11 @@ class Cuts:
         self._cuts: list[NDArray[np.int64]] = []  # the first layer of the last of 2, 3, ... stages
 
     def into(self, stages: int) -> tuple[tuple[int, int], ...]:
-        """Return the first layer of each stage and one past its last.
-
-        Raises:
-            ValueError: fewer layers than stages.
-        """
+        """Return the first layer of each stage and one past its last; a ValueError: fewer layers than stages."""
         num_layers = len(self._layers) - 1
         if not 1 <= stages <= num_layers:
-            raise ValueError(
-                f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"
-            )
+            text = f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"
+            raise ValueError(text)
         while len(self._cuts) < stages - 1:
             candidates = np.maximum(self._best, self._stage_cost)
             cut = candidates.argmin(axis=1)

@@ -82,30 +82,22 @@ class Plan:
         chosen("Plan: schedule", self.schedule, SCHEDULES)
         SCHEDULES[self.schedule].stages_per_rank(self.stages_per_rank)  # refuses what the schedule has no form for
         chosen("Plan: gradient_sync", self.gradient_sync, GRADIENT_SYNCS)
-        require(
-            self.compression is None or isinstance(self.compression, Compression),
-            f"Plan: compression is {self.compression!r}; pass a Compression, such as Compression('top_k'), or None",
-        )
+        other = f"Plan: compression is {self.compression!r}; pass a Compression, such as Compression('top_k'), or None"
+        require(self.compression is None or isinstance(self.compression, Compression), other)
         chosen("Plan: float8", self.float8, FLOAT8)
-        require(
-            self.float8 != "gathers" or self.sharding.stage == 3,
-            f"Plan: float8 'gathers' is about parameters that stage 3 gathers, and the stage is {self.sharding.stage}; "
-            "use float8 'products', or stage 3",
-        )
+        gathers = "Plan: float8 'gathers' is about parameters that stage 3 gathers, and the stage is"
+        text = f"{gathers} {self.sharding.stage}; use float8 'products', or stage 3"
+        require(self.float8 != "gathers" or self.sharding.stage == 3, text)
         chosen("Plan: recompute", self.recompute, RECOMPUTES)
         chosen("Plan: recompute_method", self.recompute_method, RECOMPUTE_METHODS)
-        require(
-            self.recompute == "full" or (self.recompute_method, self.recompute_layers) == ("uniform", 1),
-            f"Plan: recompute_method and recompute_layers choose blocks of recompute 'full', and recompute is "
-            f"{self.recompute!r}; leave them out, or use 'full'",
-        )
+        full = "Plan: recompute_method and recompute_layers choose blocks of recompute 'full', and recompute is"
+        text = f"{full} {self.recompute!r}; leave them out, or use 'full'"
+        require(self.recompute == "full" or (self.recompute_method, self.recompute_layers) == ("uniform", 1), text)
         chosen("Plan: context_kind", self.context_kind, CONTEXT_KINDS)
         chosen("Plan: cut", self.cut, CUTS)
         self.sharding.num_shards(self.copies)  # refuses replicas that do not divide
-        require(
-            self.compression is None or self.sharding.stage == 0,
-            "Plan: compression works on whole gradients, which sharding never makes; choose one of the two",
-        )
+        whole = "Plan: compression works on whole gradients, which sharding never makes; choose one of the two"
+        require(self.compression is None or self.sharding.stage == 0, whole)
 
     @property
     def world_size(self) -> int:

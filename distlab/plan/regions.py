@@ -67,9 +67,8 @@ class Work:
 
     def times(self, factor: float) -> Work:
         """Return `factor` times the products and bytes, in the same number of kernels."""
-        return Work(
-            self.matmul_flops * factor, self.memory_bytes * factor, self.num_kernels, self.attention_flops * factor
-        )
+        products, attention = self.matmul_flops * factor, self.attention_flops * factor
+        return Work(products, self.memory_bytes * factor, self.num_kernels, attention)
 
 
 class Product(NamedTuple):

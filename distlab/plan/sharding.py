@@ -52,9 +52,8 @@ class Sharding:
         if self.offload != "none" and self.stage == 0:
             raise ValueError("Sharding: offload keeps shards in the host's memory; choose stage 1, 2 or 3")
         if self.offload == "all" and self.stage != 3:
-            raise ValueError(
-                f"Sharding: offload 'all' moves parameters, which stage {self.stage} does not shard; use 3"
-            )
+            text = f"Sharding: offload 'all' moves parameters, which stage {self.stage} does not shard; use 3"
+            raise ValueError(text)
 
     def num_shards(self, num_ranks: int) -> int:
         """Return the ranks that one set of shards is spread over.
@@ -63,9 +62,8 @@ class Sharding:
             ValueError: the replicas do not divide the ranks.
         """
         if num_ranks % self.replicas:
-            raise ValueError(
-                f"Sharding: {self.replicas} replicas do not divide {num_ranks} ranks; use a divisor of {num_ranks}"
-            )
+            text = f"Sharding: {self.replicas} replicas do not divide {num_ranks} ranks; use a divisor of {num_ranks}"
+            raise ValueError(text)
         return num_ranks // self.replicas
 
 
@@ -163,9 +161,8 @@ class FlatLayout:
             ValueError: no shard has this number.
         """
         if not 0 <= shard < self.num_shards:
-            raise ValueError(
-                f"shard is {shard}, expected one of 0..{self.num_shards - 1}; pass a rank of the group that shards"
-            )
+            text = f"shard is {shard}, expected one of 0..{self.num_shards - 1}; pass a rank of the group that shards"
+            raise ValueError(text)
         return shard * self.shard_size, (shard + 1) * self.shard_size
 
     def pieces(self, shard: int) -> tuple[Piece, ...]:

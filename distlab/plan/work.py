@@ -13,21 +13,9 @@ from distlab.plan.regions import Experts, Region, Work
 from distlab.plan.require import require, require_count
 
 COLUMNS = (
-    "num_parameters",
-    "tensor_parameters",
-    "expert_parameters",
-    "largest_parameter",
-    "activation_bytes",
-    "tensor_activation_bytes",
-    "score_bytes",
-    "input_bytes",
-    "operator_bytes",
-    "logits_bytes",
-    "output_bytes",
-    "widest_bytes",
-    "frozen_bytes",
-    "whole_inputs",
-    "divided_inputs",
+    *("num_parameters", "tensor_parameters", "expert_parameters", "largest_parameter", "activation_bytes"),
+    *("tensor_activation_bytes", "score_bytes", "input_bytes", "operator_bytes", "logits_bytes", "output_bytes"),
+    *("widest_bytes", "frozen_bytes", "whole_inputs", "divided_inputs"),
 )
 
 
@@ -112,9 +100,8 @@ class Layer:
         """Elements of the experts' parameter tensors, which expert-parallel ranks divide."""
         if "expert" not in self.parameter_axes:
             return 0
-        return sum(
-            size for size, axis in zip(self.parameter_sizes, self.parameter_axes, strict=True) if axis == "expert"
-        )
+        with_axes = zip(self.parameter_sizes, self.parameter_axes, strict=True)
+        return sum(size for size, axis in with_axes if axis == "expert")
 
     @property
     def operator_bytes(self) -> int:
@@ -125,9 +112,8 @@ class Layer:
     @property
     def whole_inputs(self) -> int:
         """Elements that go into its products and its experts', without those of `divided_inputs`, a micro-batch."""
-        inputs = (
-            dict.fromkeys((p.rows, p.depth) for p in each.products if p.divided != "depth") for each in self.regions
-        )
+        whole = ([p for p in each.products if p.divided != "depth"] for each in self.regions)
+        inputs = (dict.fromkeys((p.rows, p.depth) for p in products) for products in whole)
         experts = self.experts.num_experts * sum(p.rows * p.depth for p in self.experts.products) if self.experts else 0
         return experts + sum(rows * depth for each in inputs for rows, depth in each)
 
@@ -211,9 +197,8 @@ class Workload:
     @cached_property
     def matmul_flops(self) -> tuple[float, ...]:
         """Floating-point operations in products of each layer, forward and backward, those of fused attention too."""
-        return tuple(
-            layer.forward.flops + layer.input_gradient.flops + layer.weight_gradient.flops for layer in self.layers
-        )
+        passes = ((one.forward, one.input_gradient, one.weight_gradient) for one in self.layers)
+        return tuple(sum(work.flops for work in each) for each in passes)
 
     @property
     def counted_flops(self) -> float:

@@ -63,11 +63,7 @@ def scatter_sum(full: Tensor, shard: Tensor, group: ProcessGroup | None = None) 
 
 
 def _check(full: Tensor, shard: Tensor, group: ProcessGroup | None, who: str) -> None:
-    """Refuse sizes and types that do not fit.
-
-    Raises:
-        ValueError: naming both sides.
-    """
+    """Refuse sizes and types that do not fit; a ValueError names both sides."""
     num_ranks = dist.get_world_size(group)
     if full.numel() != num_ranks * shard.numel() or full.dtype != shard.dtype or full.device != shard.device:
         raise ValueError(

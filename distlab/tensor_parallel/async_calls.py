@@ -94,12 +94,9 @@ class SequenceScatterSum:
 
 
 def check_sequence(x: Tensor, group: ProcessGroup | None, *, what: str) -> None:
-    """Refuse a sequence that the ranks do not divide.
+    """Refuse a sequence that the ranks do not divide; a ValueError names its length.
 
     Shapes: x [..., S, H]
-
-    Raises:
-        ValueError: naming the length.
     """
     num_ranks = dist.get_world_size(group)
     if x.dim() < 2:

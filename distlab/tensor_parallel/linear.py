@@ -200,11 +200,7 @@ def linear_sizes(layer: nn.Module) -> tuple[int, int]:
 
 
 def agree_on(what: str, group: ProcessGroup | None, **values: object) -> None:
-    """Refuse, on every rank, what differs between ranks; a group of one has nothing to compare.
-
-    Raises:
-        ValueError: naming ranks and values.
-    """
+    """Refuse, on every rank, what differs between ranks; the ValueError has ranks and values. A group of one agrees."""
     if dist.get_world_size(group) > 1:
         agree(values, group, what=what)
 

@@ -160,12 +160,9 @@ def own_tokens(tokens: Tensor, width: int, group: ProcessGroup | None) -> tuple[
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, group: ProcessGroup | None, *, ignore_index: int = 0) -> None:
-    """Refuse tokens outside of the vocabulary; other ranks would quietly add up zeros.
+    """Refuse tokens outside of the vocabulary, for which ranks would add up zeros; a ValueError names the first.
 
     Shapes: tokens: any
-
-    Raises:
-        ValueError: naming the first.
     """
     if not tokens.is_cpu:
         return

@@ -259,9 +259,8 @@ class _Float32Sum:
     @torch.no_grad()
     def __init__(self, tensor: Tensor, group: ProcessGroup | None, op: str) -> None:
         if op not in ("sum", "mean") or not tensor.is_contiguous():
-            raise ValueError(
-                f"op is {op!r}, contiguous {tensor.is_contiguous()}; pass sum or mean, and a contiguous tensor"
-            )
+            text = f"op is {op!r}, contiguous {tensor.is_contiguous()}; pass sum or mean, and a contiguous tensor"
+            raise ValueError(text)
         self.tensor, self.group, self.num_ranks = tensor, group, dist.get_world_size(group)
         self.divisor, self.is_half = self.num_ranks if op == "mean" else 1, tensor.dtype in HALF
         if not self.is_half:

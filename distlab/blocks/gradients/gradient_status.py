@@ -75,10 +75,6 @@ class Reports(NamedTuple):
     statuses: list[list[int]]
     complaints: list[list[str]]
 
-    def all_unused(self, parameter: int) -> bool:
-        """Return whether no rank used a parameter."""
-        return all(row[parameter] == UNUSED for row in self.statuses)
-
     def error(self, names: Sequence[str], *, unused: str, step: int, of_means: bool = False) -> RuntimeError | None:
         """Return the error that every rank must raise, or None: each fault, its parameters and ranks, and what to do.
 

@@ -88,6 +88,5 @@ def _is_chosen(choice: Choice, name: str, module: nn.Module) -> bool:
         return any(_is_chosen(one, name, module) for one in choice)
     if callable(choice):
         return bool(choice(name, module))
-    raise ValueError(
-        f"blocks are chosen by {choice!r}; pass a class, a pattern of names, a function, or a list of these"
-    )
+    text = f"blocks are chosen by {choice!r}; pass a class, a pattern of names, a function, or a list of these"
+    raise ValueError(text)

@@ -41,11 +41,7 @@ class NotHere(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Tell what is known without the values, and refuse everything else.
-
-        Raises:
-            RuntimeError: the function wants values, or a gradient.
-        """
+        """Tell what is known without the values; a RuntimeError: the function wants values, or a gradient."""
         name = name_of(func)
         if name in cls.known:
             with torch._C.DisableTorchFunctionSubclass():
@@ -131,14 +127,9 @@ class NotCopied:
     instead = ""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled or copied.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            f"rank {place_in(None)[0]}: a {type(self).__name__} cannot be pickled or copied: {self.instead}"
-        )
+        """Refuse, always and by a RuntimeError, to be pickled or copied."""
+        text = f"rank {place_in(None)[0]}: a {type(self).__name__} cannot be pickled or copied: {self.instead}"
+        raise RuntimeError(text)
 
 
 def name_of(function: Any) -> str:

@@ -156,16 +156,11 @@ class SavedShard:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, numbers and tensors: what loads without running code."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "shard": self.shard,
-            "num_shards": self.num_shards,
-            "parts": {name: part.to_dict() for name, part in self.parts.items()},
-            "groups": None if self.groups is None else [dict(group) for group in self.groups],
-            "buffers": dict(self.buffers or {}),
-            **({"aliases": dict(self.aliases)} if self.aliases else {}),
-        }
+        parts = {name: part.to_dict() for name, part in self.parts.items()}
+        groups = None if self.groups is None else [dict(group) for group in self.groups]
+        state = {"format": FORMAT, "version": VERSION, "shard": self.shard, "num_shards": self.num_shards}
+        state |= {"parts": parts, "groups": groups, "buffers": dict(self.buffers or {})}
+        return state | ({"aliases": dict(self.aliases)} if self.aliases else {})
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SavedShard:

@@ -182,16 +182,10 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
         try:
             functions = load_functions(settings.impl, number)
             address = read_environment()
-            member = group.enter_context(
-                process_group(
-                    None if settings.backend == "auto" else settings.backend,
-                    None if settings.device == "auto" else settings.device,
-                    nodes=settings.nodes_of(address.world_size),
-                    timeout_s=settings.limit_s + 60,
-                    trace_dir=settings.trace,
-                    watch=False,
-                )
-            )
+            backend, device = (None if one == "auto" else one for one in (settings.backend, settings.device))
+            how: dict[str, Any] = {"timeout_s": settings.limit_s + 60, "trace_dir": settings.trace, "watch": False}
+            ranks = process_group(backend, device, nodes=settings.nodes_of(address.world_size), **how)
+            member = group.enter_context(ranks)
             agree([number, what_is_run(settings), sorted(functions)], what=f"settings of lab {number}")
             settings.check_ranks(member.world_size)
         except ValueError as error:  # one line: to the launcher, or, without one, to the user
@@ -241,9 +235,8 @@ def _report(number: str, settings: CommonSettings, member: Member, beside: Path)
 def _tell(lab: Lab[Any]) -> bool:
     """Print the report on rank 0; return on every rank whether a fact in it is wrong."""
     if lab.settings.trace is not None:
-        lab.report.note(
-            "Every call was recorded for the trace, some 30 us each: times are longer than without --trace."
-        )
+        longer = "times are longer than without --trace"
+        lab.report.note(f"Every call was recorded for the trace, some 30 us each: {longer}.")
     if lab.member.rank == 0:
         facts = {"lab": lab.number, "ranks": lab.member.world_size, "device": lab.member.device.type}
         facts |= {"backend": dist.get_backend(), "machine": this_machine().as_dict(), "impl": lab.settings.impl}

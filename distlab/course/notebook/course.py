@@ -324,13 +324,10 @@ def page(lessons: Sequence[CourseRow], progress: Mapping[str, Entry], *, day: st
     ahead = ", ".join(f"{row.number} {row.title}" for row in lessons if row not in begun)
     summary = f"{CourseMap(lessons, '').summary} Lessons with all exercises passed: {whole} of {len(lessons)}."
     lines = [f"Name: ______________________________   {day}", summary, *([f"Not begun: {ahead}"] if ahead else [])]
-    tables = [
-        (
-            f"{row.number} {row.title}: {row.passed} of {len(row.exercises)}",
-            [COLUMNS, *(_exercise(one, progress.get(one, Entry())) for one in row.exercises)],
-        )
-        for row in begun
-    ]
+    tables = []
+    for row in begun:
+        its = [COLUMNS, *(_exercise(one, progress.get(one, Entry())) for one in row.exercises)]
+        tables.append((f"{row.number} {row.title}: {row.passed} of {len(row.exercises)}", its))
     return html_page(TITLE, lines, *tables)
 
 

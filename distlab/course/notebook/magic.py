@@ -92,12 +92,7 @@ class RanksMagics(Magics):
             raise UsageError(str(error)) from None
 
     def _run(self, wanted: Line, cell: str) -> None:
-        """Run a cell as its line asks for.
-
-        Raises:
-            ValueError: the line asks for what cannot be.
-            CellError: the cell failed.
-        """
+        """Run a cell as its line asks for; a ValueError: the line asks for what cannot be; a CellError: it failed."""
         from distlab.comm import RankError
 
         known = self.notebook.user_ns

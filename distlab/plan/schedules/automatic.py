@@ -117,18 +117,13 @@ def zb_2p(
 
 
 def _whole_numbers(times: ActionTimes, num_ranks: int) -> PassCosts:
-    """Scale the times to whole numbers, one per stage.
-
-    Raises:
-        ValueError: a time is negative or not finite, or there are not as many as stages.
-    """
+    """Scale times to whole numbers, one per stage; a ValueError: negative, not finite, not as many as stages."""
     columns = []
     for name, value in times._asdict().items():
         column = np.asarray(value, np.float64).reshape(-1)
         if column.size not in (1, num_ranks):
-            raise ValueError(
-                f"times has {column.size} numbers of {name}; pass one, or one for each of {num_ranks} stages"
-            )
+            text = f"times has {column.size} numbers of {name}; pass one, or one for each of {num_ranks} stages"
+            raise ValueError(text)
         if not (np.isfinite(column) & (column >= 0)).all():
             raise ValueError(f"times has {name} of {value!r}; pass times that are finite and not negative")
         columns.append(np.broadcast_to(column, num_ranks))

@@ -118,9 +118,8 @@ class Schedule:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         sizes = (stage_column.size, kind_column.size, microbatch_column.size, int(offsets[-1]))
         if len(set(sizes)) > 1 or (counts < 0).any():
-            raise ValueError(
-                f"schedule columns stage, kind, microbatch have {sizes[:3]} rows; lengths add up to {sizes[3]}"
-            )
+            text = f"schedule columns stage, kind, microbatch have {sizes[:3]} rows; lengths add up to {sizes[3]}"
+            raise ValueError(text)
         return cls(stage_column, kind_column, microbatch_column, offsets)
 
     @classmethod
@@ -134,9 +133,8 @@ class Schedule:
         for rank, actions in enumerate(rows):
             for step, (stage, kind, microbatch) in enumerate(actions):
                 if kind not in _CODES or not (0 <= stage < _LIMIT and 0 <= microbatch < _LIMIT):
-                    raise ValueError(
-                        f"rank {rank}, step {step}: {(stage, kind, microbatch)} is not an action; use {GRAMMAR}"
-                    )
+                    text = f"rank {rank}, step {step}: {(stage, kind, microbatch)} is not an action; use {GRAMMAR}"
+                    raise ValueError(text)
         flat = [action for actions in rows for action in actions]
         return cls.from_columns(
             stage=[action[0] for action in flat],

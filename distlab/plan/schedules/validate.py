@@ -267,11 +267,7 @@ def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:
 
 
 def _slots(schedule: Schedule, need: Rows) -> Rows:
-    """Slot by slot, let every rank run its next action if its inputs are there; return the slot of each action.
-
-    Raises:
-        ScheduleError: deadlock, with who waits for whom.
-    """
+    """Slot by slot, run each rank's next action if its inputs are there; return all slots, or raise the deadlock."""
     slots = np.full(len(schedule) + 1, len(schedule), np.int64)  # of what has not run
     slots[-1] = -1  # what an action without a need reads: row -1
     need = np.append(need, -1)
@@ -303,14 +299,10 @@ def _deadlock(schedule: Schedule, need: Rows, place: Rows, left: NDArray[np.bool
     more = f"; and {len(circle) - 6} more ranks in the circle" if len(circle) > 6 else ""
     stuck, wanted = int(place[circle[0]]), int(need[place[circle[0]]])
     blocker = int(place[schedule.rank[wanted]])
-    return ScheduleError(
-        schedule,
-        stuck,
-        expected=f"{schedule.action(wanted)} to happen",
-        got="a deadlock: " + "; ".join(waits) + more,
-        advice=f"break the circle, for instance let rank {schedule.rank[wanted]} run {schedule.action(wanted)} "
-        f"before {schedule.action(blocker)}",
-    )
+    expected, got = f"{schedule.action(wanted)} to happen", f"a deadlock: {'; '.join(waits)}{more}"
+    sooner = f"run {schedule.action(wanted)} before {schedule.action(blocker)}"
+    advice = f"break the circle, for instance let rank {schedule.rank[wanted]} {sooner}"
+    return ScheduleError(schedule, stuck, expected=expected, got=got, advice=advice)
 
 
 def add_communication(schedule: Schedule) -> Schedule:

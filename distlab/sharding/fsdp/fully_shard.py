@@ -163,7 +163,7 @@ class FullyShard(NotCopied, nn.Module):
         """Begin a forward pass: free what an abandoned one left whole."""
         self.running.clear()
         for one in self._watched:
-            if one.is_busy:
+            if one.calls or one.open:  # forward or backward
                 one.abandon()
             elif one.stays:
                 one.hide()
@@ -302,11 +302,7 @@ class FullyShard(NotCopied, nn.Module):
 
 
 def _check_options(prefetch: int, precision: Precision | None) -> None:
-    """Refuse options that no units can be made of.
-
-    Raises:
-        ValueError: a prefetch that is not a count, or types that clash.
-    """
+    """Refuse, by a ValueError, a prefetch that is not a count, and types that clash: no units can be made."""
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"prefetch is {prefetch!r}; pass a whole number of at least 0")
     kept = "float32" if precision is None or precision.master else precision.compute

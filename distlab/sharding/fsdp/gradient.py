@@ -152,11 +152,7 @@ class PendingGradient:
             self._shard.grad, self.summed, self._is_marked = self.summed, None, False
 
     def check(self) -> None:
-        """Refuse a gradient that was forgotten, or replaced, while parts of it are on their way.
-
-        Raises:
-            RuntimeError: the mark is not in its place.
-        """
+        """Refuse, by a RuntimeError, a gradient that was forgotten or replaced while parts of it are on their way."""
         if self._is_marked and self._shard.grad is not self._mark:
             raise RuntimeError(f"rank {dist.get_rank()}: a gradient was forgotten or replaced: {ON_THEIR_WAY}")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,10 +76,6 @@ class ForwardCall:
         self._done(unit)
         self.watched.model.take_gradients(unit, gradients)
 
-    def on_inputs(self) -> None:
-        """Note that the gradients of the inputs exist."""
-        self._done("inputs")
-
     def _done(self, what: object) -> None:
         """Note that a part of backward is done; after the last part of the last call the unit may be freed."""
         self.remaining.discard(what)
@@ -107,6 +104,7 @@ class WatchedModule:
         units: gathered and freed together: one, and one more where parameters are frozen.
         module: itself.
         model: the `FullyShard` that it is a part of.
+        calls: those whose forward runs, the innermost last.
         open: calls whose backward has begun and is not done.
         stays: backward may begin where no hook sees it, so the units are freed only after the step.
     """
@@ -115,21 +113,13 @@ class WatchedModule:
         self.name, self.units, self.module, self.model = name, units, module, model
         self.open = 0
         self.stays = False
-        self._calls: list[Running] = []
+        self.calls: list[Running] = []
         self._resharded = [[ReshardedParameter(unit, at) for at in range(len(unit.layout.names))] for unit in units]
         why = "FullyShard gathers and frees parameters, which no compiled graph can do"
-        self.hooks: list[Any] = [
-            module.register_forward_pre_hook(
-                torch.compiler.disable(self._before, reason=why), with_kwargs=True, prepend=True
-            ),
-            module.register_forward_hook(torch.compiler.disable(self._after, reason=why), with_kwargs=True),
-        ]
+        before, after = (torch.compiler.disable(one, reason=why) for one in (self._before, self._after))
+        self.hooks: list[Any] = [module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
+        self.hooks.append(module.register_forward_hook(after, with_kwargs=True))
         self.hide()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call of the unit runs, forward or backward."""
-        return bool(self._calls or self.open)
 
     def start_gather(self) -> None:
         """Begin to make the units whole; do not wait."""
@@ -160,7 +150,7 @@ class WatchedModule:
 
     def settle(self) -> None:
         """Free the units after a forward, unless a different call of them runs or they are to stay."""
-        if self._calls or self.stays or runs_in_backward():
+        if self.calls or self.stays or runs_in_backward():
             return
         self.hide()
         if not torch.is_grad_enabled() or any(unit.reshard_after_forward for unit in self.units):
@@ -168,7 +158,7 @@ class WatchedModule:
 
     def abandon(self) -> None:
         """Free everything, after an error or at the end of a step."""
-        self._calls.clear()
+        self.calls.clear()
         self.open = 0
         self.stays = False
         self.hide()
@@ -187,14 +177,14 @@ class WatchedModule:
             )
         frozen = [unit for unit in self.units if not unit.shard.requires_grad]
         if running is not None and frozen and torch.is_grad_enabled():
-            is_watched = watch_inputs(running.call.on_inputs, (args, kwargs))
+            is_watched = watch_inputs(partial(running.call._done, "inputs"), (args, kwargs))
             running.call.remaining |= {"inputs"} if is_watched else set()
         return args, kwargs
 
     def _begin(self) -> Running:
         """Make the units whole for a call, and begin to gather those that come next."""
         model = self.model
-        if self.name == "" and not self._calls and not runs_in_backward():
+        if self.name == "" and not self.calls and not runs_in_backward():
             model.start_pass()
         self._check_place()
         ahead = [] if runs_in_backward() else model.order.begin(self)
@@ -206,27 +196,22 @@ class WatchedModule:
         model.order.note_graph(self.units, views)
         versions = [sum(one._version for one in tensors) for tensors in views]
         running = Running(call, views, versions, torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._calls.append(running)
+        self.calls.append(running)
         model.running.append(running)
         self.show(views)
         return running
 
     def _check_place(self) -> None:
-        """Refuse a call from where the unit cannot be gathered, or with a different tensor in a parameter's place.
-
-        Raises:
-            RuntimeError: it is called inside a transform of torch.func, in a second thread, or by functional_call.
-        """
+        """Refuse, by a RuntimeError, a call in a transform of torch.func, in a second thread, or by functional_call."""
         inside, thread = torch._C._functorch.peek_interpreter_stack() is not None, self.model.order.thread
         if inside or thread not in (None, threading.get_ident()):
-            where = (
-                "a transform of torch.func (vmap, grad, jvp, ...)" if inside else "a different thread than its model"
-            )
+            func, other = "a transform of torch.func (vmap, grad, jvp, ...)", "a different thread than its model"
+            where = func if inside else other
             raise RuntimeError(
                 f"unit {self.name or 'root'!r} is called in {where}, where it cannot be gathered in the order of all "
                 "ranks. Name other units in units=[...], such as the module that does so and not this part of it"
             )
-        if not (self._calls or self.open or self.stays):
+        if not (self.calls or self.open or self.stays):
             refuse_others(
                 unit.layout.names[place.tensor]
                 for unit in self.units
@@ -239,22 +224,18 @@ class WatchedModule:
         model = self.model
         if model.is_summoned or module is not self.module:
             return
-        running = self._calls.pop()
+        running = self.calls.pop()
         model.running.remove(running)
         self._watch(running, *made_by(output, args, kwargs))
         if runs_in_backward():  # a forward that is run again for its backward, which comes now
             return
         running.call.ended, running.call.place = model.order.end(self)
         self.settle()
-        if self.name == "" and not self._calls:
+        if self.name == "" and not self.calls:
             model.end_pass()
 
     def _watch(self, running: Running, made: Sequence[Tensor], is_hidden: bool) -> None:
-        """Let the gradients of what a call made gather the unit.
-
-        Raises:
-            RuntimeError: it changed a parameter, or returns one.
-        """
+        """Let gradients of what a call made gather the unit; a RuntimeError: it changed a parameter, or returns one."""
         unit = f"unit {self.name or 'root'!r}"
         if running.versions != [sum(one._version for one in tensors) for tensors in running.views]:
             raise RuntimeError(

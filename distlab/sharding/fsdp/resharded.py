@@ -27,6 +27,11 @@ GRADIENT = (
 )
 CHANGE = "a change of it would be lost; change it inside `with model.summon(write=True) as module:`"
 THAW = "it was frozen when FullyShard was built, and no optimizer updates its shard; thaw it before"
+AT_WORK = (
+    "its unit frees its parameters outside its own forward, and to gather it takes all ranks. Read it in the forward "
+    "of its unit, or name other units in units=[...]; look at it, and call methods that read it (generate), inside "
+    "`with model.summon() as module:`, on all ranks"
+)
 INSTEAD = {
     "is_leaf": "an optimizer updates shards: give it model.parameters(), of the FullyShard and not of its module",
     **dict.fromkeys(("detach", "__reduce_ex__", "__deepcopy__"), STATE),
@@ -45,13 +50,9 @@ class ReshardedParameter(NotHere):
     @staticmethod
     def __new__(cls: type, unit: Unit, tensor: int) -> ReshardedParameter:  # noqa: PYI034
         """Make one that torch takes for a parameter: tensor number so many of a unit."""
-        one: ReshardedParameter = Tensor._make_wrapper_subclass(
-            cls,
-            unit.layout.shapes[tensor],
-            dtype=unit.compute_dtype,
-            device=unit.options.device,
-            requires_grad=unit.shard.requires_grad,
-        )
+        like: dict[str, Any] = {"dtype": unit.compute_dtype, "device": unit.options.device}
+        like["requires_grad"] = unit.shard.requires_grad
+        one: ReshardedParameter = Tensor._make_wrapper_subclass(cls, unit.layout.shapes[tensor], **like)
         one._is_param = True  # isinstance(one, nn.Parameter)
         one.label, one.unit, one.trains = unit.layout.names[tensor], unit.name or "root", unit.shard.requires_grad
         return one
@@ -77,15 +78,8 @@ class ReshardedParameter(NotHere):
 
     def why(self, use: str) -> str:
         """Return where the values are, and what to do."""
-        is_change = use.endswith("_") and not use.endswith("__")
-        return f"{self.label} (unit {self.unit!r}) is not here now: " + INSTEAD.get(
-            use,
-            CHANGE
-            if is_change
-            else "its unit frees its parameters outside its own forward, and to gather it takes all ranks. Read it in "
-            "the forward of its unit, or name other units in units=[...]; look at it, and call methods that read it "
-            "(generate), inside `with model.summon() as module:`, on all ranks",
-        )
+        other = CHANGE if use.endswith("_") and not use.endswith("__") else AT_WORK
+        return f"{self.label} (unit {self.unit!r}) is not here now: {INSTEAD.get(use, other)}"
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -105,11 +99,7 @@ def names_of_others(module: nn.Module, units: list[Unit], shards: nn.ParameterLi
 
 
 def refuse_others(names: Iterator[str]) -> None:
-    """Refuse parameters that are in no unit.
-
-    Raises:
-        RuntimeError: there is one; the text names it.
-    """
+    """Refuse parameters that are in no unit; a RuntimeError names the first."""
     for name in names:
         raise RuntimeError(
             f"rank {dist.get_rank()}: {name} was added after FullyShard was built, or replaced by a different tensor "

@@ -125,11 +125,7 @@ def assign(module: nn.Module, units: Sequence[str], *, automatic: bool) -> dict[
 
 
 def dtype_of(unit: str, members: UnitMembers) -> torch.dtype:
-    """Return the type that all parameters of a unit have.
-
-    Raises:
-        ValueError: they have several.
-    """
+    """Return the type that all parameters of a unit have; a ValueError names two that differ."""
     first = members.parameters[0].dtype
     for name, parameter in zip(members.names, members.parameters, strict=True):
         if parameter.dtype != first:

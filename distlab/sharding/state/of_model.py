@@ -186,9 +186,8 @@ def _state_of(model: FullyShard) -> tuple[dict[str, str], dict[str, Tensor]]:
     for name in state:
         path, _, key = name.rpartition(".")
         if key == "_extra_state":
-            raise ValueError(
-                f"{path} has an extra state (get_extra_state), which shards do not save; keep it in a buffer"
-            )
+            text = f"{path} has an extra state (get_extra_state), which shards do not save; keep it in a buffer"
+            raise ValueError(text)
     aliases = {name: one.label if isinstance(one, ReshardedParameter) else name for name, one in state.items()}
     return aliases, {name: one for name, one in state.items() if not isinstance(one, ReshardedParameter)}
 

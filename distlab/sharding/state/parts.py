@@ -31,11 +31,7 @@ Groups = Sequence[Mapping[str, Any]]  # of an optimizer: options, and the names 
 
 
 def _kept_by(optimizer: Optimizer, pieces: Sequence[OwnPiece]) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
-    """Return the names of the pieces in each group of an optimizer, and what it keeps of each.
-
-    Raises:
-        ValueError: the optimizer updates something else.
-    """
+    """Return the names of each group's pieces, and what is kept of each; a ValueError says that it updates others."""
     names, groups, kept = {id(one.parameter): one.name for one in pieces}, [], {}
     with on_pieces(optimizer):
         saved = optimizer.state_dict()
@@ -140,11 +136,7 @@ def prepare(
 
 
 def _options(optimizer: Optimizer, pieces: Sequence[OwnPiece], saved: Sequence[named.SavedShard]) -> Groups:
-    """Return the saved options of an optimizer's groups.
-
-    Raises:
-        ValueError: none were saved, or those of other groups.
-    """
+    """Return the saved options of an optimizer's groups; a ValueError: none were saved, or those of other groups."""
     groups = [one.groups for one in saved if one.groups is not None]
     if not groups:
         raise ValueError("no optimizer was saved with these; load the model alone, or save both together")
