@@ -85,13 +85,7 @@ def ratio_holds(ratio: float, interval: tuple[float, float], bar: float) -> bool
 
 
 def compare(
-    claim: str,
-    ours: Sequence[float],
-    peer: Sequence[float],
-    *,
-    bar: float = 1.0,
-    unit: str = "s",
-    note: str = "",
+    claim: str, ours: Sequence[float], peer: Sequence[float], *, bar: float = 1.0, unit: str = "s", note: str = ""
 ) -> Row:
     """Make the row of a ratio from the times of interleaved blocks."""
     ratio, interval = paired_ratio(ours, peer)

@@ -36,14 +36,7 @@ BUCKET_MIB = 25
 FIRST_BUCKET_BYTES = 1 << 20
 ONE_BUCKET_MIB = 1000
 RANK = 4  # of PowerSGD's factors
-PEERS = (
-    "torch DDP",
-    "torch DDP again",
-    "torch fp16",
-    "torch fp16 again",
-    "torch PowerSGD",
-    "torch PowerSGD again",
-)
+PEERS = ("torch DDP", "torch DDP again", "torch fp16", "torch fp16 again", "torch PowerSGD", "torch PowerSGD again")
 HOOKS: dict[str, Callable[[], GradientHook]] = {
     "Cast float16": Cast,
     "Cast bfloat16": lambda: Cast(torch.bfloat16),

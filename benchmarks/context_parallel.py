@@ -58,18 +58,7 @@ class TorchRing(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         found = torch_ring._templated_ring_attention_backward(
-            dist.group.WORLD,
-            2,
-            kernel,
-            gradient,
-            "grad_out",
-            query,
-            key,
-            value,
-            output,
-            lse,
-            True,
-            dropout_p=0.0,
+            dist.group.WORLD, 2, kernel, gradient, "grad_out", query, key, value, output, lse, True, dropout_p=0.0
         )
         return *found[:3], None
 

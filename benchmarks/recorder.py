@@ -59,11 +59,7 @@ def call_times(blocks: int, calls: int) -> dict[str, dict[str, list[float]]]:
                 recorder.stop()
                 return seconds
 
-            programs = {
-                "off": lambda: block(False),
-                "off again": lambda: block(False),
-                "on": lambda: block(True),
-            }
+            programs = {"off": lambda: block(False), "off again": lambda: block(False), "on": lambda: block(True)}
             found[call.__name__] = dict(zip(programs, interleave(list(programs.values()), blocks), strict=True))
         recorder.close()
     return found

@@ -14,15 +14,7 @@ from _rows import Row, absolute, single
 from _script import run_script
 
 from distlab.plan import SCHEDULES, ActionTimes, Cluster, Plan, Schedule, make_schedule, one_f_one_b
-from simulator import (
-    CompiledSchedule,
-    ModelDescription,
-    arrays_of,
-    cluster,
-    gpt_workload,
-    simulate,
-    simulate_schedule,
-)
+from simulator import CompiledSchedule, ModelDescription, arrays_of, cluster, gpt_workload, simulate, simulate_schedule
 from simulator.gradients import buckets
 from simulator.hardware import rank_layout
 from simulator.pipeline.schedule_arrays import F
@@ -191,11 +183,7 @@ def _steps(repeats: int) -> Iterator[Row]:
     start = time.perf_counter()
     spans = len(trace.trace)
     yield absolute(
-        "the Trace of 1,024 ranks",
-        [time.perf_counter() - start],
-        bar=5.0,
-        unit="s",
-        note=f"{spans:,} spans",
+        "the Trace of 1,024 ranks", [time.perf_counter() - start], bar=5.0, unit="s", note=f"{spans:,} spans"
     )
 
 

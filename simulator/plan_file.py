@@ -47,24 +47,7 @@ from simulator.runs.money import Run
 from simulator.step.simulate import Step, simulate
 
 # What others call our keys, or how they look without their unit.
-OTHER_NAMES = {
-    "bandwidth": "bytes_per_s",
-    "bytes": "memory_bytes",
-    "flops": "matmul_flops_per_s",
-    "gpus": "num_devices",
-    "dp": "data",
-    "tp": "tensor",
-    "pp": "pipeline",
-    "cp": "context",
-    "ep": "expert",
-    "zero": "sharding",
-    "fp8": "float8",
-    "recompute_num_layers": "recompute_layers",
-    "seq_len": "sequence_length",
-    "mbs": "microbatch_size",
-    "preset": "name",
-    "dollars": "price",
-}
+OTHER_NAMES = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)

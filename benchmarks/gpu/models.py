@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from _rows import Row
 from torch import Tensor, nn
 
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.comm import device as seam
+from distlab.comm import Ranks, device as seam
 from distlab.measure import on_first_rank
 from gpu.job import Job
-from gpu.timing import Step, built, device_here
+from gpu.timing import Step, Turns, built, device_here, rows_of, take_turns
 
 VOCABULARY = 50_304  # GPT-2's 50,257, rounded up to a multiple of 128
 SIZES = (  # free memory from which on: layers, heads, hidden size (those of GPT-2 large, medium and small)
@@ -156,3 +159,19 @@ def flops_of(batch: Batch) -> float:
     model = _on_meta(config)
     inner = model.num_parameters - model.token_embedding.weight.numel() - model.position_embedding.weight.numel()
     return batch.num_tokens * (6.0 * inner + 12.0 * config.num_layers * config.hidden_size * config.context)
+
+
+def large_gpt(job: Job, benchmark: str, peer: str, ours: str, **bars: float) -> Iterator[Row]:
+    """Yield time, peak memory and noise of two programs of a benchmark with a large GPT, one rank for each GPU."""
+    with Ranks(job.num_ranks, timeout_s=job.seconds, backend=job.backend, record=False) as ranks:
+        results = ranks.run(_time_both, job, benchmark, (peer, ours))
+    turns, words = [one for one, _ in results], results[0][1]
+    yield from rows_of(turns, f"a {ours} step of {words} on {job.where}", job, against=peer, **bars)
+
+
+def _time_both(job: Job, benchmark: str, programs: Sequence[str]) -> tuple[Turns, str]:
+    """Run on each rank: time both programs; return also which model and batch."""
+    small_models, batch, model = importlib.import_module(benchmark), filling_batch(job), "a large GPT"
+    small_models.MODELS[model] = lambda device: (batch.model(), batch.inputs, batch.targets, GPT.loss)
+    makes = [partial(small_models.step_of, program, model, batch.inputs.device) for program in programs]
+    return take_turns(makes, job), size_of(batch)

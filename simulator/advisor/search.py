@@ -72,19 +72,8 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
             f"no plan divides {question.batch_size} samples among {question.cluster.num_devices} devices; change the "
             "batch, or the number of devices"
         )
-    shape_of, pipeline, per_rank, data, microbatches, sharding = np.concatenate(plans).T
-    return Candidates(
-        question,
-        tuple(shapes),
-        tuple(costs),
-        shape=shape_of,
-        pipeline=pipeline,
-        per_rank=per_rank,
-        data=data,
-        microbatches=microbatches,
-        sharding=sharding,
-        bound_s=np.concatenate(bounds),
-    )
+    columns = (*np.concatenate(plans).T, np.concatenate(bounds))  # from the shape to the bound
+    return Candidates(question, tuple(shapes), tuple(costs), *columns)
 
 
 def divisors(number: int) -> list[int]:

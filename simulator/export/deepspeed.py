@@ -101,7 +101,9 @@ def _zero(plan: Plan, workload: Workload | None) -> dict[str, Any]:
         found["offload_param"] = {"device": "cpu", "pin_memory": True}
     if sharding.stage == 3:
         found["stage3_param_persistence_threshold"] = 0
-        unit = largest_unit(workload, sharding.unit_layers) if workload else 0
+        sizes, size = [layer.num_parameters for layer in workload.layers] if workload else [], sharding.unit_layers
+        # elements of the largest unit: what is gathered at once
+        unit = max((sum(sizes[start : start + size]) for start in range(0, len(sizes), size)), default=0)
         if not sharding.reshard_after_forward:
             found |= {"stage3_max_live_parameters": NEVER, "stage3_max_reuse_distance": NEVER}
         elif unit:  # one unit more than those that are fetched ahead; freed at once
@@ -109,9 +111,3 @@ def _zero(plan: Plan, workload: Workload | None) -> dict[str, Any]:
         if unit or sharding.prefetch == 0:
             found["stage3_prefetch_bucket_size"] = sharding.prefetch * unit
     return found
-
-
-def largest_unit(workload: Workload, unit_layers: int) -> int:
-    """Return the elements of the largest unit: what is gathered at once."""
-    sizes = [layer.num_parameters for layer in workload.layers]
-    return max(sum(sizes[start : start + unit_layers]) for start in range(0, len(sizes), unit_layers))

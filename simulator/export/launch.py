@@ -79,15 +79,9 @@ def pytorch_job(said: PlanFile, options: Options) -> Exported:
     replicas = {"Master": {"replicas": 1, **replica}}
     if nodes > 1:
         replicas["Worker"] = {"replicas": nodes - 1, **replica}
-    return _manifest(
-        "kubeflow.org/v1",
-        "PyTorchJob",
-        {
-            "nprocPerNode": str(per_node),
-            "runPolicy": {"backoffLimit": 3, "cleanPodPolicy": "None"},
-            "pytorchReplicaSpecs": replicas,
-        },
-    )
+    policy = {"backoffLimit": 3, "cleanPodPolicy": "None"}
+    spec = {"nprocPerNode": str(per_node), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    return _manifest("kubeflow.org/v1", "PyTorchJob", spec)
 
 
 def job_set(said: PlanFile, options: Options) -> Exported:
@@ -104,15 +98,10 @@ def job_set(said: PlanFile, options: Options) -> Exported:
     )
     pod = {"spec": {"restartPolicy": "Never", "containers": [_container("node", per_node, options, flags)]}}
     job = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0, "template": pod}
-    return _manifest(
-        "jobset.x-k8s.io/v1alpha2",
-        "JobSet",
-        {
-            "failurePolicy": {"maxRestarts": 3},
-            "network": {"enableDNSHostnames": True, "subdomain": NAME},
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
-        },
-    )
+    network = {"enableDNSHostnames": True, "subdomain": NAME}
+    jobs = [{"name": "node", "replicas": 1, "template": {"spec": job}}]
+    spec = {"failurePolicy": {"maxRestarts": 3}, "network": network, "replicatedJobs": jobs}
+    return _manifest("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
 
 
 def _container(name: str, per_node: int, options: Options, flags: str) -> dict[str, Any]:

@@ -207,11 +207,6 @@ class Memory:
     order: tuple[RankPasses, ...]
     clock: tuple[TimedPasses, ...] | None = None
 
-    @property
-    def has_clock(self) -> bool:
-        """Whether `over_time` is in nanoseconds: else a layer's forward takes 1, and its backward 2."""
-        return self.clock is not None
-
     @cached_property
     def passes(self) -> tuple[TimedPasses, ...]:
         """When each rank's passes run, by the clock or one after the other."""

@@ -22,15 +22,8 @@ Floats = NDArray[np.float64]
 
 # The kinds in which memory is counted, and the column of each.
 KINDS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "master weights",
-    "activations",
-    "logits",
-    "buffers",
-    "temporary",
-    "errors",
+    *("parameters", "gradients", "optimizer", "master weights"),
+    *("activations", "logits", "buffers", "temporary", "errors"),
 )
 PARAMETERS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARY, ERRORS = range(len(KINDS))
 

@@ -112,18 +112,10 @@ class ModelDescription:
         if all(getattr(self, name) is None for name in OF_LLAMA):
             return None
         hidden, layers, heads, vocabulary = self.gpt_sizes().values()
-        return LlamaSizes(
-            hidden,
-            layers,
-            heads,
-            self.num_key_value_heads or heads,
-            self.feed_forward_size or 4 * hidden,
-            vocabulary,
-            ties_embedding=bool(self.ties_embedding),
-            head_size=self.head_size,
-            is_gated=self.is_gated is not False,
-            mixture=Mixture(self.num_experts, self.top_k, expert_size=self.expert_size) if self._is_mixed else None,
-        )
+        sizes = (hidden, layers, heads, self.num_key_value_heads or heads, self.feed_forward_size or 4 * hidden)
+        mixture = Mixture(self.num_experts, self.top_k, expert_size=self.expert_size) if self._is_mixed else None
+        own: dict[str, Any] = {"ties_embedding": bool(self.ties_embedding), "is_gated": self.is_gated is not False}
+        return LlamaSizes(*sizes, vocabulary, **own, head_size=self.head_size, mixture=mixture)
 
     @property
     def _is_mixed(self) -> bool:

@@ -180,16 +180,6 @@ class AttentionProducts(NamedTuple):
         return (*wide, Product(tokens, *self.output, "depth"))
 
     @classmethod
-    def of_convolution(cls, h: int, width: int) -> AttentionProducts:
-        """Return those of a short convolution in place of attention: one product makes its input and two gates.
-
-        Its channels are divided; rows that context ranks fetch from neighbours (width - 1 each) are not counted.
-
-        Source: Liquid AI 2025, LFM2 (transformers, modeling_lfm2.py, Lfm2ShortConv).
-        """
-        return cls((), (), ((3 * h, h),), (h, h), h, 2 * h, h, width)
-
-    @classmethod
     def of(cls, h: int, heads: tuple[int, int, int], latent: LatentSizes | None) -> AttentionProducts:
         """Return the products of a hidden size; heads: how many, those of keys and values, and elements of one."""
         a, shared_heads, each = heads
@@ -231,9 +221,15 @@ def _make(sizes: LlamaSizes, sequence: int, batch: int, kind: _Kind) -> Layer:
 
 
 def _products(sizes: LlamaSizes, convolution: int) -> AttentionProducts:
+    """Return the products of attention, or of a short convolution: one makes its input and two gates.
+
+    Its channels are divided; rows that context ranks fetch from neighbours (width - 1 each) are not counted.
+
+    Source: Liquid AI 2025, LFM2 (transformers, modeling_lfm2.py, Lfm2ShortConv).
+    """
     h, size = sizes.hidden_size, sizes.head_size or sizes.hidden_size // sizes.num_heads
     if convolution:
-        return AttentionProducts.of_convolution(h, convolution)
+        return AttentionProducts((), (), ((3 * h, h),), (h, h), h, 2 * h, h, convolution)
     return AttentionProducts.of(h, (sizes.num_heads, sizes.num_key_value_heads, size), sizes.latent)
 
 

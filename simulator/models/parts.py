@@ -110,24 +110,15 @@ def head_layer(
     norm: Parts = [((h,), "")] * (norm_parameters or 0)
     own: Parts = [] if is_tied else [((vocabulary, h), "tensor")]
     own += [((vocabulary,), "tensor")] if has_bias else []
+    region = Region("head", forward, forward, weights, 2 * tokens * h)
+    products = (Product(tokens, vocabulary, h, "columns"),)
     return Layer(
         name="head and loss",
         **parameters([*norm, *own]),
         forward=forward,
         input_gradient=forward,
         weight_gradient=weights,
-        regions=(
-            Region(
-                "head",
-                forward,
-                forward,
-                weights,
-                2 * tokens * h,
-                beside=weights,
-                sums_bytes=sums,
-                products=(Product(tokens, vocabulary, h, "columns"),),
-            ),
-        ),
+        regions=(replace(region, beside=weights, sums_bytes=sums, products=products),),
         splits_positions=True,
         sequence_calls=(("all_reduce", h * len(norm)),) if norm else (),
         activation_bytes=4 * tokens * h + 4 * logits,
@@ -250,14 +241,5 @@ def _experts(expert: Region, mixture: Mixture, row_bytes: int) -> Experts:
     forward = replace(expert.forward.times(rows), num_kernels=kernels * count)
     weights = Work(forward.matmul_flops, 0, kernels * count)
     each = tuple(part._replace(rows=math.ceil(part.rows * rows / count), divided="") for part in expert.products)
-    return Experts(
-        count,
-        mixture.top_k,
-        row_bytes,
-        forward,
-        forward,
-        weights,
-        kernels,
-        products=each,
-        most_groups=mixture.most_groups,
-    )
+    sizes = (count, mixture.top_k, row_bytes)
+    return Experts(*sizes, forward, forward, weights, kernels, products=each, most_groups=mixture.most_groups)

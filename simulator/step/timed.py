@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Schedule, Workload, make_schedule, validate
 from distlab.plan.schedules.families import TIMED
@@ -112,17 +113,14 @@ def compile_schedule_of(plan: Plan, schedule: Schedule | None, stages: Sequence[
     """Return the order that the step runs; an automatic schedule is made for the times of the stages."""
     if schedule is not None:
         return CompiledSchedule(arrays_of(schedule))
-    times = action_times(stages) if plan.schedule in TIMED else None
+    times = None
+    if plan.schedule in TIMED:  # of a stage's two messages the longer one counts
+        passes = ([sum(layers) for layers in stage.passes_ns] for stage in stages)
+        forward, _, inputs, weights = zip(*passes, strict=True)
+        sends = tuple(max(stage.send_forward_ns, stage.send_backward_ns) for stage in stages)
+        times = ActionTimes(forward, inputs, weights, sends)
     size = (plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
     return compile_family(plan.schedule, *size, times, held_after_input_gradient(plan, stages))
-
-
-def action_times(stages: Sequence[Stage]) -> ActionTimes:
-    """Return the times of each stage's actions in nanoseconds; of its two messages the longer one counts."""
-    forward, _, inputs, weights = zip(*([sum(layers) for layers in stage.passes_ns] for stage in stages), strict=True)
-    return ActionTimes(
-        forward, inputs, weights, tuple(max(stage.send_forward_ns, stage.send_backward_ns) for stage in stages)
-    )
 
 
 def held_after_input_gradient(plan: Plan, stages: Sequence[Stage]) -> float:
@@ -147,15 +145,5 @@ def compile_family(
     held: float = 1.0,
 ) -> CompiledSchedule:
     """Return a family's order, compiled; the last ones are kept."""
-    return CompiledSchedule(
-        arrays_of(
-            make_schedule(
-                name,
-                num_ranks,
-                num_microbatches,
-                stages_per_rank=stages_per_rank,
-                times=times,
-                held_after_input_gradient=held,
-            )
-        )
-    )
+    own: dict[str, Any] = {"stages_per_rank": stages_per_rank, "times": times, "held_after_input_gradient": held}
+    return CompiledSchedule(arrays_of(make_schedule(name, num_ranks, num_microbatches, **own)))

@@ -35,14 +35,10 @@ def rank_orders(workload: Workload, cluster: Cluster, plan: Plan) -> list[Placed
     Raises:
         ValueError: as `simulate`.
     """
-    placed = [Placed(order, simulate(workload, cluster, plan, order=order)) for order in orders_of(plan)]
+    small = tuple(axis for axis in AXES if getattr(plan, axis) == 1)  # they stand first, in the order of AXES
+    orders = [(*small, *order) for order in permutations(axis for axis in AXES if axis not in small)]
+    placed = [Placed(order, simulate(workload, cluster, plan, order=order)) for order in orders]
     return sorted(placed, key=lambda found: found.step.duration_s)
-
-
-def orders_of(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the orders of a plan's axes that differ: those of size 1 stand first, in the order of AXES."""
-    small = tuple(axis for axis in AXES if getattr(plan, axis) == 1)
-    return [(*small, *order) for order in permutations(axis for axis in AXES if axis not in small)]
 
 
 def axes_inside_nodes(cluster: Cluster, plan: Plan, order: Sequence[str] = AXES) -> tuple[str, ...]:

@@ -191,14 +191,6 @@ def checkpoints() -> Iterator[Derived]:
 
 
 EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (
-    zero_states,
-    activations,
-    layer_times,
-    profiled_layers,
-    pipeline_memory,
-    bubbles,
-    products,
-    collectives,
-    training_days,
-    checkpoints,
+    *(zero_states, activations, layer_times, profiled_layers, pipeline_memory, bubbles),
+    *(products, collectives, training_days, checkpoints),
 )

@@ -10,8 +10,10 @@ left out are then simulated with the constants found.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,18 +57,8 @@ class Constant(NamedTuple):
         return min(max(value, self.low), self.high)
 
 
-CONSTANTS = {
-    constant.name: constant
-    for constant in (
-        Constant("matmul_fraction", True, 0.3, 0.95, 0.05),
-        Constant("memory_fraction", True, 0.2, 0.9, 0.1),
-        Constant("kernel_s", False, 0.0, 6e-5, 5e-6),
-        Constant("launch_s", False, 0.0, 3e-4, 5e-6),
-        Constant("attention_fraction", True, 0.1, 1.0, 0.1),
-        Constant("network_fraction", True, 0.1, 1.0, 0.1),
-        Constant("send_s", False, 0.0, 2e-3, 5e-5),
-    )
-}
+FITS = tomllib.loads(resources.files("simulator.validation").joinpath("fits.toml").read_text(encoding="utf-8"))
+CONSTANTS = {name: Constant(name, *row) for name, row in FITS["constants"].items()}
 
 
 class Slopes(NamedTuple):

@@ -18,34 +18,12 @@ from numpy.typing import NDArray
 from simulator.hardware.presets import Stack, stack
 from simulator.validation.case import Case
 from simulator.validation.exact import EXACT, Derived
-from simulator.validation.refit import CONSTANTS, Constant, fit_stack, leave_out
+from simulator.validation.refit import CONSTANTS, FITS, Constant, fit_stack, leave_out
 from simulator.validation.steps import FAMILIES
 
 Floats = NDArray[np.float64]
 
-# The constants of each stack that its rows can tell; others are carried from a different stack, as presets.toml says.
-FITTED = {
-    "megatron": ("matmul_fraction", "memory_fraction", "kernel_s"),
-    "megatron-deepspeed": ("matmul_fraction",),
-    "vtrain-profile": ("matmul_fraction", "kernel_s"),
-    "fsdp": ("matmul_fraction", "memory_fraction", "attention_fraction"),
-    "fsdp-plain": ("memory_fraction",),
-    "compiled-fsdp": ("matmul_fraction", "attention_fraction"),
-    "eager-fsdp": ("memory_fraction",),
-    "transformer-engine": ("matmul_fraction",),
-    "nemo": ("matmul_fraction",),
-    "nanotron": ("matmul_fraction", "kernel_s", "network_fraction"),
-}
-BARS = {
-    "same": 0.05,
-    "other": 0.10,
-    "bias": 0.02,
-    "choice": 0.03,
-    "tau": 0.8,
-    "memory": 0.02,
-    "collectives": 0.07,
-    "large messages": 0.04,
-}
+FITTED, BARS = FITS["fitted"], FITS["bars"]
 FITTED_ON = ("dgx-a100", "jean-zay", "a100-4-cards")  # clusters of the generation of most constants
 RATES = ("zero-bubble Table 5",)
 SEARCHED = ("ZB-1p", "ZB-2p")
@@ -278,21 +256,16 @@ def short_tables(tables: dict[str, list[Derived]]) -> list[str]:
 
 def facts(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> dict[str, Any]:
     """Return all of it as JSON-ready values."""
-    return {
-        "bars": BARS,
-        "families": {
-            family.name: {
-                "scores": {mode: family.score(mode)._asdict() for mode in MODES},
-                "rows": [
-                    {"label": case.label, "structure": case.structure, "measured_s": case.measured_s}
-                    | {f"{mode.replace(' ', '_')}_s": family.predicted[mode][place] for mode in MODES}
-                    for place, case in enumerate(family.cases)
-                ],
-            }
-            for family in families
-        },
-        "tables": {name: [row._asdict() for row in rows] for name, rows in tables.items()},
-    }
+    found: dict[str, Any] = {}
+    for family in families:
+        rows = [
+            {"label": case.label, "structure": case.structure, "measured_s": case.measured_s}
+            | {f"{mode.replace(' ', '_')}_s": family.predicted[mode][place] for mode in MODES}
+            for place, case in enumerate(family.cases)
+        ]
+        found[family.name] = {"scores": {mode: family.score(mode)._asdict() for mode in MODES}, "rows": rows}
+    derived_rows = {name: [row._asdict() for row in rows] for name, rows in tables.items()}
+    return {"bars": BARS, "families": found, "tables": derived_rows}
 
 
 def words_of(section: str) -> list[tuple[str, str]]:
@@ -313,23 +286,27 @@ def write_page(path: Path, families: Sequence[RowFamily], tables: dict[str, list
     path.write_text(page(families, tables, picture.name), encoding="utf-8")
 
 
+PAGE = """# How near the simulator comes to published measurements
+
+`distlab validate --page FILE` writes this page: {rows} published steps and {tables} tables, predicted.
+
+*Calibrated*: with the constants of the package, which were fitted to these rows. *Left out*: each row with
+constants fitted without its structure (a size, a cluster, a schedule). What sources do not say was chosen
+with all rows in view, so that errors on rows never seen may be larger: see below.
+*Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of
+|predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the
+shortest prediction takes in addition to the fastest measured plan, for one model and batch.
+
+![Predicted against measured times of all steps, calibrated, left out and from data sheets]({picture})
+"""
+
+
 def page(families: Sequence[RowFamily], tables: dict[str, list[Derived]], picture: str) -> str:
     """Return the page."""
     rows = sum(len(family.cases) for family in families)
+    head = PAGE.format(rows=rows, tables=len(tables), picture=picture)
     lines = [
-        "# How near the simulator comes to published measurements",
-        "",
-        f"`distlab validate --page FILE` writes this page: {rows} published steps and {len(tables)} tables, predicted.",
-        "",
-        "*Calibrated*: with the constants of the package, which were fitted to these rows. *Left out*: each row with",
-        "constants fitted without its structure (a size, a cluster, a schedule). What sources do not say was chosen",
-        "with all rows in view, so that errors on rows never seen may be larger: see below.",
-        "*Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of",
-        "|predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the",
-        "shortest prediction takes in addition to the fastest measured plan, for one model and batch.",
-        "",
-        f"![Predicted against measured times of all steps, calibrated, left out and from data sheets]({picture})",
-        "",
+        head,
         *_markdown(scores_of(families)),
         "",
         *_markdown(errors_of_tables(tables)),

@@ -47,7 +47,7 @@ def draw_memory(memory: Memory, *, capacity_bytes: float) -> Picture:
     names = [_name(memory, each) if several else "each rank" for each in range(len(memory.peak_bytes))]
     stack_bars(bars, memory.at_peak_bytes, names, limit)
     plot.put_heading(bars, "at the peak")
-    stack_area(time, *memory.over_time(rank), limit=limit, timed=memory.has_clock)
+    stack_area(time, *memory.over_time(rank), limit=limit, timed=memory.clock is not None)
     plot.put_heading(time, f"{_name(memory, rank)} over the step" if several else "over the step")
     if capacity_bytes <= limit:
         bars.axvline(capacity_bytes, **CAPACITY_LINE)

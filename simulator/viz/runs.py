@@ -104,14 +104,13 @@ POINTS, TRIALS = 60, 13
 Floats = NDArray[np.float64]
 
 
-def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: int = 0) -> Picture:
+def draw_goodput(failures: Failures, num_devices: int, save_s: float) -> Picture:
     """Draw the goodput against the interval between checkpoints, drawn and computed, and the parts against devices.
 
     Args:
         failures: what interrupts the run.
         num_devices: of the run.
         save_s: training waits so long for a checkpoint.
-        seed: of the failures that are drawn.
 
     Raises:
         ValueError: nothing fails, or failures leave almost no time.
@@ -122,7 +121,7 @@ def draw_goodput(failures: Failures, num_devices: int, save_s: float, *, seed: i
     figure = plot.new_figure(5.6)
     left = plot.frame(figure, left=0.95, right=7.0, top=1.45, bottom=0.85)
     right = plot.frame(figure, left=7.0, right=1.75, top=1.45, bottom=0.85)
-    _draw_intervals(left, good, failures.restart_s, seed)
+    _draw_intervals(left, good, failures.restart_s)
     _draw_devices(right, failures, num_devices, save_s)
     both = (good.save_s, good.mtbf_s)
     parts = ", ".join(f"{name} {percent(getattr(good, name), 1)}" for name in PARTS if getattr(good, name) > 0)
@@ -147,13 +146,13 @@ def _useful(good: Goodput, restart_s: float, intervals: Floats) -> Floats:
     return np.array(found)
 
 
-def _draw_intervals(axes: Axes, good: Goodput, restart_s: float, seed: int) -> None:
+def _draw_intervals(axes: Axes, good: Goodput, restart_s: float) -> None:
     best = best_s(good.save_s, good.mtbf_s)
     low, high = (min(AROUND[0] * best, good.interval_s), max(AROUND[1] * best, good.interval_s))
     intervals = np.geomspace(low, high, POINTS)
     useful = _useful(good, restart_s, intervals)
     tried = np.geomspace(low, high, TRIALS)
-    drawn = goodput_by_trial(good.save_s, good.mtbf_s, tried, restart_s=restart_s, seed=seed)
+    drawn = goodput_by_trial(good.save_s, good.mtbf_s, tried, restart_s=restart_s)
     axes.set_xscale("log")
     axes.plot(intervals, useful, color=theme.LINE_COLOURS[0], linewidth=2.4, gid="computed", label="computed", zorder=3)
     dots: dict[str, Any] = {"marker": "o", "markersize": 7, "linestyle": "none", "color": theme.LINE_COLOURS[1]}

@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
-import data_parallel as small_models
-import torch
-
-from distlab.blocks.models import GPT
-from distlab.comm import Ranks
 from gpu.job import Finding, Job
-from gpu.models import filling_batch, size_of
-from gpu.timing import Turns, rows_of, take_turns
-
-BAR = 1.02
-PROGRAMS = ("torch DDP", "DataParallel")
+from gpu.models import large_gpt
 
 
 def findings(job: Job) -> Iterator[Finding]:
     """Yield time, peak memory and noise, with one rank for each GPU."""
-    with Ranks(job.num_ranks, timeout_s=job.seconds, backend=job.backend, record=False) as ranks:
-        results = ranks.run(measure, job)
-    turns, words = [one for one, _ in results], results[0][1]
-    yield from rows_of(turns, f"a DataParallel step of {words} on {job.where}", job, against="torch DDP", bar=BAR)
-
-
-def measure(job: Job) -> tuple[Turns, str]:
-    """Run on each rank: time both programs; return also which model and batch."""
-    batch = filling_batch(job)
-    model = "a large GPT"
-    small_models.MODELS[model] = lambda device: (batch.model(), batch.inputs, batch.targets, GPT.loss)
-    device = batch.inputs.device
-    makes = [partial(small_models.step_of, program, model, torch.device(device)) for program in PROGRAMS]
-    return take_turns(makes, job), size_of(batch)
+    yield from large_gpt(job, "data_parallel", "torch DDP", "DataParallel", bar=1.02)

@@ -158,12 +158,10 @@ def _mixed(fields: Fields, *, experts: str = "num_local_experts", **changes: Any
 
 
 def _qwen_mixed(fields: Fields, **changes: Any) -> LlamaSizes:
-    mixture = _experts(
-        fields.only(mlp_only_layers=([], None)),
-        expert_size=fields.count("moe_intermediate_size"),
-        shared_size=fields.count("shared_expert_intermediate_size", 0, least=0),
-        every=fields.count("decoder_sparse_step", 1),
-    )
+    fields.only(mlp_only_layers=([], None))
+    width, every = fields.count("moe_intermediate_size"), fields.count("decoder_sparse_step", 1)
+    shared = fields.count("shared_expert_intermediate_size", 0, least=0)
+    mixture = _experts(fields, expert_size=width, shared_size=shared, every=every)
     return _sizes(fields, mixture=mixture, windows=windows_behind(fields), **changes)
 
 

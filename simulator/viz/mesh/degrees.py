@@ -56,16 +56,12 @@ def parts_of(step: Step) -> list[TimePart]:
     start, end = timing.start_ns[passes], timing.end_ns[passes]
     idle_s = (int(end.max()) - int((end - start).sum())) / 1e9
     bubble = max(0.0, idle_s - exposed["pipeline"]) if step.num_pipeline_ranks > 1 else 0.0
-    by_axis = [
-        TimePart(axis, style.letter, f"{axis} exposed", style.colour, exposed[axis])
-        for axis, style in ((axis, theme.AXIS_STYLES[axis]) for axis in reversed(AXES))
-    ]
-    rest = step.duration_s - bubble - sum(part.seconds for part in by_axis)
-    return [
-        TimePart(COMPUTE, "", "compute", COMPUTE_COLOUR, rest),
-        *by_axis,
-        TimePart(BUBBLE, "b", "bubble", BUBBLE_COLOUR, bubble),
-    ]
+    parts = [TimePart(BUBBLE, "b", "bubble", BUBBLE_COLOUR, bubble)]
+    for axis in AXES:
+        style = theme.AXIS_STYLES[axis]
+        parts.insert(0, TimePart(axis, style.letter, f"{axis} exposed", style.colour, exposed[axis]))
+    rest = step.duration_s - sum(part.seconds for part in parts)
+    return [TimePart(COMPUTE, "", "compute", COMPUTE_COLOUR, rest), *parts]
 
 
 HEIGHT_IN, LEFT_IN, BAR_IN, MAX_ROWS = 6.6, 0.25, 0.5, 6

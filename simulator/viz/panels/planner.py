@@ -181,8 +181,13 @@ def planner_panel(models: Mapping[str, Workload], cluster: Cluster, *, plan: Pla
         run = Run(tokens, price, Failures("llama-3"))
         return _or_why_not(models[model], cluster, plan, values, lambda step: draw_planner(bill(step, run)))
 
-    degrees = _degree_controls(plan, cluster)
-    return Panel(draw, model=choice("model", models), **degrees, **_price_and_tokens(tokens))
+    return Panel(
+        draw,
+        model=choice("model", models),
+        **_degree_controls(plan, cluster),
+        price=slider("dollars per GPU hour", 2.5, 0.5, 10, 0.1),
+        tokens=logarithmic("tokens", tokens, 9, 14, in_words),
+    )
 
 
 @cache
@@ -270,8 +275,3 @@ def _degree_controls(base: Plan, cluster: Cluster) -> dict[str, Any]:
         "recompute": choice("recompute", RECOMPUTES, base.recompute),
         "sequence_parallel": widgets.Checkbox(value=base.sequence_parallel, description="sequence parallel"),
     }
-
-
-def _price_and_tokens(tokens: float) -> dict[str, Any]:
-    price = slider("dollars per GPU hour", 2.5, 0.5, 10, 0.1)
-    return {"price": price, "tokens": logarithmic("tokens", tokens, 9, 14, in_words)}

@@ -203,11 +203,8 @@ class Overlay:
         """Divide a step of the mean rank: it computes, it communicates without computing, or it does neither."""
         facts = facts_of(trace)
         compute_s = facts.compute_share * facts.duration_s
-        return {
-            "compute": compute_s,
-            "communication": facts.exposed_s,
-            "waiting": facts.duration_s - compute_s - facts.exposed_s,
-        }
+        waiting_s = facts.duration_s - compute_s - facts.exposed_s
+        return {"compute": compute_s, "communication": facts.exposed_s, "waiting": waiting_s}
 
     def __str__(self) -> str:
         verdict = self.verdict[0].upper() + self.verdict[1:]

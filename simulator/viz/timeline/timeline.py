@@ -15,17 +15,7 @@ from matplotlib.figure import Figure
 from distlab.trace import CriticalPath, Trace
 from simulator.units import counted, format_s, percent
 from simulator.viz.drawing import theme
-from simulator.viz.drawing.lanes import (
-    LaneRow,
-    Scene,
-    Side,
-    View,
-    add_boxes,
-    add_pixels,
-    fill_of,
-    heights_of,
-    scene_of,
-)
+from simulator.viz.drawing.lanes import LaneRow, Scene, Side, View, add_boxes, add_pixels, fill_of, heights_of, scene_of
 from simulator.viz.drawing.pen import LEGEND_LINE_IN, Picture, legend_lines, put_legend
 from simulator.viz.drawing.plot import axes_pixels, draw_time_scale, frame, new_figure, put_title
 from simulator.viz.timeline.facts import Facts, Overlay, facts_of
