@@ -35,14 +35,10 @@ def test_a_circle_through_a_third_module_is_found():
     assert circles(graph) == {frozenset("abc")}
 
 
-PACKAGES = [f"distlab.{path.parent.name}" for path in sorted((ROOT / "distlab").glob("*/__init__.py"))]
-PACKAGES += [
-    f"distlab.{wing}.{path.parent.name}"
-    for wing in ("blocks", "course")
-    for path in sorted((ROOT / "distlab" / wing).glob("*/__init__.py"))
-]
-PACKAGES += ["distlab.comm.nodes"]
-FACES = [*PACKAGES, "simulator", "simulator.viz", "simulator.export"]
+FOLDERS = ("distlab/*", "distlab/blocks/*", "distlab/course/*", "distlab/comm/nodes", "simulator")
+FOLDERS += ("simulator/viz", "simulator/export")
+FOUND = [path.parent for one in FOLDERS for path in sorted(ROOT.glob(f"{one}/__init__.py"))]
+FACES = [".".join(folder.relative_to(ROOT).parts) for folder in FOUND]
 MAX_FILES = 12
 ROOMS = [path.parent for folder in ("simulator", "distlab") for path in sorted((ROOT / folder).rglob("__init__.py"))]
 
@@ -85,19 +81,12 @@ def test_a_room_has_few_files_and_says_in_which_order_to_read_them(room):
 def test_a_folder_of_the_same_name_beside_a_script_hides_nothing_but_distlabs_own_face(tmp_path):
     """Such as a clone: Python takes the folder for a part of the package, and for its face."""
     (tmp_path / "distlab").mkdir()
-    names = {
-        "cli": "main",
-        "comm": "run",
-        "measure": "Machine",
-        "course.classroom": "grade_all",
-        "course.grading": "check",
-    }
-    lines = [f"from distlab.{face} import {name}" for face, name in names.items()]
+    names = {"cli": "main", "comm": "run", "measure": "Machine", "course.classroom": "grade_all"}
+    lines = [f"from distlab.{face} import {name}" for face, name in (names | {"course.grading": "check"}).items()]
     (tmp_path / "train.py").write_text("\n".join([*lines, "print(run)", "main(['--version'])"]))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    where = {"cwd": tmp_path, "env": environment}
+    done = subprocess.run([sys.executable, "train.py"], **where, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("<function run"), done.stderr
     assert done.stdout.endswith(f"distlab {distlab.__version__}\n")
 

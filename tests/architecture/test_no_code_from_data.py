@@ -7,17 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {  # the calls of a file, and why
     "distlab/comm/launch/ranks.py": ({"pickle.loads"}, "a rank's reply, over a pipe that the launcher made"),
-    "distlab/comm/launch/worker.py": (
-        {"pickle.loads", "exec", "eval"},
-        "the launcher's call, over a pipe that it made, and the cell that its user wrote",
-    ),
+    "distlab/comm/launch/worker.py": ({"pickle.loads", "exec", "eval"}, "the launcher's call, and its user's cell"),
     "distlab/course/grading/answer/source.py": ({"exec"}, "a learner's own answer, which they asked to be checked"),
     "distlab/course/grading/mutant.py": ({"exec"}, "an edited reference of this package"),
     "distlab/course/grading/sealed.py": ({"exec"}, "a file of this package"),
 }
-UNPICKLERS = {  # classes that let no name through but those they list
-    "distlab/comm/plain.py",
-}
+UNPICKLERS = {"distlab/comm/plain.py"}  # classes that let no name through but those they list
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "joblib"}
 LOADERS = {"load", "loads", "Unpickler"}
 WORTH_A_LOOK = re.compile(r"eval|exec|pickle|dill|marshal|joblib|\bload\(|yaml|system|popen|getoutput|getstatus|shell")
@@ -69,13 +64,8 @@ def test_no_file_makes_code_of_data_but_those_that_say_why():
         for line, name in dangers(path.read_text()):
             found.setdefault(str(path.relative_to(ROOT)), []).append((line, name))
     allowed = {file: calls for file, (calls, _) in ALLOWED.items()} | dict.fromkeys(UNPICKLERS, {"Unpickler"})
-    wrong = [
-        f"{file}:{line}: {name}"
-        for file, every in found.items()
-        for line, name in every
-        if name not in allowed.get(file, ())
-    ]
-    assert not wrong, "code from data; read it without, or say in ALLOWED whose it is:\n" + "\n".join(wrong)
+    wrong = [(file, *one) for file, every in found.items() for one in every if one[1] not in allowed.get(file, ())]
+    assert not wrong, f"code from data; read it without, or say in ALLOWED whose it is: {wrong}"
     assert set(allowed) == set(found), "ALLOWED names files that need it no more"
 
 

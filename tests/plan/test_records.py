@@ -29,9 +29,7 @@ from distlab.plan import (
 from distlab.plan.partition import Cuts, even_blocks
 from distlab.plan.require import changed
 
-MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
-    lambda sizes: Mesh(zip(("pipeline", "data", "context", "tensor"), sizes, strict=False))
-)
+MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda sizes: Mesh(zip(AXES, sizes, strict=False)))
 WORK = Work(100.0, 40.0, 6)
 LINK, CPU = Link("wire", (Protocol(1e-6, 1e9),)), Device("cpu", 1e9, 1e9, 1e9)
 LAYER = Layer("linear", (12, 4), Work(1, 2, 3), Work(1), Work(1))

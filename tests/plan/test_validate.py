@@ -210,7 +210,6 @@ def test_no_action_is_refused_and_huge_numbers_do_not_fill_memory():
 
 
 def test_a_grid_of_uneven_ranks_and_a_big_schedule():
-    assert plan.text_grid(plan.parse_schedule("0F0\n,\n1F0 1B0")) == (
-        "        rank 0  rank 1  rank 2\nstep 0  0F0             1F0\nstep 1                  1B0"
-    )
+    grid = "        rank 0  rank 1  rank 2\nstep 0  0F0             1F0\nstep 1                  1B0"
+    assert plan.text_grid(plan.parse_schedule("0F0\n,\n1F0 1B0")) == grid
     assert plan.validate(plan.one_f_one_b(64, 1024)).longest_chain == 2 * (1024 + 63)

@@ -24,14 +24,8 @@ def workload_of(milliseconds, sizes=None, *, ends=0):
 
 
 def plan_of(stage, *, data=4, microbatches=1, recompute="none", **options):
-    return Plan(
-        data=data,
-        num_microbatches=microbatches,
-        bucket_bytes=200_000,
-        first_bucket_bytes=100_000,
-        sharding=Sharding(stage, **options),
-        recompute=recompute,
-    )
+    own = {"bucket_bytes": 200_000, "first_bucket_bytes": 100_000, "recompute": recompute}
+    return Plan(data, num_microbatches=microbatches, **own, sharding=Sharding(stage, **options))
 
 
 def spans_of(step, lane, rank=0):

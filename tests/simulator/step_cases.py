@@ -16,16 +16,11 @@ def cluster_of(num_devices, *, per_node=64, contention=None, link=LINK, slow=LIN
 
 def workload_of(*shapes):
     """One layer for each group of shapes."""
-    layers = tuple(
-        Layer(
-            f"layer {index}",
-            tuple(math.prod(shape) for shape in group),
-            *(Work(1e9) for _ in range(3)),
-            parameter_shapes=group,
-        )
-        for index, group in enumerate(shapes)
-    )
-    return Workload("w", layers)
+
+    def layer(index, group):
+        return Layer(f"layer {index}", tuple(map(math.prod, group)), *[Work(1e9)] * 3, parameter_shapes=group)
+
+    return Workload("w", tuple(layer(index, group) for index, group in enumerate(shapes)))
 
 
 WORKLOAD = workload_of(((300, 200), (300,)), ((100, 400), (7,)), ((64, 64, 3, 3),))

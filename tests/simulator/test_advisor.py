@@ -134,9 +134,8 @@ def test_the_reasons_hold_when_everything_is_simulated():
 
 
 def test_one_device_is_told_not_to_distribute_and_what_nearly_fits_what_it_lacks():
-    one, roomy, tight = (
-        sim.search(sim.Question(SMALL, machine_of(*own), 8)) for own in ((80e9, 1), (80e9, 4), (0.3e9, 4))
-    )
+    machines = (machine_of(80e9, 1), machine_of(80e9, 4), machine_of(0.3e9, 4))
+    one, roomy, tight = (sim.search(sim.Question(SMALL, machine, 8)) for machine in machines)
     best, *_ = [each.best()[0] for each in (one, roomy, tight)]
     assert best.plan.world_size == 1
     assert "Do not distribute" in sim.reasons(one, best)[0].rule
@@ -150,12 +149,9 @@ def test_one_device_is_told_not_to_distribute_and_what_nearly_fits_what_it_lacks
 
 def test_a_batch_that_the_devices_do_not_divide_is_told_as_a_reason():
     """8 devices and 12 samples: no plan has 8 replicas, whatever else it has. 16 devices and 7: there is no plan."""
+    tiny = sim.ModelDescription(hidden_size=64, num_layers=2, num_heads=8)
     for batch, is_told in ((12, True), (16, False)):
-        found = sim.search(
-            sim.Question(sim.ModelDescription(hidden_size=64, num_layers=2, num_heads=8), machine_of(80e9), batch)
-        )
+        found = sim.search(sim.Question(tiny, machine_of(80e9), batch))
         assert (f"batch = {batch}" in [reason.part for reason in sim.reasons(found, found.best()[0])]) == is_told
     with pytest.raises(ValueError, match="no plan divides 7 samples among 16 devices"):
-        sim.search(
-            sim.Question(replace(SMALL, num_layers=1, num_heads=1, sequence_length=255), machine_of(80e9, 16), 7)
-        )
+        sim.search(sim.Question(replace(tiny, num_layers=1, num_heads=1, sequence_length=15), machine_of(80e9, 16), 7))

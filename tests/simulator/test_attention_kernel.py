@@ -64,9 +64,8 @@ def test_a_window_leaves_so_many_pairs():
 @pytest.mark.parametrize(("window", "part"), [(16, 0.4375), (200, 1.0)])
 def test_fused_attention_computes_what_the_window_leaves_and_mfu_counts_twice_that(window, part):
     def made(windows):
-        return sim.fuse_attention(
-            sim.llama_workload(sim.LlamaSizes(64, 2, 4, 4, 128, 100, windows=windows), sequence_length=64)
-        )
+        sizes = sim.LlamaSizes(64, 2, 4, 4, 128, 100, windows=windows)
+        return sim.fuse_attention(sim.llama_workload(sizes, sequence_length=64))
 
     whole, narrow = made(()), made((window, None))
     flops = [work.layers[1].forward.attention_flops for work in (whole, narrow)]

@@ -178,40 +178,23 @@ def test_ranks_that_all_do_the_same_share_cores_evenly_from_start_to_end(plan):
 
 def random_case(seed):
     generator = np.random.default_rng(seed)
-    layers = tuple(
-        plans.Layer(
-            f"layer {i}",
-            tuple(generator.integers(1, 3000, generator.integers(0, 4)).tolist()),
-            *(
-                plans.Work(float(generator.integers(0, 10**6)), float(generator.integers(0, 10**5)), 1)
-                for _ in range(3)
-            ),
-            int(generator.integers(0, 1000)),
-            int(generator.integers(0, 5000)),
-        )
-        for i in range(generator.integers(1, 8))
-    )
-    workload = plans.Workload("random", layers, 4, plans.Work(0, 1e5, 4))
+    draw, layers = generator.integers, []
+    for i in range(draw(1, 8)):
+        sizes = tuple(draw(1, 3000, draw(0, 4)).tolist())
+        works = [plans.Work(float(draw(0, 10**6)), float(draw(0, 10**5)), 1) for _ in range(3)]
+        layers.append(plans.Layer(f"layer {i}", sizes, *works, int(draw(0, 1000)), int(draw(0, 5000))))
+    workload = plans.Workload("random", tuple(layers), 4, plans.Work(0, 1e5, 4))
     per_node = int(generator.choice([1, 2, 4, 8]))
-    contention = plans.Contention() if generator.integers(2) else plans.Contention(*(1 + generator.random(2)))
+    contention = plans.Contention() if draw(2) else plans.Contention(*(1 + generator.random(2)))
     device = plans.Device("d", 1e9, 1e9, 1e9)
-    links = [plans.Link("l", (plans.Protocol(1e-6, 10.0 ** generator.integers(7, 11)),)) for _ in range(2)]
+    links = [plans.Link("l", (plans.Protocol(1e-6, 10.0 ** draw(7, 11)),)) for _ in range(2)]
     cluster = plans.Cluster("c", device, per_node * 4, per_node, *links, contention)
-    schedule, pipeline = str(generator.choice([*plans.SCHEDULES])), int(generator.integers(1, 6))
-    data = int(generator.integers(1, 6))
-    codec = EACH[generator.integers(len(EACH))] if data > 1 and schedule == "one_f_one_b" else None
-    plan = plans.Plan(
-        data=data,
-        compression=codec,
-        pipeline=pipeline,
-        num_microbatches=int(generator.integers(1, 7)),
-        schedule=schedule,
-        stages_per_rank={"v": 2, "loop": int(generator.integers(1, 4))}.get(plans.SCHEDULES[schedule].placement, 1),
-        gradient_sync=str(generator.choice(GRADIENT_SYNCS)),
-        bucket_bytes=int(generator.integers(1, 20000)),
-        first_bucket_bytes=int(generator.integers(1, 5000)),
-    )
-    return workload, cluster, plan
+    schedule, pipeline, data = str(generator.choice([*plans.SCHEDULES])), int(draw(1, 6)), int(draw(1, 6))
+    codec = EACH[draw(len(EACH))] if data > 1 and schedule == "one_f_one_b" else None
+    stages = {"v": 2, "loop": int(draw(1, 4))}.get(plans.SCHEDULES[schedule].placement, 1)
+    sync, *buckets = str(generator.choice(GRADIENT_SYNCS)), int(draw(1, 20000)), int(draw(1, 5000))
+    own = (data, pipeline, int(draw(1, 7)), schedule, sync, *buckets)
+    return workload, cluster, plans.Plan(*own, compression=codec, stages_per_rank=stages)
 
 
 def test_one_rank_is_the_sum_of_its_work():
@@ -219,11 +202,7 @@ def test_one_rank_is_the_sum_of_its_work():
     assert step.duration_s == pytest.approx(0.006 + 0.012 + 0.0008)
     assert step.bubble_fraction == step.exposed_communication_s == 0
     assert step.sent_bytes_per_rank == (0,)
-    assert [(span.name, span.kind) for span in step.trace] == [
-        ("forward", "F"),
-        ("backward", "B"),
-        ("optimizer", "optimizer"),
-    ]
+    assert [span.name for span in step.trace] == ["forward", "backward", "optimizer"]
 
 
 def test_overlapped_buckets_start_when_ready_and_one_after_the_other():

@@ -105,15 +105,8 @@ def model():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sharding_goes_with_the_same_axes_as_in_hybrid(model, stage):
     for pipeline, expert, tensor, context, microbatches in product((1, 2), repeat=5):
-        plan = Plan(
-            data=2,
-            pipeline=pipeline,
-            expert=expert,
-            tensor=tensor,
-            context=context,
-            num_microbatches=microbatches,
-            sharding=Sharding(stage=stage),
-        )
+        inner = {"expert": expert, "tensor": tensor, "context": context}
+        plan = Plan(2, pipeline, microbatches, **inner, sharding=Sharding(stage))
         theirs, ours = problem_of(plan, model, AXES, plan.world_size), refusal(plan)
         assert bool(theirs) == bool(ours), (plan, theirs, ours)
         assert ours == sim.why_not_timed(plan)
@@ -122,9 +115,8 @@ def test_sharding_goes_with_the_same_axes_as_in_hybrid(model, stage):
             assert "use stage 1" in text  # what to do instead
 
 
-WORKLOAD = sim.gpt_workload(
-    hidden_size=1024, num_layers=8, num_heads=16, sequence_length=512, vocab_size=8192, microbatch_size=2
-)
+WIDE = {"hidden_size": 1024, "num_layers": 8, "num_heads": 16, "vocab_size": 8192}
+WORKLOAD = sim.gpt_workload(**WIDE, sequence_length=512, microbatch_size=2)
 WIRE = Link("wire", (Protocol(1e-6, 1e11),))
 MACHINE = Cluster("machine", Device("card", 1e14, 1e12, 80e9), 8, 8, WIRE, WIRE)
 
@@ -146,27 +138,23 @@ def test_every_stack_slows_devices_and_wires_and_says_where_its_numbers_are_from
 
 def test_a_cluster_has_its_own_stack_and_takes_another():
     assert sim.cluster("dgx-a100") == sim.cluster("dgx-a100", stack="megatron")
-    assert (
-        sim.cluster("dgx-a100", stack=sim.Stack("mine", matmul_fraction=0.5)).device.matmul_flops_per_s == 271.2e12 / 2
-    )
+    half = sim.cluster("dgx-a100", stack=sim.Stack("mine", matmul_fraction=0.5))
+    assert half.device.matmul_flops_per_s == 271.2e12 / 2
     assert sim.cluster("dgx-a100", measured=False) == sim.cluster("dgx-a100", measured=False, stack="fsdp")
     assert sim.device("a100-sxm-80gb").kernel_s == 0
 
 
 def test_overlap_hides_a_part_of_tensor_ranks_calls():
     plan = Plan(tensor=4)
-    waits = [
-        sim.simulate(WORKLOAD, replace(MACHINE, software=Software(tensor_overlap=part)), plan).exposed_by_axis["tensor"]
-        for part in (0.0, 0.5, 1.0)
-    ]
+    machines = [replace(MACHINE, software=Software(tensor_overlap=part)) for part in (0.0, 0.5, 1.0)]
+    waits = [sim.simulate(WORKLOAD, machine, plan).exposed_by_axis["tensor"] for machine in machines]
     assert waits[0] > waits[1] > waits[2] == 0
 
 
 def test_gathers_of_stage_1_hide_under_the_next_forward():
     plan = Plan(data=4, sharding=Sharding(1))
-    behind, ahead = (
-        sim.simulate(WORKLOAD, replace(MACHINE, software=Software(gathers_ahead=on)), plan) for on in (False, True)
-    )
+    machines = [replace(MACHINE, software=Software(gathers_ahead=ahead)) for ahead in (False, True)]
+    behind, ahead = (sim.simulate(WORKLOAD, machine, plan) for machine in machines)
     gathers = sum(bucket.gather.duration_ns for bucket in behind.stages[0].buckets) / 1e9
     assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
 

@@ -6,21 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import simulator as sim
 from distlab.plan import Device, Layer, Plan, Precision, Sharding, Software, Work, Workload
 from distlab.plan.compression import Compression
-from simulator import (
-    DoesNotFitError,
-    LlamaSizes,
-    check_fit,
-    cluster,
-    fuse_attention,
-    gpt_workload,
-    llama_workload,
-    memory_of,
-    mix_experts,
-    model_by_name,
-    simulate,
-)
+from simulator import DoesNotFitError, check_fit, cluster, gpt_workload, memory_of, model_by_name, simulate
 from simulator.memory.advice import find_change, split_samples
 from simulator.memory.memory import KINDS
 from simulator.units import format_bytes
@@ -168,13 +157,7 @@ plans = st.builds(
     num_microbatches=st.integers(1, 6),
     schedule=st.sampled_from(["gpipe", "one_f_one_b"]),
     gradient_sync=st.sampled_from(["flat", "overlapped"]),
-    sharding=st.builds(
-        Sharding,
-        stage=st.integers(0, 3),
-        unit_layers=st.integers(1, 9),
-        reshard_after_forward=st.booleans(),
-        prefetch=st.integers(0, 3),
-    ),
+    sharding=st.builds(Sharding, st.integers(0, 3), st.integers(1, 9), st.booleans(), prefetch=st.integers(0, 3)),
     precision=st.sampled_from([None, Precision(), Precision("bfloat16"), Precision("float16", master=False)]),
     recompute=st.sampled_from(["none", "selective", "full"]),
     tensor=st.sampled_from([1, 2, 3]),
@@ -334,7 +317,7 @@ PLANS = [
     (WORKLOAD, Plan(data=4, sharding=Sharding(3, replicas=2, reshard_after_forward=False)), 0.5),
     (FOUR, Plan(data=2, recompute="full", recompute_method="block", recompute_layers=2), 0.9),
     (WORKLOAD, Plan(data=2, compression=Compression("top_k")), 1.4),
-    (mix_experts(WORKLOAD, 4), Plan(data=2, expert=2), 2.0),
+    (sim.mix_experts(WORKLOAD, 4), Plan(data=2, expert=2), 2.0),
     (WORKLOAD, Plan(tensor=2, context=2), 0.3),
 ]
 
@@ -366,9 +349,7 @@ def test_what_a_step_holds_is_what_does_not_fit():
     room = device(counted.max_bytes)
     check_fit(WORKLOAD, plan, room)
     with pytest.raises(DoesNotFitError, match="1 kB too much") as found:
-        check_fit(
-            WORKLOAD, plan, room, run=lambda workload, tried: more if tried == plan else memory_of(workload, tried)
-        )
+        check_fit(WORKLOAD, plan, room, run=lambda own, tried: more if tried == plan else memory_of(own, tried))
     assert found.value.change.plan != plan
 
 
@@ -390,9 +371,8 @@ def test_inputs_of_products_are_kept_in_8_bits_by_transformer_engine_and_in_16_b
         memory_of(GPT, Plan(float8=float8), software=Software(casts_twice=twice)).of("activations")
         for float8, twice in (("none", False), ("products", False), ("products", True))
     ]
-    inputs = (
-        5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)
-    )  # of queries, keys and values; of the output; of both in the feed-forward
+    # of queries, keys and values; of the output; of both in the feed-forward
+    inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)
     assert (kept[0] - kept[1], kept[2]) == (inputs, kept[0])
 
 
@@ -402,7 +382,8 @@ SUMS = Precision("bfloat16", gradients="float32", reduce="float32")
 
 @pytest.mark.parametrize(("tensor", "published"), [(4, 52.9), (8, 38.6)], ids=["tensor 4", "tensor 8"])
 def test_published_memory_of_tensor_parallel_plans(tensor, published):
-    model = fuse_attention(llama_workload(LlamaSizes(16384, 4, 128, 16, 53248, 128256), sequence_length=4096))
+    sizes = sim.LlamaSizes(16384, 4, 128, 16, 53248, 128256)
+    model = sim.fuse_attention(sim.llama_workload(sizes, sequence_length=4096))
     own = {"data": 8 // tensor, "tensor": tensor, "num_microbatches": 8, "sequence_parallel": True}
     plan = Plan(**own, sharding=Sharding(1), precision=SUMS)
     software = cluster("dgx-b200", 8, stack="megatron-core").software

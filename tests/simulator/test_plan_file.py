@@ -32,12 +32,8 @@ MODEL = {
     "microbatch_size": (1, 1, 2, 3, 16),
     "attention": (None, "plain", "flash"),
 }
-LIKE_LLAMA = {
-    "num_key_value_heads": (8, 8, 1, 2),
-    "feed_forward_size": (1, 200, 256),
-    "ties_embedding": (True, False),
-    "is_gated": (True, False),
-}
+LIKE_LLAMA = {"num_key_value_heads": (8, 8, 1, 2), "feed_forward_size": (1, 200, 256)}
+LIKE_LLAMA |= dict.fromkeys(("ties_embedding", "is_gated"), (True, False))
 MIXED = {"num_experts": (2, 4, 6), "top_k": (1, 2, 3)}
 DEVICE = {
     "matmul_flops_per_s": (None, *NUMBER[1:], 1e18),
@@ -47,11 +43,8 @@ DEVICE = {
     "host_memory_bytes": (None, None, 0.0, 1e12),
 }
 WIRE = {"latency_s": (0.0, 1e-9, 1e-5, 1.0), "bytes_per_s": NUMBER[1:]}
-CLUSTER = {
-    "name": presets.names("clusters"),
-    "stack": (None, *presets.names("stacks")),
-    "devices_per_node": (None, 1, 2, 3, 8),
-}
+CLUSTER = {"name": presets.names("clusters"), "stack": (None, *presets.names("stacks"))}
+CLUSTER |= {"devices_per_node": (None, 1, 2, 3, 8)}
 DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
 PLAN = {
     "data": DEGREES,
@@ -70,12 +63,8 @@ PLAN = {
     "cut": ("time", "time", *CUTS),
 }
 SOME = {"recompute_method": records.RECOMPUTE_METHODS, "recompute_layers": (1, 2, 3, 99)}
-SHARDING = {
-    "unit_layers": (1, 2, 50),
-    "reshard_after_forward": (True, True, False),
-    "prefetch": (0, 1, 9),
-    "replicas": (1, 1, 1, 1, 1, 2),
-}
+SHARDING = {"unit_layers": (1, 2, 50), "reshard_after_forward": (True, True, False)}
+SHARDING |= {"prefetch": (0, 1, 9), "replicas": (1, 1, 1, 1, 1, 2)}
 PRECISION = {name: tuple(DTYPE_BYTES) for name in ("compute", "reduce", "gradients")} | {"master": (True, False)}
 
 
@@ -125,9 +114,8 @@ def check_trace(seed, step):
     same = (rank[1:] == rank[:-1]) & (lane[1:] == lane[:-1])
     overlap = np.flatnonzero(same & (start[1:] < end[:-1]))
     assert not len(overlap), f"seed {seed}: {trace[order[overlap[0]]]} and {trace[order[overlap[0] + 1]]}"
-    assert trace.end_ns.max() <= step.duration_s * 1e9 * (1 + 1e-12) + 1, (
-        f"seed {seed}: {trace.end_ns.max()} ns, {step.duration_s} s"
-    )
+    last_ns = trace.end_ns.max()
+    assert last_ns <= step.duration_s * 1e9 * (1 + 1e-12) + 1, f"seed {seed}: {last_ns} ns, {step.duration_s} s"
 
 
 def check_export(written, tool):
@@ -201,12 +189,8 @@ def test_a_file_is_the_step_that_its_words_say(tmp_path):
     found = sim.read_plan_file(path)
     plan = Plan(2, 4, 8, tensor=2, sharding=Sharding(1), precision=Precision("bfloat16"))
     assert found.plan == plan
-    own = sim.simulate(
-        sim.model_by_name("gpt-3-175b", microbatch_size=2),
-        sim.cluster("dgx-h100", 16),
-        plan,
-        order=("data", "pipeline", "expert", "context", "tensor"),
-    )
+    workload, order = sim.model_by_name("gpt-3-175b", microbatch_size=2), ("data", "pipeline", *AXES[2:])
+    own = sim.simulate(workload, sim.cluster("dgx-h100", 16), plan, order=order)
     step = found.simulate()
     assert (step.duration_s, step.steady_s) == (own.duration_s, own.steady_s)
     assert step.memory.max_bytes == own.memory.max_bytes

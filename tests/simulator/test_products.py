@@ -1,7 +1,7 @@
 """What shapes and numbers of products cost: tiles, waves, 8 bits, experts over nodes; and what backward runs again."""
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from statistics import mean
 
 import pytest
@@ -63,11 +63,8 @@ def test_narrow_parts_of_a_layer_take_longer_than_their_share():
     assert slow.mfu * slow.steady_s == pytest.approx(fast.mfu * fast.steady_s)  # the same work counts
 
 
-NARROW = sim.LlamaSizes(
-    hidden_size=256, num_layers=2, num_heads=4, num_key_value_heads=4, feed_forward_size=512, vocab_size=128
-)
 S8, H8, F8 = 64, 256, 512
-NARROW_LLAMA = sim.fuse_attention(sim.llama_workload(NARROW, sequence_length=S8))
+NARROW_LLAMA = fuse_attention(llama_workload(LlamaSizes(H8, 2, 4, 4, F8, 128), sequence_length=S8))
 
 
 def both_rates(**rates):
@@ -102,38 +99,25 @@ def test_quantising_reads_and_writes_four_bytes_an_element_and_six_where_layouts
 
 
 def test_units_of_blocks_are_gathered_in_half_the_bytes():
-    own = {"data": 4, "sharding": Sharding(3)}
-    wide, narrow = (
-        sim.simulate(NARROW_LLAMA, both_rates(), Plan(**own, float8=kind)) for kind in ("products", "gathers")
-    )
+    plans = [Plan(4, sharding=Sharding(3), float8=kind) for kind in ("products", "gathers")]
+    wide, narrow = (sim.simulate(NARROW_LLAMA, both_rates(), plan) for plan in plans)
     gathers = [[unit.gather.num_bytes for unit in step.stages[0].units] for step in (wide, narrow)]
     assert gathers[1] == [gathers[0][0], *(size // 2 for size in gathers[0][1:])]  # the root stays as it is
     root, block = gathers[0][:2]
-    held = [sim.memory_of(NARROW_LLAMA, Plan(**own, float8=kind)).stages[0] for kind in ("products", "gathers")]
+    held = [sim.memory_of(NARROW_LLAMA, plan).stages[0] for plan in plans]
     assert held[0].forward[1, BUFFERS] - held[1].forward[1, BUFFERS] == block  # its own and the next: half of two
     assert held[1].forward[0, BUFFERS] >= root
 
 
-SX, HX, FX, E, K = 512, 256, 384, 4, 2
-
-
-def mixed(**changes):
-    mixture = sim.Mixture(E, K, **changes)
-    return sim.fuse_attention(
-        sim.llama_workload(sim.LlamaSizes(HX, 1, 4, 4, FX, 128, mixture=mixture), sequence_length=SX)
-    )
-
-
-MIXED = mixed()
+SX, HX, FX, K = 512, 256, 384, 2
+MIXED_SIZES = LlamaSizes(HX, 1, 4, 4, FX, 128, mixture=sim.Mixture(4, K))
 
 
 def nodes_by_counting(experts, top_k, nodes, groups=1, most=1):
     """Return the mean number of nodes over all choices of groups, and of experts in them."""
     place, size = experts // nodes, experts // groups
-    pools = [
-        [group * size + number for group in chosen for number in range(size)]
-        for chosen in combinations(range(groups), most)
-    ]
+    every = [range(group * size, (group + 1) * size) for group in range(groups)]
+    pools = [chain(*chosen) for chosen in combinations(every, most)]
     return mean(len({one // place for one in chosen}) for pool in pools for chosen in combinations(pool, top_k))
 
 
@@ -142,7 +126,7 @@ def nodes_by_counting(experts, top_k, nodes, groups=1, most=1):
     [(8, 2, 4, None), (8, 2, 2, None), (12, 5, 3, None), (4, 1, 4, None), (8, 2, 4, (4, 2)), (16, 3, 8, (4, 2))],
 )
 def test_on_how_many_nodes_a_tokens_experts_are(experts, top_k, nodes, groups):
-    sizes = sim.LlamaSizes(HX, 1, 4, 4, FX, 128, mixture=sim.Mixture(experts, top_k, most_groups=groups))
+    sizes = replace(MIXED_SIZES, mixture=sim.Mixture(experts, top_k, most_groups=groups))
     found = sim.llama_workload(sizes, sequence_length=SX).layers[1].experts.nodes_of_a_token(nodes)
     assert found == pytest.approx(nodes_by_counting(experts, top_k, nodes, *(groups or ())))
 
@@ -150,31 +134,25 @@ def test_on_how_many_nodes_a_tokens_experts_are(experts, top_k, nodes, groups):
 def test_a_token_crosses_to_a_node_once():
     """Four ranks on two nodes: of two experts both are in the other node one time in six, and one is four times."""
     machine = replace(sim.cluster("dgx-h100", 16, stack="best-case"), devices_per_node=2)
-    twice, once = (
-        sim.simulate(MIXED, replace(machine, software=replace(machine.software, dispatches_once=on)), Plan(expert=4))
-        .stages[0]
-        .calls[0][1]
-        for on in (False, True)
-    )
+    mixed = fuse_attention(llama_workload(MIXED_SIZES, sequence_length=SX))
+    ways = [replace(machine, software=replace(machine.software, dispatches_once=once)) for once in (False, True)]
+    twice, once = (simulate(mixed, way, Plan(expert=4)).stages[0].calls[0][1] for way in ways)
     rows = 2 * K * SX * HX
     nodes = 2 * (1 - 1 / 6)
     links = {"intra_node": machine.intra_node, "inter_node": machine.inter_node}
     for calls, crossing in ((twice, 1.0), (once, nodes / K)):
         there, back = calls[-2:]
         assert there.num_bytes == back.num_bytes == rows
-        assert there.end_ns - there.start_ns == pytest.approx(
-            sim.hierarchical_all_to_all_s(rows, 2, 2, **links, crossing=crossing) * 1e9, abs=1
-        )
+        expected_s = sim.hierarchical_all_to_all_s(rows, 2, 2, **links, crossing=crossing)
+        assert there.end_ns - there.start_ns == pytest.approx(expected_s * 1e9, abs=1)
         assert there.sent_bytes == pytest.approx(rows * (1 / 4 + 2 / 4 * crossing))
 
 
 # A device on which products alone take time: 1 ns each 1,000 operations.
 ONLY_PRODUCTS = Device("products", 1e12, 1e30, 1e15, attention_flops_per_s=1e30)
 ONE = replace(cluster("dgx-a100", 1, stack="best-case"), device=ONLY_PRODUCTS)
-FEW_LAYERS = LlamaSizes(
-    hidden_size=64, num_layers=6, num_heads=4, num_key_value_heads=2, feed_forward_size=160, vocab_size=96
-)
 S, B, H, KV, F = 32, 2, 64, 32, 160
+FEW_LAYERS = LlamaSizes(H, 6, 4, 2, F, 96)
 TOKENS = S * B
 LLAMA = fuse_attention(llama_workload(FEW_LAYERS, sequence_length=S, microbatch_size=B))
 

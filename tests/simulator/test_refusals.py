@@ -67,10 +67,8 @@ ROWS = [
     ("at least 1", lambda: sim.activation_bytes_per_layer(0, 1, 1, 1)),
     ("choose none, selective or full", lambda: sim.activation_bytes_per_layer(8, 1, 1, 1, recompute="maybe")),
     ("choose one of llama-2-7b", lambda: sim.model_by_name("llama-9")),
-    *(
-        ("groups must divide 8 experts, and those of a token hold 3", lambda g=g: sim.Mixture(8, 3, most_groups=g))
-        for g in ((4, 5), (3, 1))
-    ),
+    *(("groups must divide 8 experts, and those of a token hold 3", lambda g=g: sim.Mixture(8, 3, most_groups=g))
+      for g in ((4, 5), (3, 1))),
     *(("pass a", lambda size=size: cost.all_reduce_s(size, 4, LINK)) for size in (-1, math.nan, math.inf)),
     *(("pass a", lambda ranks=ranks: cost.all_reduce_s(1, ranks, LINK)) for ranks in (0, 2.5, True)),
     ("ring, halving_doubling, tree, in_network", lambda: cost.all_reduce_s(1, 2, LINK, "pigeon")),
@@ -81,15 +79,8 @@ ROWS = [
     ("do not fill nodes of 8", lambda: sim.cluster("dgx-h100", 12)),
     ("tensor_overlap is 2", lambda: soft(tensor_overlap=2)),
     *(("a duration is", lambda seconds=seconds: units.to_ns(seconds)) for seconds in (-1e-9, math.nan, 1e12)),
-    *(
-        (words, lambda given=given: fit.fit_link(*given, 2))
-        for words, given in (
-            ("size", ([1, 2], [1.0])),
-            ("size", ([8, 8], [1.0, 1.1])),
-            ("size", ([1, 2], [1.0, math.nan])),
-            ("size", ([0, 2], [1.0, 2.0])),
-        )
-    ),
+    *(("size", lambda given=given: fit.fit_link(*given, 2)) for given in (
+        ([1, 2], [1.0]), ([8, 8], [1.0, 1.1]), ([1, 2], [1.0, math.nan]), ([0, 2], [1.0, 2.0]))),
     ("rank", lambda: fit.fit_link([1, 2], [1.0, 2.0], 1)),
     ("2 numbers of forward; pass one, or one for each", lambda: run(ActionTimes((1, 2), 1, 1))),
     ("input_gradient of -1; pass times >= 0", lambda: run(ActionTimes(1, -1, 1))),
@@ -101,13 +92,8 @@ ROWS = [
     ("what 0B0 needs is in no rank's order", lambda: run(text="0F0,0B0\n1F0")),
     ("0B0 comes before its own forward", lambda: run(text="0B0,0F0")),
     ("what 0W0 needs", lambda: run(text="0F0,0W0")),
-    *(
-        (
-            "deadlock: 2 operations can never start: rank 0 lane 0: operation 0 waits for 1 of rank 1",
-            lambda how=how: graph(1, 0, contention=how),
-        )
-        for how in (None, Contention(1.25, 1.5))
-    ),
+    *(("deadlock: 2 operations can never start: rank 0 lane 0: operation 0 waits for 1 of rank 1",
+       lambda how=how: graph(1, 0, contention=how)) for how in (None, Contention(1.25, 1.5))),
     ("needs operation 5; the graph has 1", lambda: graph(5)),
     ("pass times >= 0", lambda: Graph().add(0, COMPUTE, -1)),
     ("a duration is -1 ns; pass times >= 0", lambda: Graph().extend(0, [COMPUTE] * 2, [3, -1], [NONE, NONE])),
@@ -125,13 +111,8 @@ ROWS = [
     (f"{MACHINE.device.name} has no products of 8 bits; use a device that has",
      lambda: step(Plan(float8="products"), MACHINE)),
     ("expert=2: experts and the other parameters", lambda: step(replace(sharded(3), expert=2))),
-    *(
-        (
-            f"stage {stage} is timed with whole backwards; schedule 'zb_h1' splits",
-            lambda stage=stage: step(Plan(2, 2, 4, schedule="zb_h1", sharding=Sharding(stage))),
-        )
-        for stage in (2, 3)
-    ),
+    *((f"stage {stage} is timed with whole backwards; schedule 'zb_h1' splits",
+       lambda stage=stage: step(Plan(2, 2, 4, schedule="zb_h1", sharding=Sharding(stage)))) for stage in (2, 3)),
     ("simulate times offload with pipeline=1", lambda: step(Plan(4, 2, sharding=Sharding(3, offload="all")))),
     ("stage is 1; pass a plan of stage 3", lambda: sim.sweep_units(GPT, cluster_of(4), sharded(1))),
     ("use at most 7 stages", lambda: sim.memory_of(GPT, Plan(pipeline=8))),
@@ -157,16 +138,10 @@ ROWS = [
     ("the batch has 0 samples", lambda: sim.Question(SMALL, MACHINE, 0)),
     ("headroom is 1.0", lambda: sim.Question(SMALL, MACHINE, 8, headroom=1.0)),
     ("the price is -1.0", lambda: sim.Question(SMALL, MACHINE, 8, price=-1.0)),
-    *(
-        (words, lambda given=given: Options(**given))
-        for words, given in (
-            ("the script is ' '", {"script": " "}),
-            ("the script is", {"script": "train.py 'open"}),
-            ("the image is ''", {"image": ""}),
-            ("max_norm is -1.0", {"max_norm": -1.0}),
-            ("max_norm is nan", {"max_norm": math.nan}),
-        )
-    ),
+    ("the script is ' '", lambda: Options(script=" ")),
+    ("the script is", lambda: Options(script="train.py 'open")),
+    ("the image is ''", lambda: Options(image="")),
+    *((f"max_norm is {norm}", lambda norm=norm: Options(max_norm=norm)) for norm in (-1.0, math.nan)),
     ("share cores", lambda: sim.Question(SMALL, replace(MACHINE, num_cores=2), 8)),
 ]  # fmt: skip
 

@@ -83,20 +83,15 @@ def test_drawn_failures_and_drawn_runs_have_the_computed_goodput_and_repeat():
     assert sim.draw_runs(1000.0, math.inf, math.inf, save_s=5.0).tolist() == [1000.0] * 1000
     assert set(sim.draw_runs(1000.0, math.inf, 100.0, save_s=5.0, num_runs=3)) == {1045.0}
     assert sim.goodput(5.0, math.inf, interval_s=95.0).saving == pytest.approx(0.05)
-    ends, again = (
-        sim.draw_runs(work_s, mtbf_s, found.interval_s, save_s=save_s, restart_s=900, num_runs=400, seed=1)
-        for _ in range(2)
-    )
+    own = {"save_s": save_s, "restart_s": 900, "num_runs": 400, "seed": 1}
+    ends, again = (sim.draw_runs(work_s, mtbf_s, found.interval_s, **own) for _ in range(2))
     assert ends.mean() == pytest.approx(work_s / found.useful, rel=0.004)
     assert (ends > work_s).all()
     assert ends.std() > 0
     assert np.array_equal(ends, again)
-    many = sim.draw_runs(
-        2 * DAY, 300.0, 60.0, save_s=2.0, restart_s=20, num_runs=50
-    )  # more failures than one round draws
-    assert many.mean() == pytest.approx(
-        2 * DAY / sim.goodput(2.0, 300.0, restart_s=20, interval_s=60.0).useful, rel=0.02
-    )
+    many = sim.draw_runs(2 * DAY, 300.0, 60.0, save_s=2.0, restart_s=20, num_runs=50)  # in more rounds than one
+    useful = sim.goodput(2.0, 300.0, restart_s=20, interval_s=60.0).useful
+    assert many.mean() == pytest.approx(2 * DAY / useful, rel=0.02)
 
 
 def test_the_published_table_is_the_rate_and_its_sum():
@@ -120,9 +115,8 @@ def test_llama_3_trains_for_more_than_90_percent_of_54_days():
     found = sim.Failures("llama-3-all", restart_s=600).goodput(16_384, save_s)
     assert 0.90 < found.useful < 0.93
     assert sim.Failures("llama-3-all", restart_s=900).goodput(16_384, save_s).useful < 0.90
-    ends = sim.draw_runs(
-        54 * DAY * found.useful, found.mtbf_s, found.interval_s, save_s=save_s, restart_s=600, num_runs=200
-    )
+    own = {"save_s": save_s, "restart_s": 600, "num_runs": 200}
+    ends = sim.draw_runs(54 * DAY * found.useful, found.mtbf_s, found.interval_s, **own)
     assert ends.mean() / DAY == pytest.approx(54, rel=0.01)
     # 13.8 TB of 1T parameters at 273 GB/s: 2104.04473, section 5.10
     assert sim.Failures().waits_s(sim.model_by_name("gpt-1t"), Plan()) == pytest.approx(13.8e12 / 273e9, rel=0.03)

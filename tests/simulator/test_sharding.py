@@ -17,11 +17,8 @@ from simulator.units import to_ns
 
 def test_units_are_blocks_and_what_is_left_is_the_root():
     units = units_of(workload_of([1, 1, 1], ends=7).layers, 2)
-    assert [(u.name, u.layers, u.is_root) for u in units] == [
-        ("unit 0", (0, 4), True),
-        ("unit 1", (1, 2), False),
-        ("unit 2", (3,), False),
-    ]
+    assert [unit.name for unit in units] == ["unit 0", "unit 1", "unit 2"]
+    assert [(unit.layers, unit.is_root) for unit in units] == [((0, 4), True), ((1, 2), False), ((3,), False)]
     assert [unit.num_elements for unit in units] == [14, 160_000, 80_000]
     assert not units_of(workload_of([1, 1]).layers, 1)[0].is_root
 
@@ -150,9 +147,8 @@ def test_hybrid_sharding_keeps_gathers_inside_a_node():
     assert gather.end_ns - gather.start_ns == to_ns(all_gather_s(size, 4, FAST))
     assert [span.kind for span in scatter] == ["reduce_scatter", "all_reduce"]
     assert scatter[1].end_ns - scatter[1].start_ns == to_ns(all_reduce_s(size // 4, 2, network))
-    wire_s = [
-        sum(s.duration_s for lane in ("gather", "scatter") for s in spans_of(step, lane)) for step in (hybrid, whole)
-    ]
+    moves = [[*spans_of(step, "gather"), *spans_of(step, "scatter")] for step in (hybrid, whole)]
+    wire_s = [sum(span.duration_s for span in spans) for spans in moves]
     assert wire_s[0] < wire_s[1]
     for stage, times in ((1, 2), (3, 3)):
         step = simulate(workload, cluster, plan_of(stage, data=8, replicas=2))
@@ -234,14 +230,8 @@ M = 4
 
 
 def step_of(stage, schedule, stages_per_rank, num_layers=8, **sharding):
-    plan = plan_of(stage, data=2, microbatches=M)
-    plan = replace(
-        plan,
-        pipeline=2,
-        schedule=schedule,
-        stages_per_rank=stages_per_rank,
-        sharding=replace(plan.sharding, **sharding),
-    )
+    plan = plan_of(stage, data=2, microbatches=M, **sharding)
+    plan = replace(plan, pipeline=2, schedule=schedule, stages_per_rank=stages_per_rank)
     return simulate(workload_of([1] * num_layers, ends=1000), cluster_of(4), plan)
 
 
@@ -273,10 +263,7 @@ def test_nothing_is_gathered_ahead_beyond_the_limit():
     machine = cluster("dgx-a100", 32)
     size = simulate(WIDE_GPT, machine, Plan(data=32, sharding=Sharding(3))).stages[0].units[1].unit.num_elements
     for live, prefetch in ((1.5 * size, 0), (3 * size, 2), (None, 3)):
-        limited = simulate(
-            WIDE_GPT,
-            replace(machine, software=replace(machine.software, live_elements=live)),
-            Plan(data=32, sharding=Sharding(3, prefetch=3)),
-        )
+        small = replace(machine, software=replace(machine.software, live_elements=live))
+        limited = simulate(WIDE_GPT, small, Plan(data=32, sharding=Sharding(3, prefetch=3)))
         free = simulate(WIDE_GPT, machine, Plan(data=32, sharding=Sharding(3, prefetch=prefetch)))
         assert limited.duration_s == free.duration_s

@@ -47,11 +47,7 @@ def test_tensor_parallel_divides_regions_and_sums_their_outputs():
     both = BLOCK.input_gradient + BLOCK.weight_gradient
     rest = both.without(outside("input_gradient")).without(outside("weight_gradient"))
     hidden = sum(min(travel, sim.compute_s(region.beside.times(0.5), DEVICE)) for region in BLOCK.regions)
-    alone = (
-        seconds(outside("input_gradient"))
-        + seconds(outside("weight_gradient"))
-        + sim.compute_s(rest.times(0.5), DEVICE)
-    )
+    alone = seconds(outside("input_gradient")) + seconds(outside("weight_gradient")) + seconds(rest, 0.5)
     assert near(stage.backward_ns[1], alone + 2 * travel - hidden)
     assert near(stage.passes_ns[2][1] + stage.passes_ns[3][1], alone + 2 * travel)
 
@@ -98,12 +94,8 @@ def test_experts_exchange_rows_twice_forward_and_twice_backward():
     rows = block.experts.row_bytes
     assert rows == 2 * STATES  # two experts a token
     pieces = [piece for piece in stage.calls[0][1] if piece.axis == "expert"]
-    assert [(piece.kind, piece.num_bytes) for piece in pieces] == [
-        ("all_reduce", 8 * (2 * 4 + 1)),
-        ("all_to_all", 8 * (4 + 4 * ranks)),
-        ("all_to_all", rows),
-        ("all_to_all", rows),
-    ]
+    counts, sizes = ("all_reduce", 8 * (2 * 4 + 1)), ("all_to_all", 8 * (4 + 4 * ranks))
+    assert [(piece.kind, piece.num_bytes) for piece in pieces] == [counts, sizes, *[("all_to_all", rows)] * 2]
     travel = sum(sim.all_to_all_s(piece.num_bytes, ranks, LINK) for piece in pieces[1:])
     travel += sim.all_reduce_s(pieces[0].num_bytes, ranks, LINK)
     fewer = replace(block.forward, num_kernels=block.forward.num_kernels - 2 * block.experts.kernels_each)
@@ -238,9 +230,8 @@ def test_nodes_gather_by_one_ring():
     payload = exchanges(compression, ((512, 512),))[0].num_bytes
     cases = ((8, 8, sim.all_gather_s(8 * payload, 8, LINK)), (6, 4, sim.all_gather_s(6 * payload, 6, slow)))
     for data, per_node, expected in cases:
-        step = sim.simulate(
-            workload, cluster_of(8, per_node=per_node, slow=slow), Plan(data=data, compression=compression)
-        )
+        machine = cluster_of(8, per_node=per_node, slow=slow)
+        step = sim.simulate(workload, machine, Plan(data=data, compression=compression))
         assert step.stages[0].buckets[0].duration_ns == to_ns(expected)
     step = sim.simulate(workload, cluster_of(8, per_node=4, slow=slow), Plan(data=8, compression=compression))
     expected = sim.ring_over_nodes_s(8 * payload, 4, 2, intra_node=LINK, inter_node=slow)

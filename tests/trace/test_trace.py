@@ -68,9 +68,8 @@ def test_what_is_not_a_ranks_is_refused(folder):
     with pytest.raises(ValueError, match=r"rank1\S* holds trace of ranks \(0,\); expected one trace, of rank 1 only"):
         tr.load_folder(folder)
     tr.write_chrome(tr.rank_file(folder, 0), measured=trace_of(0, 1), predicted=trace_of(0, 1))
-    with pytest.raises(
-        ValueError, match=r"rank0\S* holds measured of ranks .0,., predicted of ranks .0,.; expected one trace"
-    ):
+    words = r"rank0\S* holds measured of ranks .0,., predicted of ranks .0,.; expected one trace"
+    with pytest.raises(ValueError, match=words):
         tr.load_folder(folder)
 
 
@@ -84,21 +83,16 @@ def test_every_truncation_is_noticed(folder):
 
 
 WORD = st.sampled_from(["compute", "</script>", "ü\n", "日", "", '"', "a\x00", "\x00", "\ud800"])
-SPANS = st.lists(
-    st.builds(
-        lambda rank, lane, name, kind, start, length, stage: tr.Span(
-            rank, lane, name, kind, start, start + length, length * 3, stage, stage - 1
-        ),
-        st.integers(0, 2),
-        WORD,
-        WORD,
-        WORD,
-        st.integers(-(2**60), 2**60) | st.integers(0, 20),
-        st.integers(0, 12),
-        st.integers(0, 5),
-    ),
-    max_size=12,
-)
+
+
+@st.composite
+def spans(draw, word, begin, length):
+    start, small = draw(begin), st.integers(-1, 2**31 - 1)
+    words, end = (draw(word) for _ in range(3)), start + draw(length)
+    return tr.Span(draw(st.integers(0, 4)), *words, start, end, draw(st.integers(0, 2**62)), draw(small), draw(small))
+
+
+SPANS = st.lists(spans(WORD, st.integers(-(2**60), 2**60) | st.integers(0, 20), st.integers(0, 12)), max_size=12)
 STEP = tr.Trace.from_spans(
     [
         tr.Span(0, "compute", "forward", "F", 1_000_000_123, 1_000_002_124, 0, 0, 0),
@@ -197,17 +191,8 @@ ANY_WORD = st.text(max_size=6)
 TIME = st.integers(-(2**61), 2**61)
 
 
-@st.composite
-def spans(draw):
-    start, small = draw(TIME), st.integers(-1, 2**31 - 1)
-    words, end = (draw(ANY_WORD) for _ in range(3)), start + draw(st.integers(0, 2**60))
-    return tr.Span(draw(st.integers(0, 4)), *words, start, end, draw(st.integers(0, 2**62)), draw(small), draw(small))
-
-
-ANY_SPANS = st.lists(spans(), max_size=8)
-TWO = tr.Trace.from_spans(
-    [tr.Span(0, "compute", "forward", "F", 5, 9), tr.Span(1, "communication", "send", "send", 2, 4, 64)]
-)
+ANY_SPANS = st.lists(spans(ANY_WORD, TIME, st.integers(0, 2**60)), max_size=8)
+TWO = tr.Trace.from_spans([tr.Span(0, "compute", "forward", "F", 5, 9), tr.Span(1, "send", "send", "send", 2, 4, 64)])
 
 
 @given(ANY_SPANS)
@@ -224,18 +209,16 @@ def test_concatenate(left, right):
 
 
 def test_equality_looks_at_spans_not_at_codes():
-    assert tr.Trace.concatenate([TWO, TWO]).select(np.array([False, True, False, True])) == tr.Trace.from_spans(
-        [TWO[1]] * 2
-    )
+    second = np.array([False, True, False, True])
+    assert tr.Trace.concatenate([TWO, TWO]).select(second) == tr.Trace.from_spans([TWO[1]] * 2)
     assert tr.Trace.from_spans([TWO[1], TWO[0]]) != TWO
     assert tr.Trace.concatenate([]) == tr.Trace.from_spans([])
 
 
 def test_from_columns_takes_scalars():
-    trace = tr.Trace.from_columns(
-        rank=[0, 1], lane="compute", name="step", kind="F", start_ns=[0, 1], end_ns=np.int64(7)
-    )
-    assert list(trace) == [tr.Span(0, "compute", "step", "F", 0, 7), tr.Span(1, "compute", "step", "F", 1, 7)]
+    words = {"lane": "compute", "name": "step", "kind": "F"}
+    trace = tr.Trace.from_columns(rank=[0, 1], **words, start_ns=[0, 1], end_ns=np.int64(7))
+    assert list(trace) == [tr.Span(0, *words.values(), 0, 7), tr.Span(1, *words.values(), 1, 7)]
     assert len(tr.Trace.from_columns(rank=[], lane="x", name="x", kind="x", start_ns=[], end_ns=[])) == 0
 
 

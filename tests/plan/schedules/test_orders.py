@@ -15,10 +15,8 @@ SIZES = st.tuples(st.integers(1, 9), st.integers(1, 20))
 @given(SIZES)
 def test_the_length_of_the_first_orders_and_what_they_hold(sizes):
     num_stages, num_microbatches = sizes
-    for make, expected in (
-        (gpipe, (num_microbatches,) * num_stages),
-        (one_f_one_b, tuple(min(num_microbatches, num_stages - stage) for stage in range(num_stages))),
-    ):
+    few = tuple(min(num_microbatches, num_stages - stage) for stage in range(num_stages))
+    for make, expected in ((gpipe, (num_microbatches,) * num_stages), (one_f_one_b, few)):
         report = validate(make(*sizes))
         assert report.longest_chain == 2 * (num_microbatches + num_stages - 1)
         assert report.peak_in_flight == expected

@@ -2,15 +2,14 @@
 
 import collections
 import functools
-import importlib.util
 import json
 import re
-import shutil
 import subprocess
 from itertools import product
 from pathlib import Path
 
 import pytest
+from viz_traces import path_of_node
 
 from distlab.plan import SCHEDULES, ScheduleError, make_schedule, parse_schedule, validate, zb_h1
 from distlab.plan.schedules.families import TIMED
@@ -25,12 +24,8 @@ BLANKS = " \t\r\x0b\x1c\x85\u2028\xa0\ufeff\u3000"
 
 
 def ask(*questions):
-    """Let node draw and answer: PATH's, or playwright's own."""
-    node, own = shutil.which("node"), importlib.util.find_spec("playwright")
-    node = node or (own and Path(own.origin).with_name("driver") / "node")
-    if not node:
-        pytest.skip("there is no node: install it, or playwright, which brings one")
-    command = [node, HERE / "draw_orders.mjs", json.dumps(questions), *SCRIPTS]
+    """Let node draw and answer."""
+    command = [path_of_node(), HERE / "draw_orders.mjs", json.dumps(questions), *SCRIPTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

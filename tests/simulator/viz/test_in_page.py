@@ -1,29 +1,16 @@
 """Widgets that pages compute say, for values drawn from their controls, word for word what Python says."""
 
-import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from viz_traces import call
+from viz_traces import call, path_of_node
 
+import simulator as sim
 from distlab.plan import Plan, Sharding
-from simulator import (
-    Failures,
-    Run,
-    bill,
-    curve,
-    device as gpu,
-    gpt_workload,
-    link as wire_of,
-    memory_of,
-    model_by_name,
-    simulate,
-)
 from simulator.viz import draw_cost_curve, draw_memory, draw_train_step
 from simulator.viz.collectives.ring import draw_ring_frame, ring_steps
 
@@ -48,23 +35,20 @@ for (const [name, { data }] of Object.entries(given)) for (let turn = 0; turn < 
 
 def memory(model, device, ranks, stage, recompute, precision, microbatch, tensor):
     more = {"precision": computed.PRECISIONS[precision], "sharding": Sharding(stage), "sequence_parallel": tensor > 1}
-    plan, workload = (
-        Plan(ranks, tensor=tensor, recompute=recompute, **more),
-        model_by_name(model, microbatch_size=microbatch),
-    )
-    found = memory_of(workload, plan)
-    shown = draw_memory(found, capacity_bytes=gpu(device).memory_bytes)
+    plan = Plan(ranks, tensor=tensor, recompute=recompute, **more)
+    found = sim.memory_of(sim.model_by_name(model, microbatch_size=microbatch), plan)
+    shown = draw_memory(found, capacity_bytes=sim.device(device).memory_bytes)
     return (shown.title, shown.words), found.over_time()[1][:, :-1].tolist()  # no errors of compression
 
 
 def cost(price, tokens, failures, restart):
-    run = Run(tokens, price, Failures(failures, restart_s=60 * restart))
-    shown = draw_cost_curve(curve([bill(step, run) for step in computed.cost_steps()]))
+    run = sim.Run(tokens, price, sim.Failures(failures, restart_s=60 * restart))
+    shown = draw_cost_curve(sim.curve([sim.bill(step, run) for step in computed.cost_steps()]))
     return shown.words.split(". ", 1), []
 
 
 def ring(ranks, bytes, link, step):
-    protocols, part = wire_of(link).protocols, round(bytes / ranks)
+    protocols, part = sim.link(link).protocols, round(bytes / ranks)
     ns = round(1e9 * min(p.latency_s + part / p.bytes_per_s for p in protocols if part <= p.most_bytes))
     moments = [(at * 2 * ns, at * 2 * ns, (at * 2 + 1) * ns) for at in range(2 * ranks - 2)]
     sides = [(rank, op, (rank + to) % ranks) for rank in range(ranks) for op, to in (("send", 1), ("recv", -1))]
@@ -73,8 +57,11 @@ def ring(ranks, bytes, link, step):
 
 
 def step(sync, ranks, link, bucket, samples, moment, duration):
-    workload, machine = gpt_workload(microbatch_size=int(samples), **computed.MODEL), computed.on_wire(wire_of(link))
-    found = simulate(workload, machine, Plan(ranks, gradient_sync=sync, bucket_bytes=bucket))
+    workload, machine = (
+        sim.gpt_workload(microbatch_size=int(samples), **computed.MODEL),
+        computed.on_wire(sim.link(link)),
+    )
+    found = sim.simulate(workload, machine, Plan(ranks, gradient_sync=sync, bucket_bytes=bucket))
     assert duration == round(found.duration_s * 1e9)
     first, each, *_ = draw_train_step(found.trace, moment * found.duration_s).words.split("\n")
     return f"{first}\n{each.replace('rank 0:', 'each rank:', 1)}".split(". ", 1), []
@@ -87,11 +74,7 @@ def parts(said):
 
 
 def test_what_a_page_computes_is_what_python_computes():
-    node, own = shutil.which("node"), importlib.util.find_spec("playwright")
-    node = node or (own and Path(own.origin).with_name("driver") / "node")
-    if not node:
-        pytest.skip("there is no node: install it, or playwright, which brings one")
-    command = [node, "-e", f"const window = {{}};\n{computed.script()}{ANSWER}"]
+    command = [path_of_node(), "-e", f"const window = {{}};\n{computed.script()}{ANSWER}"]
     given = json.dumps({name: computed.widget(name) for name in ("memory", "cost", "ring", "step")})
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -59,9 +59,7 @@ def test_a_race_has_the_cost_models_times_and_the_crossing_where_lines_meet():
     first, last = race(PLAIN, 8, ("tree", "ring")).stretches  # 14 a + 14/8 S/b = 6 a + 2 S/b: S = 8 a b / (1/4)
     assert (first.algorithm, first.first_bytes, last.last_bytes) == ("tree", 1e3, 1e9)
     assert first.last_bytes == last.first_bytes == pytest.approx(8 * 1e-5 * 1e9 / 0.25, rel=2e-3)
-    assert race(PLAIN, 2, ("halving_doubling", "ring")).stretches[0].algorithm == "halving_doubling", (
-        "the first of equals"
-    )
+    assert race(PLAIN, 2, ("halving_doubling", "ring")).stretches[0].algorithm == "halving_doubling", "first of equals"
     assert "hierarchical" not in race("nvlink4", 8, inter_node="infiniband-ndr").times_s
 
 

@@ -1,8 +1,12 @@
 """What pictures are drawn of: traces that break symmetry, recorded calls, weights, and choices of experts."""
 
+import importlib.util
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from distlab.comm.record.read import Call
 from distlab.trace import Span, Trace
@@ -37,17 +41,9 @@ def data_parallel(num_ranks=4, jitter=0.0, origin_ns=0, num_buckets=6):
 def grid(num_ranks, num_microbatches):
     """Forward and backward in turn on every rank: many spans, quickly made."""
     rank, index = np.divmod(np.arange(num_ranks * 2 * num_microbatches), 2 * num_microbatches)
-    start = (index * 15 + rank * 10) * MS
-    return Trace.from_columns(
-        rank=rank,
-        lane="compute",
-        name=["F", "B"] * (len(rank) // 2),
-        kind=["F", "B"] * (len(rank) // 2),
-        start_ns=start,
-        end_ns=start + np.where(index % 2, 15, 10) * MS,
-        stage=rank,
-        microbatch=index // 2,
-    )
+    start, kinds = (index * 15 + rank * 10) * MS, ["F", "B"] * (len(rank) // 2)
+    words = {"lane": "compute", "name": kinds, "kind": kinds, "stage": rank, "microbatch": index // 2}
+    return Trace.from_columns(rank=rank, start_ns=start, end_ns=start + np.where(index % 2, 15, 10) * MS, **words)
 
 
 def ring(num_ranks=4, num_steps=None, whole=False):
@@ -69,6 +65,13 @@ def call(rank, op, peer, times, **other):
     usual = {"number": 1, "group": (0, 1), "num_bytes": 8, "state": "done" if times[2] else "waiting", "channel": 7}
     ends = dict(zip(("start_ns", "wait_ns", "end_ns"), times, strict=True))
     return Call(**({"rank": rank, "op": op, "peer": peer, "what": "", "site": "", "via": ""} | usual | ends | other))
+
+
+def path_of_node():
+    """Return node: PATH's, or playwright's own; without one the test is skipped."""
+    node, own = shutil.which("node"), importlib.util.find_spec("playwright")
+    node = node or (own and Path(own.origin).with_name("driver") / "node")
+    return node or pytest.skip("there is no node: install it, or playwright, which brings one")
 
 
 def ping(delay=1):
