@@ -72,13 +72,10 @@ def simulated_reports(num_ranks, late_ns=0, early=0.0):
     reports = []
     for rank in range(num_ranks):
         moved, longer = -int(early * sums_end), late_ns if rank == num_ranks - 1 else 0
-        trace = Trace.from_spans(
-            span._replace(start_ns=span.start_ns + moved, end_ns=span.end_ns + moved + longer)
-            if span.kind == "optimizer"
-            else span
-            for span in step.trace
-            if span.rank == rank
-        )
+        *spans, update = sorted((span for span in step.trace if span.rank == rank), key=lambda one: one.end_ns)
+        assert update.kind == "optimizer"
+        times = {"start_ns": update.start_ns + moved, "end_ns": update.end_ns + moved + longer}
+        trace = Trace.from_spans([*spans, update._replace(**times)])
         reports.append(RankReport(trace=trace, step_ns=[(int(trace.start_ns.min()), int(trace.end_ns.max()))]))
     return reports
 
@@ -101,10 +98,8 @@ def traces_of(schedule, *, early_ns=0):
         for action in range(order.offsets[rank], order.offsets[rank + 1]):
             kind = LETTERS[order.kind[action]]
             what = {"stage": int(order.stage[action]), "microbatch": int(order.microbatch[action])}
-            name, times = (
-                f"{what['stage']}{kind}{what['microbatch']}",
-                (int(end[action] - duration[action]), end[action]),
-            )
+            name = f"{what['stage']}{kind}{what['microbatch']}"
+            times = int(end[action] - duration[action]), end[action]
             if compiled.remote[action]:
                 receive = f"RECV_{'F' if kind == 'F' else 'B'}"
                 spans.append(Span(rank, "receive", receive, receive, free, max(free, times[0]), **what))

@@ -18,9 +18,7 @@ def said(plan=None, *, model=LLAMA, cluster=H100, order=None, **changes):
 
 
 SHARDED = Plan(16, num_microbatches=4, sharding=Sharding(3), precision=BF16)
-WIDE = Plan(
-    8, 4, 32, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="selective", context=1, precision=BF16
-)
+WIDE = Plan(8, 4, 32, tensor=8, sequence_parallel=True, sharding=Sharding(1), recompute="selective", precision=BF16)
 
 MODELS = {name: ModelDescription(name) for name in ("llama-3-70b", "gpt-3-175b", "qwen-3-30b-a3b", "qwen-2.5-7b")}
 OWN = ModelDescription(hidden_size=512, num_layers=4, num_heads=8, num_key_value_heads=2, feed_forward_size=1536)
