@@ -65,11 +65,7 @@ def time_layer_by_layer(
     """
     order, own, closes = compiled.order, finishing(compiled.order), plan.sharding.stage not in (1, 2)
     programs, num_actions = Programs(stages, order.num_ranks), len(order.kind)
-    exchanging: Buckets | Units
-    if plan.sharding.stage == 3:
-        exchanging = Units(programs, plan.sharding, cluster)
-    else:
-        exchanging = Buckets(programs, plan.gradient_sync, each_pass=sums_each_pass(plan))
+    exchanging = _exchanging(programs, plan, cluster)
     columns = (order.stage, order.kind, order.microbatch, compiled.rank, compiled.needed, compiled.remote)
     actions = list(zip(*(column.tolist() for column in columns), strict=True))
     last, ends = last_actions(order).tolist(), set((order.offsets[1:] - 1).tolist())
@@ -108,6 +104,12 @@ def time_layer_by_layer(
         layers=np.stack([at[:, 0], at[:, 1], start[at[:, 2]], end[at[:, 2]]], axis=1),
     )
     return timing if closes else _close(timing, stages, plan, cluster)
+
+
+def _exchanging(programs: Programs, plan: Plan, cluster: Cluster) -> Buckets | Units:
+    if plan.sharding.stage == 3:
+        return Units(programs, plan.sharding, cluster)
+    return Buckets(programs, plan.gradient_sync, each_pass=sums_each_pass(plan))
 
 
 def _sends_ns(stages: Sequence[Stage]) -> Ints:
