@@ -46,7 +46,11 @@ class Cuts:
     """
 
     def __init__(self, costs: Sequence[float]) -> None:
-        """Take the costs; a ValueError names one that is negative or not a number."""
+        """Take the costs.
+
+        Raises:
+            ValueError: a cost is negative or not a number.
+        """
         for layer, cost in enumerate(costs):
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(f"layer {layer} costs {cost}; pass finite costs of at least 0")
@@ -58,7 +62,11 @@ class Cuts:
         self._cuts: list[NDArray[np.int64]] = []  # the first layer of the last of 2, 3, ... stages
 
     def into(self, stages: int) -> tuple[tuple[int, int], ...]:
-        """Return the first layer of each stage and one past its last; a ValueError: fewer layers than stages."""
+        """Return the first layer of each stage and one past its last.
+
+        Raises:
+            ValueError: fewer layers than stages.
+        """
         num_layers = len(self._layers) - 1
         if not 1 <= stages <= num_layers:
             text = f"{num_layers} layers cannot fill {stages} stages; use at least 1 and at most {num_layers} stages"

@@ -293,7 +293,11 @@ class ParallelAttention(nn.Module):
 
 
 def check_heads(num_heads: int, group: ProcessGroup | None) -> None:
-    """Refuse heads that the ranks cannot share out; a ValueError names them."""
+    """Refuse heads that cannot be shared out.
+
+    Raises:
+        ValueError: naming them.
+    """
     num_ranks = dist.get_world_size(group)
     if num_heads % num_ranks:
         raise ValueError(

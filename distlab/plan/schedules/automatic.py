@@ -117,7 +117,11 @@ def zb_2p(
 
 
 def _whole_numbers(times: ActionTimes, num_ranks: int) -> PassCosts:
-    """Scale times to whole numbers, one per stage; a ValueError: negative, not finite, not as many as stages."""
+    """Scale the times to whole numbers, one per stage.
+
+    Raises:
+        ValueError: a time is negative or not finite, or there are not as many as stages.
+    """
     columns = []
     for name, value in times._asdict().items():
         column = np.asarray(value, np.float64).reshape(-1)

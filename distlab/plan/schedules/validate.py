@@ -267,7 +267,11 @@ def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:
 
 
 def _slots(schedule: Schedule, need: Rows) -> Rows:
-    """Slot by slot, run each rank's next action if its inputs are there; return all slots, or raise the deadlock."""
+    """Slot by slot, let every rank run its next action if its inputs are there; return the slot of each action.
+
+    Raises:
+        ScheduleError: deadlock, with who waits for whom.
+    """
     slots = np.full(len(schedule) + 1, len(schedule), np.int64)  # of what has not run
     slots[-1] = -1  # what an action without a need reads: row -1
     need = np.append(need, -1)

@@ -302,7 +302,11 @@ class FullyShard(NotCopied, nn.Module):
 
 
 def _check_options(prefetch: int, precision: Precision | None) -> None:
-    """Refuse, by a ValueError, a prefetch that is not a count, and types that clash: no units can be made."""
+    """Refuse options that no units can be made of.
+
+    Raises:
+        ValueError: a prefetch that is not a count, or types that clash.
+    """
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"prefetch is {prefetch!r}; pass a whole number of at least 0")
     kept = "float32" if precision is None or precision.master else precision.compute

@@ -288,7 +288,11 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         return clip_shards_(self.named_pieces(), max_norm, self.group, self.cut, check_finite=self.check_finite)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
-        """Refuse, always and by a ValueError: buckets are fixed."""
+        """Refuse: buckets are fixed.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError("ShardedOptimizer has fixed buckets, and takes no further parameters; build it again")
 
     def close(self) -> None:
