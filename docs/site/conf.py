@@ -5,6 +5,7 @@ DISTLAB_DOCS_LESSONS chooses lessons, such as 09_*: a short build for tests.
 
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -12,7 +13,6 @@ sys.path[:0] = [str(ROOT / "docs" / "site"), str(ROOT)]
 sys.modules.setdefault("rfc3987_syntax", None)  # nbformat's checker of addresses loads for 1.2 s: no page needs it
 
 project = "distlab"
-author = "The distlab authors"
 project_copyright = "the distlab authors, Apache-2.0"
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "lessons/*.md", "lessons/*/*.md", "benchmarks/*.md"]
@@ -33,8 +33,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
 # A lesson's headings may skip a level; distlab and the simulator both have a Step.
 suppress_warnings = ["myst.header", "ref.python"]
-if "DISTLAB_DOCS_LESSONS" in os.environ:
-    suppress_warnings.append("myst.xref_missing")  # lessons link to those that are left out
+suppress_warnings += ["myst.xref_missing"] * ("DISTLAB_DOCS_LESSONS" in os.environ)  # lessons link to those left out
 html_math_renderer = "mathml"
 
 default_role = "py:obj"  # `name` links to what is documented, and else looks like code
@@ -45,6 +44,7 @@ add_module_names = False
 
 html_theme = "furo"
 html_title = "distlab"
+html_baseurl = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["distlab"]["website"]
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
