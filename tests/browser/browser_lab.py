@@ -83,9 +83,8 @@ class Notebook:
     def run_all(self, *, timeout_s: float = 150) -> None:
         """Run all cells by the menu and wait until each code cell that has text has a number."""
         self.page.locator(".lm-MenuBar-item", has_text="Run").first.click()
-        self.page.locator(
-            '.lm-Menu-item[data-command="notebook:run-all-cells"], .lm-Menu-item[data-command="runmenu:run-all"]'
-        ).first.click()
+        items = (f'.lm-Menu-item[data-command="{name}"]' for name in ("notebook:run-all-cells", "runmenu:run-all"))
+        self.page.locator(", ".join(items)).first.click()
         waiting = """() => {
             const cells = [...document.querySelectorAll(".jp-Notebook .jp-CodeCell")];
             const written = cells.filter((cell) => cell.querySelector(".cm-content")?.innerText.trim());

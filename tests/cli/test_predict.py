@@ -256,12 +256,10 @@ def test_a_curve_over_clusters_and_counts_with_days_and_dollars_and_failures(sai
 
 
 def test_where_no_plan_fits_the_command_that_is_named_does(refused, facts):
-    told = refused(
-        "plan", "--model=llama-3-8b", "--cluster=rtx-4090-server", "--gpus=4", "--batch=16", "--sequence=2048"
-    )
-    numbers = (
-        r"on 4 devices the leanest \(.*\) needs (\S+) GB, (\S+) GB more than the (\S+) GB of a device; plan does not"
-    )
+    flags = "--model=llama-3-8b --cluster=rtx-4090-server --gpus=4 --batch=16 --sequence=2048"
+    told = refused("plan", *flags.split())
+    assert "on 4 devices the leanest (" in told
+    numbers = r"\) needs (\S+) GB, (\S+) GB more than the (\S+) GB of a device; plan does not"
     needs, missing, has = map(float, re.search(numbers, told).groups())
     assert needs == pytest.approx(has + missing, abs=0.1)
     assert facts(*shlex.split(re.search(r"`distlab (.*)` needs", told)[1]))["fits"]

@@ -177,11 +177,8 @@ def test_a_widget_that_is_moved_breaks_no_rule_and_an_image_needs_words(build, t
 
 @pytest.mark.timeout(300)
 def test_a_notebook_that_runs_keeps_what_a_reader_can_see(build, tiny, capsys):
-    change(
-        tiny,
-        "# A fact",
-        "# %%\npredict('How long?')\n\n# %%\nprint(check.__code__.co_filename)\n\n# %% [markdown]\n# A fact",
-    )
+    cells = "# %%\npredict('How long?')\n\n# %%\nprint(check.__code__.co_filename)\n\n# %% [markdown]\n# A fact"
+    change(tiny, "# A fact", cells)
     assert build.main(["90", "--execute", "--folder", str(tiny)]) == 0, capsys.readouterr().out
     notebook = build.nbformat.read(tiny / "90_tiny" / "lesson.ipynb", as_version=4)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
@@ -199,10 +196,8 @@ def test_a_notebook_that_runs_keeps_what_a_reader_can_see(build, tiny, capsys):
 
 
 def test_a_run_keeps_what_differs_in_numbers_alone_and_a_picture_stands_once(build, tiny, tmp_path):
-    new, png = (
-        build.nbformat.v4,
-        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==",
-    )
+    new = build.nbformat.v4
+    png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     picture = {"image/png": png, "text/html": f'<img src="data:image/png;base64,{png}">', "text/plain": "3 ms & more"}
 
     def ran(*texts):

@@ -121,9 +121,8 @@ def test_kept_words_are_what_the_checks_say():
         for index in CHOSEN[lesson.number]:
             mutant = lesson.mutants[index]
             words[mutant.exercise, mutant.name] = fault_table.words_of(mutant, report_of(lesson.number, index))
-    assert fault_table.WORDS.read_text(encoding="utf-8") == fault_table.text_of(LESSONS, words), (
-        "run: python tools/fault_table.py"
-    )
+    text = fault_table.text_of(LESSONS, words)
+    assert fault_table.WORDS.read_text(encoding="utf-8") == text, "run: python tools/fault_table.py"
 
 
 def test_page_of_common_faults_has_the_words_of_the_checks():

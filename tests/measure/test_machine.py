@@ -94,9 +94,8 @@ def test_the_simulator_adds_up_what_the_operators_take_or_what_the_host_takes_if
     # x W^T: 32 tokens, 32 features to query, key and value; the input's gradient, and the weight's
     assert {("NT", (32, 96, 32)), ("NN", (32, 32, 96)), ("TN", (96, 32, 32)), ("attention", (2, 2, 16, 16))} <= shapes
     assert [sum(one.kind == kind for one in listed) for kind in ("attention", "attention backward")] == [2, 2]
-    monkeypatch.setattr(
-        rates, "seconds_of", lambda one, *_: {"memory": 1e-9, "NT": 3e-9}.get(one.kind, 2e-9) * one.amount
-    )
+    each_s = {"memory": 1e-9, "NT": 3e-9}
+    monkeypatch.setattr(rates, "seconds_of", lambda one, *_: each_s.get(one.kind, 2e-9) * one.amount)
     monkeypatch.setattr(rates, "operator_host_s", lambda *_: float(behind))
     device = measure.device_for(listed, workload, BASE, CPU, torch.float32)
     predicted = simulate(workload, Cluster("one", device, 1, 1, ALONE, ALONE), Plan()).duration_s

@@ -39,10 +39,8 @@ def made_up_round(plan):
     seen = tuple(Observation("made up", work, each) for work, each in zip(works, seconds, strict=True))
     compute = measure.Round(seen, (1e-3, 1.1e-3, 2e-3, 4e-3, 1.4e-2), Contention())
     each = tuple(1e-3 + 1e-9 * size for size in MESSAGE_BYTES)
-    calls = {
-        kind: CallTimes(steps_of(kind, getattr(plan, axes[0])), MESSAGE_BYTES, each)
-        for kind, axes in kinds_of_calls(plan).items()
-    }
+    steps = {kind: steps_of(kind, getattr(plan, axes[0])) for kind, axes in kinds_of_calls(plan).items()}
+    calls = {kind: CallTimes(own, MESSAGE_BYTES, each) for kind, own in steps.items()}
     codec = None if plan.compression is None else MeasuredCodec(plan.compression, 2, 1e-3, 1e-8, 2e-3, 1e-8)
     return calibrate.CalibrationRound(compute, calls, codec)
 
@@ -88,9 +86,8 @@ def test_experts_are_counted_apart_from_what_chooses_them_and_are_as_busy_as_on_
     assert gpt.with_expert_loads(counted, (), plan) is gpt.with_expert_loads(counted, (1.0, 1.0), Plan()) is counted
     assert gpt.with_expert_loads(counted, (1.0, 2.0), plan, cores=1) == counted  # all ranks share one core
     wide = replace(plan, data=2)  # four ranks on three cores: a rank that computes alone is 4/3 times as fast
-    assert gpt.with_expert_loads(counted, (1.0, 1.5), wide, cores=3) == gpt.with_expert_loads(
-        counted, (1.0, 1.25), plan
-    )
+    less = gpt.with_expert_loads(counted, (1.0, 1.25), plan)
+    assert gpt.with_expert_loads(counted, (1.0, 1.5), wide, cores=3) == less
     first, second = ([layer for layer in each.layers if layer.experts] for each in (counted, busy))
     assert first[0] == second[0]
     for name in WORKS:  # the experts' work doubles, and the rest of the layer stays
@@ -100,12 +97,9 @@ def test_experts_are_counted_apart_from_what_chooses_them_and_are_as_busy_as_on_
         assert (still.matmul_flops, still.num_kernels) == (rest.matmul_flops, rest.num_kernels)
         assert still.memory_bytes == pytest.approx(rest.memory_bytes)
     training, rounds = measure.TrainingRun(SMALL, plan, batch_size=2 * B, num_experts=4), [made_up_round(plan)] * 2
-    even, uneven = (
-        measure.RunResult(
-            training, [measure.RankReport(workload=counted, rounds=rounds, measured_s=[1.0], expert_loads=[loads])]
-        )
-        for loads in ((1.0, 1.0), (1.0, 2.0))
-    )
+    report = measure.RankReport(workload=counted, rounds=rounds, measured_s=[1.0], expert_loads=[(1.0, 1.0)])
+    even = measure.RunResult(training, [report])
+    uneven = measure.RunResult(training, [replace(report, expert_loads=[(1.0, 2.0)])])
     found = uneven.windows[0].predicted_s - even.windows[0].predicted_s
     assert found == pytest.approx(uneven.predicted.duration_s - even.predicted.duration_s)
 
@@ -115,11 +109,8 @@ def test_calls_are_those_of_the_plan():
     halves = {"all_gather", "reduce_scatter", "all_reduce"}
     assert kinds_of_calls(Plan()) == kinds_of_calls(Plan(data=2)) == {}  # replicas' all-reduces are timed anyway
     assert kinds_of_calls(Plan(tensor=2, data=4)) == {"all_reduce": ("data",)}  # where most ranks are
-    assert kinds_of_calls(everything) == {
-        "all_reduce": ("tensor", "context", "expert", "data"),
-        "all_to_all": ("context", "expert"),
-        "send": ("pipeline",),
-    }
+    axes = ("tensor", "context", "expert", "data")
+    assert kinds_of_calls(everything) == {"all_reduce": axes, "all_to_all": axes[1:3], "send": ("pipeline",)}
     for plan in (Plan(tensor=2, sequence_parallel=True), Plan(data=2, sharding=Sharding(1))):
         assert set(kinds_of_calls(plan)) == halves
     plan = Plan(tensor=4, sequence_parallel=True)
@@ -164,9 +155,8 @@ def test_costs_are_fitted_with_no_negative_part():
         ((-1.0, -2.0), (0.0, 0.0)),
     ):
         assert fit_line((1.0, 2.0), seconds) == pytest.approx(fitted)
-    found = calibrate.Overhead(
-        (calibrate.ByteCost(1e3, 0.02), calibrate.ByteCost(3e3, -0.01))
-    )  # below zero: the noise of a step
+    # below zero: the noise of a step
+    found = calibrate.Overhead((calibrate.ByteCost(1e3, 0.02), calibrate.ByteCost(3e3, -0.01)))
     assert (found.codec_slowdown, calibrate.Overhead().codec_slowdown) == pytest.approx((1.005, 1.0))
     sizes = [1e3, 1e4, 1e5]
     assert fit_line(sizes, [1e-3 + 1e-8 * size for size in sizes], relative=True) == pytest.approx((1e-3, 1e-8))
@@ -184,13 +174,8 @@ PLANS = {
 def test_the_cost_that_made_a_step_longer_is_found_again_from_its_length(name, cost_s):
     plan, measured = PLANS[name], made_up_round(PLANS[name])
     workload = calibrate.count_model(replace(SMALL, num_layers=4), 2, plan, device=CPU)
-    overhead = calibrate.Overhead(
-        (
-            calibrate.ByteCost(
-                next(filter(None, (calibrate.bytes_of(layer, plan) for layer in workload.layers))), cost_s
-            ),
-        )
-    )
+    size = next(filter(None, (calibrate.bytes_of(layer, plan) for layer in workload.layers)))
+    overhead = calibrate.Overhead((calibrate.ByteCost(size, cost_s),))
     costly = calibrate.predict_step(workload, replace(measured, overhead=overhead), plan)
     wanted_s = costly.duration_s + 50 * min(0.0, cost_s)
     found = calibrate.solve_cost(workload, wanted_s, measured, plan, order=AXES, cores=None)
@@ -237,9 +222,8 @@ class Chosen(torch.nn.Module):
 LIMITS = {"num_updates": 2, "num_windows": 1, "steps_per_window": 2, "budget_s": 0.0}
 TIMED = measure.TrainingRun(SMALL, Plan(tensor=2, sequence_parallel=True), batch_size=B, **LIMITS)
 MIXED = replace(TIMED, plan=Plan(expert=2), num_experts=4, num_windows=0)
-PIPED = measure.TrainingRun(
-    replace(SMALL, num_layers=3), Plan(pipeline=2, num_microbatches=3, schedule="zb_h1"), batch_size=6, **LIMITS
-)
+ZB_H1 = Plan(pipeline=2, num_microbatches=3, schedule="zb_h1")
+PIPED = measure.TrainingRun(replace(SMALL, num_layers=3), ZB_H1, batch_size=6, **LIMITS)
 TRAINED = {  # replicas, whatever they share, train the same model as one process
     "accumulated": Plan(data=2, num_microbatches=2),
     "stage 2": Plan(data=2, bucket_bytes=4000, num_microbatches=2, sharding=Sharding(2)),

@@ -31,9 +31,8 @@ def test_a_gpt_is_counted_by_the_textbook_formula_with_weights_or_without_and_ea
     assert block.forward.matmul_flops == linear + 4 * scores
     assert block.weight_gradient.matmul_flops == linear
     assert block.input_gradient.matmul_flops == linear + 10 * scores  # fused attention recomputes one product
-    assert [size for layer in workload.layers for size in layer.parameter_sizes] == [
-        p.numel() for p in model.parameters()
-    ]
+    sizes = [size for layer in workload.layers for size in layer.parameter_sizes]
+    assert sizes == [parameter.numel() for parameter in model.parameters()]
     bare, bare_loss, bare_optimizer = gpt_step("meta")
     assert workload_from_module(bare, bare_loss, optimizer=bare_optimizer) == workload
     model.position_embedding.weight.requires_grad_(False)

@@ -148,12 +148,7 @@ def _passes(one: _Rank, job: GpuJob, marked: bool) -> list[float]:
 def document_of(one: _Rank) -> dict[str, Any]:
     """Return a rank's file."""
     told = {"backend": "nccl", "rank": one.rank, "world_size": one.job.num_ranks}
-    more = {
-        "schemaVersion": 1,
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": BASE_NS,
-        "deviceProperties": [{"id": 0}],
-    }
+    more = {"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS, "deviceProperties": [{"id": 0}]}
     return more | {"distributedInfo": told, "host_name": f"node{one.rank}", "traceEvents": one.events}
 
 
@@ -166,9 +161,8 @@ def seeded_gpu(number: int) -> SeededGpu:
         ranks = (int(random.integers(job.num_ranks)),)
         job = replace(job, slow_rank=ranks[0], factor=random.uniform(1.2, 1.8))
     if fault == "host-bound":  # kernels are shorter than launching them
-        job = replace(
-            job, kernel_us=random.uniform(2, 8), launch_us=random.uniform(12, 30), bucket_us=30.0, data_us=9.0
-        )
+        job = replace(job, bucket_us=30.0, data_us=9.0)
+        job = replace(job, kernel_us=random.uniform(2, 8), launch_us=random.uniform(12, 30))
     clocks = [0.0, *random.uniform(-3e6, 3e6, job.num_ranks - 1)]
     made = simulate_gpus(job, random, marked=bool(number % 2), clocks_us=clocks)
     return SeededGpu([document_of(one) for one in made], fault, ranks)

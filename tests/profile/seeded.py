@@ -90,9 +90,8 @@ def break_it(job: Job, fault: str, random: np.random.Generator) -> tuple[Job, tu
         every = int(random.choice([1, 1, 1, 3]))
         ranks = (rank,) if random.random() < 0.6 else tuple(range(job.num_ranks))
         slow_ns = round(step_ns * random.uniform(0.15, 0.8) * every)
-        return replace(job, slow_data_ns=slow_ns, slow_data_ranks=ranks, slow_data_every=every), (
-            ranks if len(ranks) < job.num_ranks else ()
-        )
+        named = ranks if len(ranks) < job.num_ranks else ()
+        return replace(job, slow_data_ns=slow_ns, slow_data_ranks=ranks, slow_data_every=every), named
     if fault == "missing overlap":
         faster = replace(job, overlaps=False)
         while len(job.bucket_bytes) * job.latency_ns + sum(job.bucket_bytes) * faster.ns_per_byte < 0.25 * step_ns:

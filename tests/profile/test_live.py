@@ -66,9 +66,8 @@ def profile_fault(fault, victim=1):
     model = Sleepy(*((40, 16) if small else (NAPS, 256)))
     link = {"bytes_per_s": 1e9, "latency_s": 1.8e-3} if small else {"bytes_per_s": 18e6}
     overlaps = fault != "missing overlap"
-    replicas = DataParallel(
-        model, bucket_bytes=1_024 if small else 262_144, first_bucket_bytes=1_024 if small else 262_144
-    )
+    size = 1_024 if small else 262_144
+    replicas = DataParallel(model, bucket_bytes=size, first_bucket_bytes=size)
     if not overlaps:
         replicas.close()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

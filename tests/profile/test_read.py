@@ -104,9 +104,8 @@ def test_of_calls_alone_it_is_said_that_nothing_is_known(tmp_path, capsys):
     assert main(["profile", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "(the whole trace, in which no step is marked, 2 ranks)" in said
-    assert (
-        "ranks 0, 1: no section is marked and no kernel traced, so that nobody can tell what makes steps slow" in said
-    )
+    told = "ranks 0, 1: no section is marked and no kernel traced, so that nobody can tell what makes steps slow"
+    assert told in said
     assert "Nothing was found" not in said
 
 
@@ -118,11 +117,8 @@ def write_kineto(folder: str) -> None:
     from torch.profiler import profile, schedule
 
     path = f"{folder}/rank{dist.get_rank()}.json"
-    with profile(
-        schedule=schedule(wait=0, warmup=1, active=3),
-        record_shapes=True,
-        on_trace_ready=lambda made: made.export_chrome_trace(path),
-    ) as running:
+    options = {"schedule": schedule(wait=0, warmup=1, active=3), "record_shapes": True}
+    with profile(**options, on_trace_ready=lambda made: made.export_chrome_trace(path)) as running:
         for _ in range(4):
             model(torch.ones(8, 64)).square().mean().backward()
             optimizer.step()
@@ -191,17 +187,12 @@ def event(content, folder):
     return text(b'{"distributedInfo": {}, "traceEvents": [%s]}' % content, folder)
 
 
-NOT_JSON, EXPECTED = (
-    "is not JSON, or is cut off",
-    "expected an object with ts and dur in microseconds, dur of at least 0",
-)
+NOT_JSON = "is not JSON, or is cut off"
+EXPECTED = "expected an object with ts and dur in microseconds, dur of at least 0"
 BAD = {
     "a file that is cut off": (damaged, NOT_JSON),
     "a gzipped file that is cut off": (partial(damaged, rank=1), NOT_JSON),
-    "a report of Nsight": (
-        partial(text, b"SQLite format 3\0"),
-        "is a report of Nsight Systems, which is not read here",
-    ),
+    "a report of Nsight": (partial(text, b"SQLite format 3\0"), "is a report of Nsight Systems, which is not read"),
     "no file": (lambda folder: [folder / "none.json"], "there is no trace at"),
     "an empty folder": (lambda folder: [folder], "there is no trace to read"),
     "no rank": (partial(text, b'{"traceEvents": [], "distributedInfo": {"rank": 0}}'), "no section, kernel or call"),
@@ -240,18 +231,14 @@ def test_what_one_rank_alone_cannot_tell_is_said(tmp_path):
 def test_the_command_lays_a_prediction_beside_and_saves_pictures(tmp_path, capsys):
     """What `--save` writes holds both, and read back it says the same without the plan."""
     plan = tmp_path / "plan.toml"
-    plan.write_text(
-        '[workload]\nmodel = "gpt-2-124m"\nsequence_length = 128\n[cluster]\nname = "dgx-a100"\n[plan]\ndata = 2\n'
-    )
-    flags = [
-        f"--{name}={tmp_path / name}.{kind}"
-        for name, kind in (("sections", "png"), ("timeline", "png"), ("save", "json"))
-    ]
+    workload = '[workload]\nmodel = "gpt-2-124m"\nsequence_length = 128\n'
+    plan.write_text(f'{workload}[cluster]\nname = "dgx-a100"\n[plan]\ndata = 2\n')
+    kinds = {"sections": "png", "timeline": "png", "save": "json"}
+    flags = [f"--{name}={tmp_path / name}.{kind}" for name, kind in kinds.items()]
     paths = written(tmp_path, HEALTHY)
     assert main(["profile", *map(str, paths), "--plan", str(plan), *flags]) == 0
     assert "\npredicted" in capsys.readouterr().out
-    assert (tmp_path / "sections.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("sections", "timeline"))
     assert main(["profile", str(tmp_path / "save.json")]) == 0
     assert "\npredicted" in capsys.readouterr().out
     assert main(["profile", *map(str, paths), "--json"]) == 0

@@ -61,9 +61,7 @@ def test_of_schedules_a_gain_is_what_the_simulator_saves(name):
         assert length_ns(path) == round(before.duration_s * 1e9)
         backward = {"I": [1], "W": [2]} if name.startswith("zb") else {"B": [1, 2]}
         for kind, columns in ({"F": [0], "send": [3]} | backward).items():
-            less = [
-                [value * (1 - 0.1 * (number in columns)) for value in column] for number, column in enumerate(times)
-            ]
+            less = [[value * (1 - 0.1 * (at in columns)) for value in column] for at, column in enumerate(times)]
             after = simulate_schedule(schedule, ActionTimes(*less), unit_s=1e-6)
             saved_s = before.duration_s - after.duration_s
             assert path.gains_s.get(kind, 0.0) == pytest.approx(saved_s, abs=1e-12), (seed, kind)

@@ -33,11 +33,8 @@ def dry_run(tmp_path):
         (tmp_path / name).chmod(0o755)
 
     def words(command, text=None, **variables):
-        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
-        done = subprocess.run(
-            command, input=text, env=environment, capture_output=True, text=True, timeout=60, check=True
-        )
-        return done.stdout.splitlines()
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
+        return subprocess.check_output(command, input=text, env=env, text=True, timeout=60).splitlines()
 
     return words
 

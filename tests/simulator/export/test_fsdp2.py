@@ -1,7 +1,8 @@
 """The FSDP2 code runs on real ranks, and trains like one process."""
 
-import importlib.util
+import runpy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,19 +24,12 @@ def microbatches(step, num, rank, world_size):
     return list(zip(*(each.chunk(world_size)[rank].chunk(num) for each in TASK.batch(step)), strict=True))
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location("exported", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def train(files, num_steps=4):
     """Run each file's code; return this rank's losses by file."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = {}
     for name, (path, fully, num) in files.items():
-        code = load(path)
+        code = SimpleNamespace(**runpy.run_path(path))
         model = code.shard(TASK.make(0), "cpu") if fully else code.shard(TASK.make(0))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if fully else code.make_optimizer(model, 1e-2)
         batches = [microbatches(step, num, rank, world_size) for step in range(num_steps)]
@@ -47,9 +41,7 @@ def train(files, num_steps=4):
 
 PLANS = {
     "replicated": Plan(2, num_microbatches=2),
-    "ZeRO-1": Plan(2, num_microbatches=2, sharding=Sharding(1)),
-    "ZeRO-2": Plan(2, num_microbatches=2, sharding=Sharding(2)),
-    "ZeRO-3": Plan(2, num_microbatches=2, sharding=Sharding(3)),
+    **{f"ZeRO-{stage}": Plan(2, num_microbatches=2, sharding=Sharding(stage)) for stage in (1, 2, 3)},
     "units of two, recomputed, kept": Plan(
         2, sharding=Sharding(3, unit_layers=2, reshard_after_forward=False), recompute="full"
     ),

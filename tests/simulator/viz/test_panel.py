@@ -162,10 +162,8 @@ def test_the_clock_shows_what_has_happened_and_says_who_waits_for_whom():
 
 
 def test_a_builder_holds_a_schedule_and_runs_it_and_says_in_a_line_what_went_wrong():
-    ran = []
-    builder = v.schedule_builder(
-        "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", on_ranks=lambda schedule: ran.append(schedule) or builder.picture
-    )
+    ran, text = [], "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    builder = v.schedule_builder(text, on_ranks=lambda schedule: ran.append(schedule) or builder.picture)
     sent, builder.send = [], lambda content: sent.append(content)
     words = "Your schedule on 2 ranks and 2 micro-batches takes"
     assert builder.run().words.startswith(f"{words} 9 ms")
