@@ -49,7 +49,7 @@ guess_0
 # %%
 from distlab.plan import Plan
 from simulator import adam_state_bytes, cluster, gpt_workload, simulate
-from simulator.viz import draw_schedule
+from simulator.viz import draw_schedule, schedule_builder
 
 SIZES = {"hidden_size": 5120, "num_layers": 40, "num_heads": 40, "sequence_length": 2048, "vocab_size": 51200}
 MACHINE = cluster("dgx-h100", 4, stack="best-case")
@@ -208,8 +208,6 @@ show(draw_schedule(naive_paper.trace))
 # Build it by hand too: click the dashed boxes until every box stands. Where do ranks idle, whatever you do?
 
 # %%
-from simulator.viz import schedule_builder
-
 schedule_builder(level=2)
 
 # %% [markdown]
