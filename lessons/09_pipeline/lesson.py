@@ -919,6 +919,7 @@ for name in ("naive", "gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "
 #
 # Here stands ZB-H1. Undo some of it, or start over, and build; **Run on real ranks** measures what you built.
 
+
 # %%
 def measured(schedule):
     bench("built", schedule)

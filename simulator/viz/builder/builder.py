@@ -142,7 +142,10 @@ class ScheduleBuilder(anywidget.AnyWidget):
         try:
             picture = self.picture
         except ValueError:
-            return with_picture(shown, b"", title="", words=f"A schedule builder; so far it holds:\n{self.text}")
+            level = self.data["level"] if isinstance(self.data["level"], int) else 0
+            told = self.data["levels"][level - 1] if level else {"title": "your own", "says": self.text}
+            words = f"Schedule builder, {f'level {level}: ' * bool(level)}{told['title']}. {told['says']}"
+            return with_picture(shown, b"", title="", words=words)
         return with_picture(shown, picture.png(), title=picture.title, words=picture.words)
 
 

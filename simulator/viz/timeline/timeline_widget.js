@@ -230,7 +230,7 @@ class Timeline {
     if (!width) return;
     const scene = { rows: this.rows, kinds: this.kinds, packed: this.packed, view, chosen: this.chosen };
     Object.assign(scene, { total_height: this.get("total_height"), ends: this.get("ends"), labels: this.labels });
-    Object.assign(scene, { headings: this.get("headings"), until: this.get("until_s"), paths: this.get("paths") });
+    Object.assign(scene, { headings: this.get("headings"), until: this.get("until_s"), paths: this.get("paths") ?? [] });
     scene[this.packed.form === "pixels" ? "picture" : "boxes"] = this.packed.form === "pixels" ? this.picture : this.boxes;
     const context = this.canvas.getContext("2d");
     this.place = placeOf(context, scene, width, this.get("height"));
@@ -302,7 +302,7 @@ class Timeline {
 
   answer() {
     const told = this.get("told");
-    if (!this.pending || String(told.asked) !== String(this.pending.asked)) return;
+    if (!this.pending || !told || String(told.asked) !== String(this.pending.asked)) return;
     const { x, y, lines } = this.pending;
     this.pending = null;
     if (told.why) this.tell(x, y, [...lines, told.why]);

@@ -100,7 +100,8 @@ def added_on_top_for_one_gpu(num_steps, step_s, num_gpus, price, mtbf_hours, sav
     return hours / 24, hours * price
 
 
-def test_two_mistakes_at_once_are_told_and_the_few_cases_that_are_right_or_wrong():
+def test_two_mistakes_at_once_are_told_and_the_few_cases_that_are_right_or_wrong(monkeypatch):
+    monkeypatch.setattr("distlab.course.grading.agreement.BUDGET_S", 60.0)  # a busy machine tries fewer pairs
     message = checked("15.bill", added_on_top_for_one_gpu, worlds=(1,), seed=3).message
     assert message.startswith("two mistakes: lost time is a part of all time: divide by 1 - lost, not times 1 + lost;")
     assert "and the price is for one GPU: multiply by num_gpus. Seen: 64 GPUs that hardly fail: " in message

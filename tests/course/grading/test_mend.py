@@ -89,18 +89,6 @@ def test_an_answer_of_a_different_form_is_told_its_line_and_what_would_make_it_r
     assert "ordered[-2]" not in words
 
 
-def whole_and_late(step, base_lr, *, batch, base_batch, num_warmup):
-    peak = base_lr * (batch // base_batch)
-    return peak * min(1.0, step / num_warmup) if num_warmup else peak
-
-
-def test_two_known_mistakes_are_told_together():
-    words = told("04.rate", whole_and_late)
-    for mistake in ("batch // base_batch cuts the fraction off", "the warmup is one update late"):
-        assert mistake in words
-    assert ". Besides, " in words
-
-
 def rows_of_heads(weight, num_heads, num_shared, num_ranks, rank):
     if num_heads % num_ranks or num_shared % num_ranks:
         raise ValueError("heads do not divide")

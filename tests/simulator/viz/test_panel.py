@@ -175,7 +175,7 @@ def test_a_builder_holds_a_schedule_and_runs_it_and_says_in_a_line_what_went_wro
     assert (data["text/plain"], metadata["image/png"]["alt"]) == (sent[2]["said"], sent[2]["title"])
     builder._asked(builder, {"run": "0F0 0F1\n1F0 1B0"}, [])
     assert sent[-1]["said"].startswith("rank 1, 1F1: expected every forward pass")
-    assert builder._repr_mimebundle_()[0]["text/plain"].endswith("so far it holds:\n0F0 0F1\n1F0 1B0")
+    assert builder._repr_mimebundle_()[0]["text/plain"].endswith("your own. 0F0 0F1\n1F0 1B0")
     with pytest.raises(ValueError, match="'1X0' is not an action"):
         builder.text = "0F0\n1X0"
     assert builder.text == "0F0 0F1\n1F0 1B0"
