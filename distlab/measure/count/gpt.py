@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.expert_parallel import Load, mix_experts
-from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, workload_from_module
+from distlab.measure.count.module import BACKWARD_KERNELS, FORWARD_KERNELS, HEAD, count_layers
 from distlab.plan import Attention, Experts, Layer, Plan, Region, Work, Workload, split_evenly
 
 SPLIT_BY_FEATURES = ("query_key_value.weight", "query_key_value.bias", "widen.weight", "widen.bias", "output.weight")
@@ -61,8 +61,8 @@ def count_gpt(
     def loss() -> Tensor:
         return model.loss(model(tokens), tokens)
 
-    inner, parts, layers = _attention(samples, config), dict[str, Layer](), []
-    whole = workload_from_module(model, loss, optimizer=optimizer, samples=samples, name="small GPT", inner=parts)
+    whole, parts = count_layers(model, loss, optimizer=optimizer, samples=samples, name="small GPT", inner=True)
+    inner, layers = _attention(samples, config), []
     for layer in whole.layers:  # a tied parameter belongs to the first layer that has it
         named = (name for name, _ in model.named_parameters() if name.startswith(f"{layer.name}."))
         axes = tuple(map(_axis_of, named))

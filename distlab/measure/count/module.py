@@ -57,7 +57,6 @@ def workload_from_module(
     optimizer: torch.optim.Optimizer | None = None,
     samples: int = 1,
     name: str | None = None,
-    inner: dict[str, Layer] | None = None,
 ) -> Workload:
     """Run one step of `module` and count its work, layer by layer in forward order.
 
@@ -74,12 +73,27 @@ def workload_from_module(
         optimizer: if given, the work and the state of one update are counted.
         samples: samples in the micro-batch.
         name: name of the workload; the module's class by default.
-        inner: gets the modules inside of layers, by their names; the work of each is part of that of those around it.
 
     Raises:
         ValueError: the loss is not a scalar that requires grad.
         NotImplementedError: a module on the meta device asks for values, as a router of experts may; count it on the
             CPU.
+    """
+    return count_layers(module, loss, optimizer=optimizer, samples=samples, name=name)[0]
+
+
+def count_layers(
+    module: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    samples: int = 1,
+    name: str | None = None,
+    inner: bool = False,
+) -> tuple[Workload, dict[str, Layer]]:
+    """Count as `workload_from_module` does; with `inner` count the modules inside of layers too, by their names.
+
+    A module's work is part of that of the modules around it.
     """
     layers = _layers(module)
     state = {key: value.detach().clone() for key, value in module.state_dict(keep_vars=True).items()}
@@ -88,7 +102,7 @@ def workload_from_module(
     for parameter in module.parameters():  # accumulate into zeros: what a step with bucketed gradients does
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     try:
-        with _Counter(module, layers, inner=inner is not None) as counter, FusedOnMeta():
+        with _Counter(module, layers, inner=inner) as counter, FusedOnMeta():
             value = counter.run_forward(loss)
             if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
                 raise ValueError("the loss must be a scalar tensor that requires grad; return the mean over the batch")
@@ -107,9 +121,7 @@ def workload_from_module(
             parameter.grad = gradient
     element_size = next((p.element_size() for p in module.parameters()), 4)
     num_parameters = sum(p.numel() for counts in layers.values() for p in counts.parameters)
-    if inner is not None:
-        inner |= {key: _as_layer(key, counts) for key, counts in counter.parts.items()}
-    return Workload(
+    workload = Workload(
         name=name or type(module).__name__,
         layers=tuple(_as_layer(key, counts) for key, counts in layers.items()),
         bytes_per_parameter=element_size,
@@ -117,6 +129,7 @@ def workload_from_module(
         optimizer_bytes_per_parameter=round(state_bytes / max(num_parameters, 1)),
         samples=samples,
     )
+    return workload, {key: _as_layer(key, counts) for key, counts in counter.parts.items()}
 
 
 def _layers(module: nn.Module) -> dict[str, _Counts]:

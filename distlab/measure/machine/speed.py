@@ -29,7 +29,7 @@ from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Nodes, node_groups, run
 from distlab.comm.command import runnable
 from distlab.comm.device import nccl_version, total_bytes
-from distlab.measure.count.module import workload_from_module
+from distlab.measure.count.module import count_layers
 from distlab.measure.machine import ranks as on_ranks
 from distlab.measure.machine.facts import memory_bytes, this_machine
 from distlab.measure.machine.fit import fit_nonnegative, median_of
@@ -178,7 +178,7 @@ def _count_references(device: torch.device) -> dict[str, Work]:
     works: dict[str, Work] = {}
     for reference in REFERENCES:
         model, optimizer, loss = reference.build(device)
-        counted = workload_from_module(model, loss, optimizer=optimizer)
+        counted, _ = count_layers(model, loss, optimizer=optimizer)
         forward = sum((layer.forward for layer in counted.layers), Work())
         backward = sum((layer.input_gradient + layer.weight_gradient for layer in counted.layers), Work())
         works |= dict(zip(reference.phases, (forward, backward, counted.optimizer), strict=True))
