@@ -207,10 +207,13 @@ for name, value in torch_variables(slurm, hosts_of("node[08-09]")).items():
 # %% [markdown]
 # Nodes need not be equal. Here is what your function tells one task of each node, in a larger job:
 
-# %% tags=["nbval-check-output"]
-for node in range(4):
-    task = slurm | {"SLURM_TASKS_PER_NODE": "8(x3),4", "SLURM_NODEID": str(node)}
-    print(f"node {node}: LOCAL_WORLD_SIZE {torch_variables(task, ['a'])['LOCAL_WORLD_SIZE']}")
+# %%
+from simulator.viz import draw_bars
+
+tasks = [slurm | {"SLURM_TASKS_PER_NODE": "8(x3),4", "SLURM_NODEID": str(node)} for node in range(4)]
+told = {f"node {i}": int(torch_variables(one, ["a"])["LOCAL_WORLD_SIZE"]) for i, one in enumerate(tasks)}
+words = {"unit": "ranks", "title": "LOCAL_WORLD_SIZE: the last node of a job may have fewer"}
+show(draw_bars(told, **words))
 
 # %% [markdown]
 # The other way to use Slurm is one task per *node*, which runs torchrun. Then torchrun gives the numbers, and
@@ -331,8 +334,6 @@ def time_levels(length=524_288, turns=5):
 
 
 # %%
-from simulator.viz import draw_bars
-
 with Ranks(4, nodes=Nodes(2, between="40MB/s,200us"), record=False) as ranks:
     flat_s, two_s = (max(own) for own in zip(*ranks.run(time_levels), strict=True))
 print(guess_1.compare(two_s / flat_s))
