@@ -50,8 +50,9 @@ PLAYERS.memory = {
     });
     const up = (values) => values.map(Math.ceil), zero = layers.map(() => 0), again = all.map((each, at) => each - kept[at]);
     const outputs = layers.map((each) => batch * each.output_bytes), widest = layers.map((each) => batch * each.widest_bytes);
-    const working = [outputs.map((each, at) => each + (recompute === "selective" ? again[at] : Math.min(again[at], 2 * widest[at]))),
-      outputs.map((each, at) => again[at] + each + Math.max(at ? outputs[at - 1] : 0, widest[at], 2 * logits[at]))];
+    const gathered = layers.map((each, at) => Math.max(at ? outputs[at - 1] : 0, batch * each.input_bytes) * (t - 1));
+    const working = [outputs.map((each, at) => gathered[at] + each + (recompute === "selective" ? again[at] : Math.min(again[at], 2 * widest[at]))),
+      outputs.map((each, at) => 2 * gathered[at] + again[at] + each + Math.max(at ? outputs[at - 1] : 0, widest[at], 2 * logits[at]))];
     let buffers = [zero, zero], ends = 0, grown = [...zero, 0], steady = 0, shard = Math.ceil(whole / n);
     const backTo = (values, from) => sum(values.slice(from)), inBuckets = n > 1 && stage < 3;
     if (stage === 3) { // units: a block each, and the root, which holds the rest
@@ -87,7 +88,7 @@ PLAYERS.memory = {
     row(count, 0, 0, 0, 0, held[0][last], held[1][last]);
     for (let at = last; at >= 0; at--) passing(count + 2 * (last - at), at, 1, grown[at], 0);
     row(3 * count, 0, grown[count], 0, 0, 0, 0, ends);
-    const update = 2 * Math.min(master * Math.max(...layers.map((each) => each.largest_parameter)), (mine * width.optimizer) / 2);
+    const update = 2 * Math.min(master * Math.max(...largest), (mine * width.optimizer) / 2);
     row(3 * count, 0, grown[count], 0, 0, 0, 0, 0, update);
     row(4 * count, 0, grown[count]);
     const peak = rows.reduce((most, each) => (sum(each) > sum(most) ? each : most));
