@@ -177,10 +177,11 @@ class _Planner(DefaultSavePlanner):
 def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None = None) -> Path:
     """Write parts in torch.distributed.checkpoint's layout; every rank of the group calls it.
 
-    Plain torch reads it on any number of ranks, with `torch.distributed.checkpoint as dcp` and two of its `state_dict`:
+    Plain torch reads it on any number of ranks: `torch.distributed.checkpoint` is dcp, its `state_dict` has the others.
 
-        dcp.load(state := dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=directory)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=directory)
+        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
     Args:
         directory: a new one; it appears when it is complete.

@@ -139,7 +139,7 @@ class Software:
         block_host_s: of a micro-batch's forward and backward through a block, the least that the host takes to launch
             them; 0 with CUDA graphs.
         gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole from its first micro-batch to its
-            last, as torchtitan has it of FSDP2; else it gathers them for every pass.
+            last, as torchtitan does with FSDP2; else it gathers them for every pass.
         parallel_loss_copies: tensors of the logits' size that backward of a loss over divided logits holds at once,
             besides the log-softmax.
     """

@@ -1,13 +1,12 @@
 """Trace: what happened, or should happen, on each rank and when; and SpanWriter: a rank notes what it does.
 
 A Trace holds columns (one numpy array per field); a Span is a view of one row. The simulator returns a Trace, a
-measured run returns a Trace, and every timeline is drawn from one. To note a span takes one or two microseconds.
+measured run returns a Trace, and every timeline is drawn from one. To note a span takes about a microsecond.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import monotonic_ns
 from typing import Any, Protocol, SupportsInt
@@ -213,7 +212,6 @@ class SpanWriter:
         self.clock: Clock = HostClock() if clock is None else clock
         self._rows: list[tuple[int, str, str, str, SupportsInt, SupportsInt, int, int, int]] = []
 
-    @contextmanager
     def span(
         self,
         name: str,
@@ -223,14 +221,9 @@ class SpanWriter:
         num_bytes: int = 0,
         stage: int = -1,
         microbatch: int = -1,
-    ) -> Iterator[None]:
+    ) -> _OpenSpan:
         """Note a span that lasts as long as the `with` block, also where the block raises."""
-        start_ns = self.clock.now()
-        try:
-            yield
-        finally:
-            row = (self.rank, lane, name, kind, start_ns, self.clock.now(), num_bytes, stage, microbatch)
-            self._rows.append(row)
+        return _OpenSpan(self, (name, kind, lane, num_bytes, stage, microbatch))
 
     def add(
         self,
@@ -296,3 +289,19 @@ class OpenCall:
         self.note_end()
         assert self.end_ns is not None, "it was noted just now"
         self._writer.add(name, kind, self._start_ns, self.end_ns, lane=lane, num_bytes=num_bytes)
+
+
+class _OpenSpan:
+    """A span that has started, or will; a generator of contextlib takes half a microsecond more."""
+
+    __slots__ = ("_fields", "_start_ns", "_writer")
+
+    def __init__(self, writer: SpanWriter, fields: tuple[str, str, str, int, int, int]) -> None:
+        self._writer, self._fields = writer, fields
+
+    def __enter__(self) -> None:
+        self._start_ns = self._writer.clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        (name, kind, lane, *numbers), writer = self._fields, self._writer
+        writer._rows.append((writer.rank, lane, name, kind, self._start_ns, writer.clock.now(), *numbers))

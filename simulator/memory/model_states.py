@@ -118,7 +118,7 @@ def count_states(
     in_buckets = in_buckets and sharding.stage < 3
     grown = units.grown if units else np.ceil(passed / max(whole, 1.0) * gradients) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
-    # Micro-batches before the last leave gradients where backward puts them: their sum is sent once, but by stage 2.
+    # Before the last micro-batch gradients stay where backward puts them; their sum is sent once. Stage 2 sends each.
     own = in_buckets and not flat_buffers and sharding.stage < 2
     waits = plan.pipeline > 1 and not software.scatters_each if units else own
     unsent = (passed * widths.gradient - grown) * (waits and plan.num_microbatches > 1)

@@ -202,7 +202,8 @@ def test_one_rank_is_the_sum_of_its_work():
     assert step.duration_s == pytest.approx(0.006 + 0.012 + 0.0008)
     assert step.bubble_fraction == step.exposed_communication_s == 0
     assert step.sent_bytes_per_rank == (0,)
-    assert [span.name for span in step.trace] == ["forward", "backward", "optimizer"]
+    parts = [("forward", "F"), ("backward", "B"), ("optimizer", "optimizer")]
+    assert [(span.name, span.kind) for span in step.trace] == parts
 
 
 def test_overlapped_buckets_start_when_ready_and_one_after_the_other():

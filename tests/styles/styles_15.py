@@ -123,7 +123,7 @@ def _fsdp(num_gpus):
 
 
 def capstone_by_deadline(dollars, days):
-    return _fsdp(next(count for count, took in ((64, 16.0), (128, 8.1), (256, 4.1), (512, 2.2)) if took <= days))
+    return _fsdp(next(count for count, took in ((128, 8.1), (256, 4.1), (512, 2.2)) if took <= days))
 
 
 def capstone_by_the_advisor(dollars, days):

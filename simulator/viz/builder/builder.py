@@ -144,7 +144,8 @@ class ScheduleBuilder(anywidget.AnyWidget):
         except ValueError:
             level = self.data["level"] if isinstance(self.data["level"], int) else 0
             told = self.data["levels"][level - 1] if level else {"title": "your own", "says": self.text}
-            words = f"Schedule builder, {f'level {level}: ' * bool(level)}{told['title']}. {told['says']}"
+            which = f"level {level}: " if level else ""
+            words = f"Schedule builder, {which}{told['title']}. {told['says']}"
             return with_picture(shown, b"", title="", words=words)
         return with_picture(shown, picture.png(), title=picture.title, words=picture.words)
 

@@ -25,8 +25,9 @@ _CELL_FILE = re.compile(
     r"([^\s\"()]*(?:ipykernel|xpython)_\d+[/\\]\d+\.py|[^\s\"()]*ipython-input-[\w-]+\.py|<ipython-input-[^>]*>)(?::(\d+))?"
 )
 _GUARD = os.path.join("grading", "guard.py")
-_MEMORY = re.compile(
-    r"MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|failed to map|enforce fail a"
+_MEMORY = re.compile(  # torch's own text ends early where there is no memory for the rest of it
+    r"MemoryError|[Cc]an(?:'t|not) allocate memory|std::bad_alloc|failed to map|enforce fail a(?:t alloc|$)",
+    re.MULTILINE,
 )
 _NOTE = re.compile(rf"^(?:{IN_CALL}|{IN_CASE}) \S.*$", re.MULTILINE)
 _RETURNED = re.compile(rf"^{RETURNED} (.+)$", re.MULTILINE)
