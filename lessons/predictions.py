@@ -1,7 +1,4 @@
-"""How near a learner's predictions came, over the course: predicted over true, drawn by lesson and said in a sentence.
-
-`START.ipynb` shows it, from the file of progress. A prediction counts if it came before the answer was seen.
-"""
+"""How near predictions that came before their answers were to what came true; `START.ipynb` shows it by lesson."""
 
 from __future__ import annotations
 
