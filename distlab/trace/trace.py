@@ -303,5 +303,6 @@ class _OpenSpan:
         self._start_ns = self._writer.clock.now()
 
     def __exit__(self, *_: object) -> None:
-        (name, kind, lane, *numbers), writer = self._fields, self._writer
-        writer._rows.append((writer.rank, lane, name, kind, self._start_ns, writer.clock.now(), *numbers))
+        writer, end_ns = self._writer, self._writer.clock.now()
+        name, kind, lane, num_bytes, stage, microbatch = self._fields
+        writer._rows.append((writer.rank, lane, name, kind, self._start_ns, end_ns, num_bytes, stage, microbatch))
