@@ -6,8 +6,10 @@ The strategy map has the fastest plan that fits for each model and each number o
 from __future__ import annotations
 
 import heapq
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,19 +21,7 @@ from simulator.advisor.search import COUNTED, Choice, Search, search
 from simulator.models.description import ModelDescription
 from simulator.units import counted, format_bytes, format_s
 
-RULES = {
-    "data": "Data parallelism first: it sends least, and what it sends hides behind backward.",
-    "sharding": "Shard when model states do not fit: stages 1 and 2 send what replicas do, stage 3 half as much again.",
-    "tensor": "Tensor parallelism inside a node: its calls are many, and nothing hides them.",
-    "pipeline": "Pipeline across slow wires: a stage sends one activation per micro-batch, and pays with a bubble.",
-    "stages_per_rank": "Several stages per rank make the bubble smaller, and send more often.",
-    "context": "Split the sequence when one sample's activations do not fit.",
-    "expert": "Spread experts over ranks: each token goes to few, so most of them need not be on every rank.",
-    "recompute": "Recompute when activations do not fit: first attention's scores, then all of a layer.",
-    "sequence_parallel": "Where there are tensor ranks, split the sequence between their layers: it saves memory.",
-    "batch": "Choose a batch that the devices divide: data parallelism alone is then among the plans.",
-    "alone": "Do not distribute: one device holds it all, and nothing needs to be sent.",
-}
+RULES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text("utf-8"))
 MOST_TRIED = 30  # steps to simulate for one reason
 
 

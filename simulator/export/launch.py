@@ -6,6 +6,7 @@ Source: torch.distributed.run of torch 2.11 to 2.13; sbatch and srun of Slurm 23
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Any
 
 from simulator.export.parts import NAME, Exported, Options, as_json, devices_per_node
@@ -48,22 +49,8 @@ def slurm_script(said: PlanFile, options: Options) -> Exported:
         ValueError: the ranks do not fill the nodes.
     """
     nodes, per_node = places_of(said)
-    text = f"""#!/bin/bash
-#SBATCH --job-name={NAME}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={per_node}
-#SBATCH --exclusive
-#SBATCH --requeue
-#SBATCH --output=%x-%j.out
-set -euo pipefail
-
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-srun --kill-on-bad-exit=1 torchrun \\
-    --nnodes="$SLURM_NNODES" --nproc-per-node={per_node} \\
-    --rdzv-backend=c10d --rdzv-endpoint="$head:{PORT}" --rdzv-id="$SLURM_JOB_ID" \\
-    {options.script_words}
-"""
+    script = resources.files(__package__).joinpath("slurm.txt").read_text(encoding="utf-8")
+    text = script.format(name=NAME, nodes=nodes, per_node=per_node, port=PORT, script=options.script_words)
     return Exported(text, ("partition, account and time limit are your cluster's: add #SBATCH lines",))
 
 

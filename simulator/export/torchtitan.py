@@ -11,7 +11,8 @@ Source: ParallelismConfig, TrainingConfig and Trainer.Config of torchtitan 0.3.0
 from __future__ import annotations
 
 import math
-from types import MappingProxyType
+import tomllib
+from pathlib import Path
 
 from distlab.plan import Plan
 from simulator.export.parts import NAME, Exported, Options, devices_per_node, has_master, notes, refuse, types_of
@@ -19,27 +20,8 @@ from simulator.models.parts import tokens_of
 from simulator.plan_file import PlanFile
 from simulator.units import counted
 
-# Names of models here, and the module and function of torchtitan's configuration. That of llama-3-405b is in float8.
-MODELS = MappingProxyType(
-    {
-        "llama-3-8b": ("llama3", "llama3_8b"),
-        "llama-3-70b": ("llama3", "llama3_70b"),
-        "qwen-3-32b": ("qwen3", "qwen3_32b"),
-        "qwen-3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
-        "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
-    }
-)
-SCHEDULES = MappingProxyType(
-    {
-        "gpipe": "GPipe",
-        "one_f_one_b": "1F1B",
-        "interleaved": "Interleaved1F1B",
-        "looped_bfs": "LoopedBFS",
-        "interleaved_zero_bubble": "InterleavedZeroBubble",
-        "zb_v": "ZBVZeroBubble",
-        "dualpipe_v": "DualPipeV",
-    }
-)
+NAMES = tomllib.loads(Path(__file__).with_name("torchtitan.toml").read_text("utf-8"))
+MODELS, SCHEDULES = NAMES["models"], NAMES["schedules"]
 ENDS = 2  # layers that torchtitan counts for the embedding and the head when it cuts a model into stages
 
 

@@ -217,16 +217,12 @@ def hierarchical_all_to_all_s(
     """
     n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
     inside, across = ranks_per_node - 1, n - ranks_per_node
+    in_node, between = Steps(inside, inside / n), Steps(across, across / n)
     if crossing < 1:
         handed_on = across / n * inside / ranks_per_node
-        return max(
-            steps_s(num_bytes, Steps(2 * inside, inside / n + handed_on), intra_node),
-            steps_s(num_bytes, Steps(num_nodes - 1, crossing * across / n), inter_node),
-        )
-    return max(
-        steps_s(num_bytes, Steps(inside, inside / n), intra_node),
-        steps_s(num_bytes, Steps(across, across / n), inter_node),
-    )
+        in_node = Steps(2 * inside, inside / n + handed_on)
+        between = Steps(num_nodes - 1, crossing * across / n)
+    return max(steps_s(num_bytes, in_node, intra_node), steps_s(num_bytes, between, inter_node))
 
 
 def bus_bytes_per_s(num_bytes: float, seconds: float, num_ranks: int) -> float:

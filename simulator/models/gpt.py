@@ -263,6 +263,7 @@ def _attention(h: int, s: int, batch: int, num_heads: int) -> Region:
     inner = 2 * 5 * batch * s * s * num_heads
     stream = 2 * 8 * batch * s * h + inner
     states = 2 * batch * s * h
+    sent = (states, 2 * states, 4 * states)  # bytes of queries, of keys and values, and of their gradients in float32
     region = Region(
         "attention",
         forward=Work(weights + scores, stream, 5),
@@ -271,16 +272,7 @@ def _attention(h: int, s: int, batch: int, num_heads: int) -> Region:
         input_bytes=states,
         output_bytes=states,
         beside=Work(weights * 3 / 4, 0, 1),
-        attention=Attention(
-            num_heads,
-            num_heads,
-            s,
-            query_bytes=states,
-            key_value_bytes=2 * states,
-            key_value_gradient_bytes=4 * states,  # float32
-            forward=Work(scores, inner, 3),
-            backward=Work(2 * scores, inner, 5),
-        ),
+        attention=Attention(num_heads, num_heads, s, *sent, Work(scores, inner, 3), Work(2 * scores, inner, 5)),
         products=(Product(batch * s, 3 * h, h, "columns"), Product(batch * s, h, h, "depth")),
     )
     return with_operators(region, ((3 * h, h), (h, h)), batch * s)

@@ -318,16 +318,10 @@ def _attention(sizes: LlamaSizes, own: AttentionProducts, sequence: int, tokens:
     scores = _scores(sizes, own, sequence, tokens)
     stream = 4 * tokens * (own.queries + own.keys_and_values + own.output[1] + normed)
     back = Work(2 * scores.matmul_flops, scores.memory_bytes, 4)
+    shared = sizes.num_heads if sizes.latent else sizes.num_key_value_heads
+    keys = tokens * own.keys_and_values  # and values; their gradients are in float32
     inner = Attention(
-        sizes.num_heads,
-        sizes.num_heads if sizes.latent else sizes.num_key_value_heads,
-        sequence,
-        query_bytes=2 * tokens * own.queries,
-        key_value_bytes=2 * tokens * own.keys_and_values,
-        key_value_gradient_bytes=4 * tokens * own.keys_and_values,  # float32
-        forward=scores,
-        backward=back,
-        window=window,
+        sizes.num_heads, shared, sequence, 2 * tokens * own.queries, 2 * keys, 4 * keys, scores, back, window
     )
     return Region(
         "convolution" if own.convolution else "attention",

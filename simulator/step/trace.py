@@ -75,18 +75,10 @@ def _messages(stages: Sequence[Stage], timing: Timing) -> Trace:
         for kind, shift in (("send", 0), ("recv", -1 if is_backward else 1)):
             owner = stage + shift
             pairs = zip(owner.tolist(), microbatch.tolist(), strict=True)
-            parts.append(
-                Trace.from_columns(
-                    rank=home[owner],
-                    lane=f"{kind} {'backward' if is_backward else 'forward'}",
-                    name=[f"{number}{kind.upper()}_{letter}{index}" for number, index in pairs],
-                    kind=kind,
-                    num_bytes=sizes[stage, is_backward],
-                    stage=owner,
-                    microbatch=microbatch,
-                    **times,
-                )
-            )
+            names = [f"{number}{kind.upper()}_{letter}{index}" for number, index in pairs]
+            what = {"lane": f"{kind} {'backward' if is_backward else 'forward'}", "name": names, "kind": kind}
+            where = {"rank": home[owner], "stage": owner, "microbatch": microbatch}
+            parts.append(Trace.from_columns(**what, **where, **times, num_bytes=sizes[stage, is_backward]))
     return Trace.concatenate(parts)
 
 
@@ -188,19 +180,10 @@ def calls_trace(stages: Sequence[Stage], timing: Timing) -> Trace:
         stage, begin, length = stages[number], mine[:, 2], mine[:, 3] - mine[:, 2]
         for call in stage.calls[kind][layer] if stage.calls else ():
             start, end = (_part_of(length, ns, max(stage.passes_ns[kind][layer], 1)) for ns in call[3:5])
-            parts.append(
-                Trace.from_columns(
-                    rank=np.full(len(mine), stage.rank),
-                    lane=call.axis,
-                    name=f"{call.name} of {stage.layers[layer].name}",
-                    kind=call.kind,
-                    start_ns=begin + start,
-                    end_ns=begin + end,
-                    num_bytes=np.full(len(mine), call.num_bytes),
-                    stage=np.full(len(mine), number),
-                    microbatch=order.microbatch[mine[:, 0]],
-                )
-            )
+            what = {"lane": call.axis, "name": f"{call.name} of {stage.layers[layer].name}", "kind": call.kind}
+            where = {"rank": stage.rank, "stage": number, "microbatch": order.microbatch[mine[:, 0]]}
+            times = {"start_ns": begin + start, "end_ns": begin + end}
+            parts.append(Trace.from_columns(**what, **where, **times, num_bytes=call.num_bytes))
     return Trace.concatenate(parts)
 
 

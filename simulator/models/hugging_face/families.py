@@ -6,8 +6,10 @@ experts and sinks of attention (GPT-OSS: 0.05 % of all), and layers that predict
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
@@ -18,23 +20,7 @@ from simulator.models.parts import Mixture
 Own = Mapping[str, Any]  # fields of LlamaSizes that a family sets in its own way
 BIASES: Own = MappingProxyType({"attention_biases": True, "output_bias": True, "feed_forward_biases": True})
 AS_GPT: Own = MappingProxyType({"is_gated": False, "norm_parameters": 2})
-NAMES_OF_GPT2 = MappingProxyType(
-    {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "intermediate_size": "n_inner",
-        "max_position_embeddings": "n_positions",
-    }
-)
-NAMES_OF_MPT = MappingProxyType(
-    {
-        "hidden_size": "d_model",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "max_position_embeddings": "max_seq_len",
-    }
-)
+NAMES = tomllib.loads(resources.files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))
 
 
 def _sizes(fields: Fields, *, ties: bool = False, head_size: int = 0, **changes: Any) -> LlamaSizes:
@@ -82,7 +68,7 @@ def _falcon(fields: Fields) -> LlamaSizes:
 
 
 def _mpt(fields: Fields) -> LlamaSizes:
-    inner = fields.call(**NAMES_OF_MPT).inner("attn_config").only(qk_ln=False)
+    inner = fields.call(**NAMES["mpt"]).inner("attn_config").only(qk_ln=False)
     heads, width = fields.count("num_attention_heads"), fields.count("expansion_ratio", 4) * fields.count("hidden_size")
     fields.assume(num_key_value_heads=inner.count("kv_n_heads", heads), intermediate_size=width)
     learns = fields.flag("learned_pos_emb", True) and not inner.flag("alibi") and not inner.flag("rope")
@@ -93,7 +79,7 @@ def _mpt(fields: Fields) -> LlamaSizes:
 
 
 def _bigcode(fields: Fields) -> LlamaSizes:
-    heads = fields.call(**NAMES_OF_GPT2).count("num_attention_heads")
+    heads = fields.call(**NAMES["gpt2"]).count("num_attention_heads")
     fields.assume(num_key_value_heads=1 if fields.flag("multi_query", True) else heads)
     positions = _quadruple(fields).count("max_position_embeddings")
     return _sizes(fields, **BIASES, **AS_GPT, num_positions=positions, ties=True)
@@ -101,7 +87,7 @@ def _bigcode(fields: Fields) -> LlamaSizes:
 
 def _gptj(fields: Fields) -> LlamaSizes:
     """Take the sizes of GPT-J and CodeGen: one norm in a block, biases in its feed-forward part and in the head."""
-    named = _quadruple(fields.call(**NAMES_OF_GPT2))
+    named = _quadruple(fields.call(**NAMES["gpt2"]))
     return _sizes(named, **AS_GPT, feed_forward_biases=True, head_bias=True, num_norms=1)
 
 
@@ -237,7 +223,7 @@ def _lfm2_mixed(fields: Fields) -> LlamaSizes:
 
 
 def _dbrx(fields: Fields) -> LlamaSizes:
-    inner, wide = fields.call(**NAMES_OF_MPT).inner("attn_config"), fields.inner("ffn_config")
+    inner, wide = fields.call(**NAMES["mpt"]).inner("attn_config"), fields.inner("ffn_config")
     width = wide.count("ffn_hidden_size")
     fields.assume(num_key_value_heads=inner.count("kv_n_heads", 1), intermediate_size=width)
     mixture = Mixture(wide.count("moe_num_experts"), wide.count("moe_top_k"), expert_size=width)
