@@ -139,7 +139,7 @@ def ranks(request: pytest.FixtureRequest, _pools: dict[Pool, Ranks], _machine: M
                 del _pools[key]
         wanted = os.environ.get("DISTLAB_BACKEND"), world_size
         if wanted not in _pools:
-            _pools[wanted] = Ranks(world_size, timeout_s=60)
+            _pools[wanted] = Ranks(world_size, timeout_s=200)  # of a call: a busy machine stays far below it
         return _pools[wanted]
 
     return of_size

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 CHROMIUM_FLAGS += ("--disable-background-networking", "--disable-component-update")
+PATIENCE_S = 240.0  # of each wait: on a busy machine only a page that hangs takes as long
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are in the document, too
@@ -64,23 +65,24 @@ class Notebook:
     offsite: list[str] = field(default_factory=list)
 
     def watch(self) -> None:
-        """Keep console errors and requests that leave loopback, from now on."""
+        """Keep console errors and requests that leave loopback, from now on; each wait may take long."""
+        self.page.set_default_timeout(PATIENCE_S * 1000)
         here = (self.base, self.base.replace("http:", "ws:"), "data:", "blob:")
         self.page.on("console", lambda said: self.console.append(said.text[:300]) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.console.append(str(error)[:300]))
         self.page.on("request", lambda asked: None if asked.url.startswith(here) else self.offsite.append(asked.url))
         self.page.on("websocket", lambda asked: None if asked.url.startswith(here) else self.offsite.append(asked.url))
 
-    def wait_until(self, condition: str, argument: object = None, *, timeout_s: float = 60) -> None:
+    def wait_until(self, condition: str, argument: object = None, *, timeout_s: float = PATIENCE_S) -> None:
         """Wait until a JavaScript condition holds in the page."""
         self.page.wait_for_function(condition, arg=argument, timeout=timeout_s * 1000, polling=50)
 
     def wait_for_kernel(self) -> None:
         """Wait until a kernel is connected and idle, as the status bar shows it."""
-        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
-        self.page.locator("#jp-main-statusbar", has_text="| Idle").wait_for(timeout=60_000)
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+        self.page.locator("#jp-main-statusbar", has_text="| Idle").wait_for()
 
-    def run_all(self, *, timeout_s: float = 150) -> None:
+    def run_all(self, *, timeout_s: float = PATIENCE_S) -> None:
         """Run all cells by the menu and wait until each code cell that has text has a number."""
         self.page.locator(".lm-MenuBar-item", has_text="Run").first.click()
         items = (f'.lm-Menu-item[data-command="{name}"]' for name in ("notebook:run-all-cells", "runmenu:run-all"))
@@ -100,7 +102,7 @@ class Notebook:
         shown = "(kinds) => [...document.querySelectorAll(kinds)].map((output) => output.innerText.slice(0, 400))"
         return list(self.page.evaluate(shown, ", ".join(kinds)))
 
-    def execute(self, code: str, *, timeout_s: float = 60) -> str:
+    def execute(self, code: str, *, timeout_s: float = PATIENCE_S) -> str:
         """Run code in the notebook's kernel without a cell and return what it printed.
 
         Whatever was done on the page before has reached the kernel first. A widget sends one change at a time and keeps
@@ -130,14 +132,14 @@ def serve(work: Path) -> Iterator[tuple[str, str]]:
     """Serve a folder of notebooks as `distlab lesson start` does: (address, token); the server ends with the block.
 
     Raises:
-        RuntimeError: the server ended or gave no address within a minute and a half.
+        RuntimeError: the server ended or gave no address in time.
     """
     for name, values in SETTINGS.items():
         path = work / ".jupyter" / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
     command = [sys.executable, "-m", "distlab", "lesson", "start", "--work", str(work), "--no-browser"]
-    log, deadline = work / "start.log", time.monotonic() + 90
+    log, deadline = work / "start.log", time.monotonic() + PATIENCE_S
     with log.open("wb") as out:
         started = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     try:

@@ -1,6 +1,7 @@
 """The schedule builder as a file in a real Chromium: by click, tap and key; what is wrong is said, and it goes on."""
 
 import pytest
+from browser_lab import PATIENCE_S
 
 from simulator.viz.builder.builder import HERE, page_script
 from simulator.viz.builder.levels import levels_json
@@ -39,6 +40,7 @@ def open_page(tmp_path, chromium):
     def show(fragment="", context=None, script="", **options):
         contexts.append(context or chromium.new_context(**options))
         contexts[-1].add_init_script(script)
+        contexts[-1].set_default_timeout(PATIENCE_S * 1000)
         page = contexts[-1].new_page()
         page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))

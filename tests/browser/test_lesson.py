@@ -28,11 +28,11 @@ NAMELESS = """() => {
 }"""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_every_cell_of_lesson_01_runs_and_its_pictures_move(server):
     _, base, token = server
     with open_notebook(f"{base}/lab/tree/{LESSON}/{LESSON}.ipynb?token={token}", base) as lesson:
-        lesson.run_all(timeout_s=220)
+        lesson.run_all(timeout_s=280)
         page = lesson.page
         page.locator(".distlab-picture img").first.wait_for()
         move_all(lesson)
@@ -46,12 +46,11 @@ ASKED += ["one = predict('How long?', 'ms'); one", "two = predict('How far?', 'm
 ASKED += ["print('secret', one.compare(5))", "two.lock(); print('hidden'); value = two.compare(7)"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_what_answers_a_question_opens_with_a_number_or_by_show_me_and_only_the_number_is_kept(server):
     work, base, token = server
     write_notebook(work / "asked.ipynb", ASKED)
     with open_notebook(f"{base}/lab/tree/asked.ipynb?token={token}&reset", base) as lesson:
-        lesson.page.set_default_timeout(90_000)
         lesson.run_all()
         first, second = (lesson.page.locator(".jp-OutputArea pre", has_text=text) for text in ("secret", "hidden"))
         lesson.page.get_by_text("Predict first: How far?").last.wait_for()
@@ -105,7 +104,7 @@ def move_panel(page, box):
         before = image.get_attribute("src"), box.inner_text()
         act()
         changed = "([box, image, [source, text]]) => image.src !== source || box.innerText !== text"
-        page.wait_for_function(changed, arg=[box.element_handle(), image.element_handle(), before], timeout=60_000)
+        page.wait_for_function(changed, arg=[box.element_handle(), image.element_handle(), before])
         page.wait_for_timeout(1000)
 
 
@@ -123,7 +122,7 @@ def move_timeline(page, canvas):
         before = canvas.evaluate("(canvas) => [canvas.dataset.view, canvas.toDataURL()]")
         act(page, canvas)
         other = "([canvas, [view, pixels]]) => canvas.dataset.view !== view && canvas.toDataURL() !== pixels"
-        page.wait_for_function(other, arg=[canvas.element_handle(), before], timeout=60_000)
+        page.wait_for_function(other, arg=[canvas.element_handle(), before])
 
 
 def zoom_in(page, canvas):

@@ -62,7 +62,7 @@ def test_sliders_have_names_and_read_out_options_and_a_picture_stands_above_many
     for key, option in (("ArrowLeft", "4"), ("ArrowRight", "8")):
         low.keyboard.press(key)
         read = "([slider, option]) => slider.getAttribute('aria-valuetext') === option"
-        low.wait_for_function(read, arg=[slider.element_handle(), option], timeout=60_000)
+        low.wait_for_function(read, arg=[slider.element_handle(), option])
         assert slider.get_attribute("aria-valuenow") != f"{option}.0", "the option's place among all"
     top, own = panels.last.locator("img").bounding_box()["y"], panels.last.locator(".widget-hslider").all()
     assert len(own) > 4
@@ -119,7 +119,7 @@ def picture(page, place):
 def canvas(page, place):
     found = page.locator(".distlab-timeline canvas").nth(place)
     found.scroll_into_view_if_needed()
-    page.wait_for_function("(canvas) => canvas.dataset.sharp === 'true'", arg=found.element_handle(), timeout=60_000)
+    page.wait_for_function("(canvas) => canvas.dataset.sharp === 'true'", arg=found.element_handle())
     return found
 
 
@@ -136,7 +136,7 @@ def after(page, found, act):
     before = found.evaluate("(canvas) => canvas.dataset.view")
     act()
     ready = "([canvas, before]) => canvas.dataset.view !== before && canvas.dataset.sharp === 'true'"
-    page.wait_for_function(ready, arg=[found.element_handle(), before], timeout=60_000)
+    page.wait_for_function(ready, arg=[found.element_handle(), before])
     return view(found), pixels(found)
 
 
@@ -144,7 +144,7 @@ def next_source(page, image, act):
     before = image.get_attribute("src")
     act()
     changed = "([image, before]) => image.src !== before && image.complete && image.naturalWidth > 0"
-    page.wait_for_function(changed, arg=[image.element_handle(), before], timeout=60_000)
+    page.wait_for_function(changed, arg=[image.element_handle(), before])
     return image.get_attribute("src")
 
 
@@ -175,7 +175,7 @@ def test_fast_moves_draw_the_newest_value_only(notebook):
     for _ in range(20):
         page.keyboard.press("ArrowRight")
     line = picture(page, 1).locator("figcaption").element_handle()
-    page.wait_for_function("(line) => line.textContent === 'size 20'", arg=line, timeout=60_000)
+    page.wait_for_function("(line) => line.textContent === 'size 20'", arg=line)
     drawn = notebook.execute("print(*drawn)").split()
     assert (drawn[0], drawn[-1]) == ("0", "20")
     assert len(drawn) < 16, f"20 key presses drew {len(drawn)} pictures: {drawn}"
@@ -285,9 +285,9 @@ def test_colours_that_arrive_after_the_name_of_their_theme_are_drawn(notebook):
     data = "new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)"
     magenta = f"{data}.includes(0xffff00ff)"
     late = page.add_style_tag(content=".distlab-timeline { --jp-content-font-color1: #f0f; }")
-    page.wait_for_function(f"(canvas) => {magenta}", arg=found.element_handle(), timeout=60_000)
+    page.wait_for_function(f"(canvas) => {magenta}", arg=found.element_handle())
     late.evaluate("(style) => style.remove()")
-    page.wait_for_function(f"(canvas) => !{magenta}", arg=found.element_handle(), timeout=60_000)
+    page.wait_for_function(f"(canvas) => !{magenta}", arg=found.element_handle())
 
 
 def test_a_schedule_follows_its_controls_its_clock_and_its_text(notebook):

@@ -180,7 +180,6 @@ print(json.dumps(said))
 """
 
 
-@pytest.mark.timeout(300)
 def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path, record_property):
     """A real disk of 2 MB, which only this script sees."""
     apart = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]

@@ -114,7 +114,6 @@ def short(monkeypatch):
     monkeypatch.setattr(tour, "prepare", prepare_short)
 
 
-@pytest.mark.timeout(120)
 def test_tour_of_two_ranks_on_my_own_text(short, tmp_path, capsys):
     text = tmp_path / "my.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)

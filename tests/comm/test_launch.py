@@ -62,7 +62,6 @@ ends soon: True False
 
 
 # From `python -c` and from standard input: test_no_orphans; from a notebook: tests/course/notebook/test_magic.py.
-@pytest.mark.timeout(300)
 def test_a_script_without_a_guard_runs_once_with_its_names_and_its_fork_server_is_replaced_when_it_has_gone(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

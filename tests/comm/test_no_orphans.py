@@ -24,7 +24,6 @@ def case(request):
     case.close()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", [("script", ("SIGSTOP", "SIGTERM ignored"))], indirect=True)
 def test_interrupts_leave_no_rank_and_a_script_that_is_killed_nothing(case):
     case.interrupt_each()

@@ -51,7 +51,6 @@ def test_every_technique_has_a_program():
     assert {name for text in texts for name in marked.findall(text)} == set(TECHNIQUES)
 
 
-@pytest.mark.timeout(300)
 def test_verdicts(tmp_path):
     """What is equal, what differs, what breaks and what a backend cannot do are four things."""
     copy = tmp_path / "tests"

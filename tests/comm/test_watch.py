@@ -55,7 +55,6 @@ main()
 """
 
 
-@pytest.mark.timeout(300)
 def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

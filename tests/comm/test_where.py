@@ -155,7 +155,6 @@ def come(folder, name):
     return [int(path.read_text()) for path in files]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(SPY is None, reason="py-spy is not installed (pip install 'distlab[labs]')")
 def test_ranks_started_by_hand_of_no_distlab_and_then_in_process_group(by_hand, capsys, monkeypatch):
     """Those of process_group answer without py-spy; the files of their records have no names any more."""

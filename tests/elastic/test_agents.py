@@ -32,7 +32,6 @@ def told_by(*agents):
     return [json.loads(line) for agent in agents for line in agent.text.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.timeout(300)
 def test_agents_with_unequal_ranks_meet_on_loopback_tell_a_fault_and_end_with_their_block(tmp_path):
     """Two agents whose ranks call all_reduce with other sizes, and one whose rank never ends."""
     (tmp_path / "faulty.py").write_text(FAULTY)

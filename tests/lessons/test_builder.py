@@ -175,7 +175,6 @@ def test_a_widget_that_is_moved_breaks_no_rule_and_an_image_needs_words(build, t
         assert "an image without alt text" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(300)
 def test_a_notebook_that_runs_keeps_what_a_reader_can_see(build, tiny, capsys):
     cells = "# %%\npredict('How long?')\n\n# %%\nprint(check.__code__.co_filename)\n\n# %% [markdown]\n# A fact"
     change(tiny, "# A fact", cells)

@@ -17,7 +17,8 @@ from pathlib import Path
 import fault_table
 import pytest
 
-from distlab.course.grading import NotYet, lessons, load_lesson, reference_of
+from distlab.course.grading import NotYet, agreement, lessons, load_lesson, reference_of
+from distlab.course.grading.causes import mend
 from distlab.course.grading.check import examine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,9 +47,19 @@ NOW = [case for case in MUTANTS if case.values[1] in CHOSEN[case.values[0].numbe
 
 @functools.cache
 def report_of(number, index):
-    """Check a wrong version once, for its own test and for its words."""
+    """Check a wrong version once, for its own test and for its words.
+
+    A busy machine ends the search for a cause early. So where the words are not those that are kept, it has more time.
+    """
     lesson = next(lesson for lesson in LESSONS if lesson.number == number)
-    return fault_table.examine_mutant(lesson, lesson.mutants[index])
+    mutant = lesson.mutants[index]
+    report = fault_table.examine_mutant(lesson, mutant)
+    if fault_table.words_of(mutant, report) != fault_table.kept_words().get((mutant.exercise, mutant.name)):
+        with pytest.MonkeyPatch.context() as patient:
+            for limit in (agreement, "LIMIT_S"), (agreement, "BUDGET_S"), (mend, "LIMIT_S"), (mend, "BUDGET_S"):
+                patient.setattr(*limit, 20 * getattr(*limit))
+            report = fault_table.examine_mutant(lesson, mutant)
+    return report
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)

@@ -55,7 +55,6 @@ def test_one_of_them_passes(exercise: Exercise) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("exercise", "answer"), ALL)
 def test_all_of_them_pass_on_every_number_of_ranks(exercise: Exercise, answer: Callable[..., Any]) -> None:
     report = examine(exercise, answer)

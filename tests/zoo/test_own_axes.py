@@ -41,7 +41,6 @@ def on_three_axes(name, family, num_copies):
     return {names[id(parameter)]: state[key] for key, parameter in own.items()}
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("num_copies", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_stages_of_cut_layers_in_copies_equal_one_process(num_copies, ranks):
     found = ranks(4 * num_copies).run(on_three_axes, "Llama", "zb_h1", num_copies)

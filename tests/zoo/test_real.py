@@ -54,7 +54,6 @@ def expected():
     return {name: one_process(kind) for name, kind in KINDS.items()}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("technique", [name for name in OURS if not name.startswith("pipeline")])
 def test_each_model_is_trained_as_by_one_process(technique, expected, ranks):
     check(ranks, technique, 2, expected, KINDS)

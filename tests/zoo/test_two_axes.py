@@ -104,7 +104,6 @@ def check(name, got, num_steps=STEPS):
         torch.testing.assert_close(dict(got[2]["state"][key]), one, rtol=0, atol=1e-9)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("way", "name"), [(Fully, "ViT, fused qkv"), (Zero, "nanoGPT")])
 def test_norms_states_and_shards_are_those_of_one_process(way, name, ranks):
     first, other = (ranks(n).run(on_a_grid, way, name, [(range(STOP), None)]) for n in (4, 2))

@@ -51,7 +51,6 @@ def check(ranks, technique, num_ranks, expected, kinds):
     return said[0]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.soak_where(technique=("ZeRO-1", "FullyShard, offload", "pipeline 1F1B"))
 @pytest.mark.parametrize("technique", OURS)
 def test_each_model_is_trained_as_by_one_process_or_refused_and_the_page_says_so(technique, expected, ranks):

@@ -20,7 +20,6 @@ from distlab.course import classroom
 from distlab.course.grading import load_lesson
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.timeout(240)  # each submission starts processes of its own
 
 LESSONS = ROOT / "tests" / "course" / "grading" / "lessons"
 RIGHT = "\n\ndef double(values, *, times=2):\n    return [times * value for value in values]\n"

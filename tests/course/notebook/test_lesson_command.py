@@ -106,7 +106,6 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.timeout(300)  # a server, a terminal and a kernel begin: a busy machine takes minutes
 def test_a_server_that_answers_and_ends_with_ctrl_c(lesson, tmp_path):
     """It begins with a damaged copy and a port that is taken, and ends with a kernel that is stopped."""
     from distlab.course.notebook.jupyter import FIRST_PORT  # loads JupyterLab for 1.6 s: not in each worker
