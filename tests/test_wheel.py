@@ -26,7 +26,7 @@ def site(tmp_path_factory):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, source / name)
     out = tmp_path_factory.mktemp("out")
-    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, capture_output=True, timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, capture_output=True, timeout=250, check=True)
     (wheel,) = out.glob("*.whl")
     unpacked = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
@@ -61,18 +61,18 @@ def test_the_wheel_has_the_lessons_and_no_solutions_of_notebooks(site):
 
 def test_answers_are_checked_and_the_lessons_start_where_you_are(distlab, tmp_path):
     with distlab("check", "01.fit", "--impl", "reference") as process:
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=250)
     assert "1 of 1 exercises right." in said
     assert process.returncode == 0
     with distlab("bench", "widgets") as process:  # what needs a checkout says so in one line
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=250)
     assert (process.returncode, said.count("\n")) == (2, 1)
     assert "clone the repository" in said
     with distlab("lesson", "start", "--no-browser") as process:
         while (line := process.stdout.readline()) and "The lessons are at" not in line:
             pass
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=250)
     assert "The lessons are at  http://127.0.0.1:" in line
     assert process.returncode == 0, rest
     assert (tmp_path / "work" / "01_ranks_and_messages" / "01_ranks_and_messages.ipynb").is_file()

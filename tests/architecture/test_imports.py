@@ -86,7 +86,7 @@ def test_a_folder_of_the_same_name_beside_a_script_hides_nothing_but_distlabs_ow
     (tmp_path / "train.py").write_text("\n".join([*lines, "print(run)", "main(['--version'])"]))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     where = {"cwd": tmp_path, "env": environment}
-    done = subprocess.run([sys.executable, "train.py"], **where, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "train.py"], **where, capture_output=True, text=True, timeout=250)
     assert done.stdout.startswith("<function run"), done.stderr
     assert done.stdout.endswith(f"distlab {distlab.__version__}\n")
 
@@ -116,7 +116,7 @@ NEEDS_NO = [  # packages, and what they can be imported without
 @pytest.mark.parametrize(("modules", "blocked"), NEEDS_NO, ids=["plain", "GPU node", "figures"])
 def test_a_package_needs_no_more_than_its_floor(modules, blocked):
     code = BLOCK.format(blocked=blocked, modules=modules)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
 
 

@@ -85,7 +85,7 @@ def test_doctor_finds_what_ranks_need_here(facts):
 def test_a_place_that_cannot_be_written_is_refused_before_torch_is_loaded():
     code = "import sys; from distlab.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     words = ["calibrate", "--output", "/"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=250)
     assert done.stdout == "2 False\n"
 
 

@@ -8,7 +8,7 @@ from distlab.comm import Ranks
 def living(**options):
     """Yield what returns that many living ranks; all are ended at the end."""
     pools = {}
-    yield lambda size: pools.setdefault(size, Ranks(size, timeout_s=60, **options))  # they start at their first run
+    yield lambda size: pools.setdefault(size, Ranks(size, timeout_s=200, **options))  # they start at their first run
     for pool in pools.values():
         pool.close()
 

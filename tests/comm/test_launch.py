@@ -133,7 +133,7 @@ def test_output_is_prefixed_and_streamed_also_from_c(capfd, tmp_path):
         if line == "from C":  # what a rank prints is seen while it runs
             go.touch()
 
-    with Ranks(1, timeout_s=90, echo=echo) as pool:
+    with Ranks(1, timeout_s=200, echo=echo) as pool:
         pool.run(talk)
     assert {"from Python", "from stderr", "from a descriptor", "from C"} == set(seen[:-1])
     assert seen[-1] == "end"

@@ -57,7 +57,7 @@ TOLD = {
 
 @pytest.mark.parametrize("fn", TOLD)
 def test_what_does_not_fit_is_told_with_its_line(fn):
-    with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError) as caught:
+    with Ranks(2, timeout_s=200) as ranks, pytest.raises(RankError) as caught:
         ranks.run(lambda: fn(dist.get_rank()))
     assert re.search(TOLD[fn], str(caught.value)), str(caught.value)
 
@@ -72,7 +72,7 @@ def exchange(gives, rank, width):
 
 
 def test_uneven_amounts_are_told_in_elements_where_they_do_not_fit():
-    with Ranks(3, timeout_s=60, backend="gloo") as ranks, pytest.raises(RankError) as told:
+    with Ranks(3, timeout_s=200, backend="gloo") as ranks, pytest.raises(RankError) as told:
         ranks.run(lambda: exchange([[1, 0, 2], *GIVES[1:]], dist.get_rank(), 4))
     text = str(told.value)
     assert "rank 0 gives rank 2 8 elements, and rank 2 takes 12 from it" in text
@@ -172,7 +172,7 @@ def add_in(group):
 @pytest.mark.parametrize(("fn", "numbers"), [(turned_round, "#1 and #2"), (in_a_group, "#1 and #2")])
 def test_an_exchange_is_told_before_results_are_handed_out(fn, numbers):
     with (
-        Ranks(3, timeout_s=60) as ranks,
+        Ranks(3, timeout_s=200) as ranks,
         pytest.raises(RankError, match=f"in a different order, calls {numbers}:") as told,
     ):
         ranks.run(lambda: fn(dist.get_rank()))

@@ -69,7 +69,7 @@ def test_a_second_call_meanwhile_is_refused_and_an_interrupt_ends_the_first():
 
 @pytest.fixture(scope="module")
 def pair():
-    with Ranks(2, timeout_s=60, echo=False) as ranks:
+    with Ranks(2, timeout_s=200, echo=False) as ranks:
         yield ranks
 
 

@@ -77,7 +77,7 @@ def busy(tmp_path):
         return x[0].item()
 
     results = []
-    with Ranks(3, timeout_s=60) as ranks:
+    with Ranks(3, timeout_s=200) as ranks:
         thread = threading.Thread(target=lambda: results.append(ranks.run(program, go, here)))
         thread.start()
         wait_for(here.exists)
@@ -140,7 +140,7 @@ def by_hand(tmp_path):
     try:
         yield tmp_path
         for process in started:
-            assert (process.communicate(timeout=60)[0], process.returncode) == (b"the end\n", 0)
+            assert (process.communicate(timeout=250)[0], process.returncode) == (b"the end\n", 0)
     finally:
         for process in started:
             process.kill()

@@ -255,7 +255,7 @@ def random_kills(folder, job, count, seed=0):
 @entry
 def main():
     folder, changes = Path(sys.argv[1]), json.loads(sys.argv[2])
-    with process_group(timeout_s=60) as member:
+    with process_group(timeout_s=200) as member:
         final = train(folder, **changes)[:2]
         if member.rank == 0:
             torch.save(final, folder / "final.pt")

@@ -29,7 +29,7 @@ def restarted(folder, world_size=2, **changes):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         how = lambda folder: train(folder, **changes)  # noqa: E731 (travels by value)
-        results = run_elastic(how, world_size, args=(folder,), max_restarts=20, timeout_s=60)
+        results = run_elastic(how, world_size, args=(folder,), max_restarts=20, timeout_s=200)
     return results[0], [str(one.message) for one in caught if "starting anew" in str(one.message)]
 
 

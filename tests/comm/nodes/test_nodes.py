@@ -167,7 +167,7 @@ def of_two_nodes():
 
 
 def test_messages_between_nodes():
-    for rank, text in enumerate(run(of_two_nodes, 2, nodes=WIRE, timeout_s=30, record=False)):
+    for rank, text in enumerate(run(of_two_nodes, 2, nodes=WIRE, timeout_s=200, record=False)):
         assert text.startswith(f"rank {rank}: "), text
         assert "send float32[2], receive recv float32[4]; give both the same number of elements and the" in text
 

@@ -51,7 +51,7 @@ SCRIPT = """
     from distlab.comm import process_group
 
     def meet():
-        with process_group(device="cpu", timeout_s=60, watch=False) as member:
+        with process_group(device="cpu", timeout_s=200, watch=False) as member:
             total = torch.ones(2)
             dist.all_reduce(total)
             print(dist.get_backend(), total.tolist())

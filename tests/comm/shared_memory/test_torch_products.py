@@ -105,6 +105,6 @@ def with_dcp(folder):
 
 
 def test_dcp_saves_also_while_the_ranks_go_on_and_loads_in_a_different_layout(tmp_path):
-    for x, step in run(with_dcp, 2, args=(str(tmp_path),), timeout_s=60, nodes=2):  # over shared memory, and a wire
+    for x, step in run(with_dcp, 2, args=(str(tmp_path),), timeout_s=200, nodes=2):  # over shared memory, and a wire
         assert torch.equal(x, torch.arange(30.0).reshape(5, 6))
         assert step == 7

@@ -61,7 +61,7 @@ def outcome_of(name, folder):
 def outcomes(backend, names, folder):
     """Return what became of each test, and the first line of what it said."""
     found = {}
-    with Ranks(WORLD_SIZE, backend=backend, record=False, echo=False, timeout_s=60) as ranks:
+    with Ranks(WORLD_SIZE, backend=backend, record=False, echo=False, timeout_s=200) as ranks:
         for name in names:
             try:
                 (found[name],) = set(ranks.run(outcome_of, name, f"{folder}/{backend}-{name}"))

@@ -79,7 +79,7 @@ def write_at_once():
 
 
 def test_refusals_modes_and_memory_that_is_written_at_once():
-    with Ranks(2, timeout_s=60, backend="shared", record=False) as ranks:
+    with Ranks(2, timeout_s=200, backend="shared", record=False) as ranks:
         assert ranks.run(write_at_once) == [0, 0]
         assert ranks.run(refused_before) == [([], [2.0, 2.0])] * 2
         for (*calls, message), sums in ranks.run(seen_by_modes):  # what they would see on gloo

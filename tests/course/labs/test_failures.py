@@ -95,7 +95,7 @@ def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     time.sleep(0.5)
     assert len(processes_with(mark)) >= 6
     os.kill(process.pid, number)
-    told = process.communicate(timeout=60)[1]
+    told = process.communicate(timeout=250)[1]
     assert process.returncode == code
     assert "Traceback" not in told
     wait_for(lambda: not processes_with(mark))

@@ -66,7 +66,7 @@ class Lab:
         headers = {"Authorization": f"token {self.token}"} if token else {}
         data = None if body is None else json.dumps(body).encode()
         try:
-            with DIRECT.open(urllib.request.Request(f"{self.url}{path}", data, headers), timeout=60) as answer:
+            with DIRECT.open(urllib.request.Request(f"{self.url}{path}", data, headers), timeout=250) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, b""
@@ -75,8 +75,8 @@ class Lab:
         """Send a signal, and see that the command and everything that it started go."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(number)
-        self.process.wait(timeout=60)
-        gone, _ = psutil.wait_procs(family, timeout=60)
+        self.process.wait(timeout=250)
+        gone, _ = psutil.wait_procs(family, timeout=250)
         assert [process for process in family if process not in gone and is_alive(process)] == []
 
     def addresses(self) -> set[str]:
@@ -144,7 +144,7 @@ def test_a_server_that_answers_and_ends_with_ctrl_c(lesson, tmp_path):
         lab.goes_after(signal.SIGINT)
         assert lab.process.returncode == 0
         with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.1", lab.port), timeout=60)
+            socket.create_connection(("127.0.0.1", lab.port), timeout=250)
     assert (work / "START.ipynb").read_bytes() == b'{"cells": ['
     assert "your copy is kept as" in lesson("reset", "START", work=work).stdout
     assert [path.read_bytes() for path in work.glob("START.2*.ipynb")] == [b'{"cells": [']

@@ -28,7 +28,7 @@ class Notebook:
         self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=250)
 
     def cell(self, source: str) -> tuple[str, str]:
         """Run a cell; what it printed, and the error as it is shown."""
@@ -41,7 +41,7 @@ class Notebook:
             printed.extend([content["data"]["text/plain"]] if kind == "execute_result" else [])
             shown.extend(content["traceback"] if kind == "error" else [])
 
-        self.client.execute_interactive(source, timeout=60, stop_on_error=False, output_hook=hear)
+        self.client.execute_interactive(source, timeout=250, stop_on_error=False, output_hook=hear)
         return "".join(printed), "\n".join(shown)
 
     def lines(self, source: str) -> list[str]:
@@ -169,9 +169,9 @@ def interrupted(notebook, source, *begun):
     wait_for(lambda: all(path.exists() for path in begun))
     time.sleep(0.5)
     notebook.manager.interrupt_kernel()
-    reply = notebook.client.get_shell_msg(timeout=60)
+    reply = notebook.client.get_shell_msg(timeout=250)
     while reply["parent_header"]["msg_id"] != identity:
-        reply = notebook.client.get_shell_msg(timeout=60)
+        reply = notebook.client.get_shell_msg(timeout=250)
     return "\n".join(reply["content"]["traceback"])
 
 

@@ -34,7 +34,7 @@ def dry_run(tmp_path):
 
     def words(command, text=None, **variables):
         env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
-        return subprocess.check_output(command, input=text, env=env, text=True, timeout=60).splitlines()
+        return subprocess.check_output(command, input=text, env=env, text=True, timeout=250).splitlines()
 
     return words
 
