@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,58 +17,11 @@ from distlab.trace import read_chrome
 
 SPLIT = "simulate --sharding 3 --pipeline 8 --data 2 --layers 30 --schedule zb_h1"
 SMALL = "plan --hidden=512 --layers=4 --heads=8 --vocabulary=8000 --sequence=256 --batch=8"
-MISTAKES = f"""
-| distlab
-fly | invalid choice: 'fly'
-tour --ranks 0 | 0 cannot be used; pass 1 to 1024
-tour --data /nowhere/at/all.txt | /nowhere/at/all.txt
-tour --output {__file__} | expected the path of a folder, got a file
-calibrate --ranks 4 --nodes 3 | 3
-calibrate --between 1MB/s | 1MB/s
-calibrate --output / | --output /: expected the path of a file, got a folder
-calibrate --output {__file__}/a/b.json | cannot be written
-bench --save {__file__} | expected results of distlab bench
-bench perpetual_motion | no benchmark is called 'perpetual_motion'
-gpu --only perpetual_motion | choose from machine, plans,
-gpu --minutes 0 | is not a positive number
-lesson start --port 80000 | 80000 cannot be used; pass 1 to 65535
-simulate --memory step.docx | expected a picture such as step.png, got .docx
-simulate --cluster abacus | 'abacus' is neither a preset nor a file
-simulate --cluster {__file__} | is not a calibration
-simulate --layers 0 | is 0; pass a whole number of at least 1
-simulate --pipeline 8 --microbatches 1000000 | 8,000,000 passes
-simulate --schedule dualpipe | schedule is 'dualpipe'; choose one of naive,
-simulate --sharding 4 | choose 0, 1, 2 or 3
-simulate --sharding two | --sharding is "two"; write a whole number
-simulate --recompute-layers 2 | --recompute-method and --recompute-layers choose blocks of recompute
-simulate --model llama-2-7b --feed-forward 8 | leave out --feed-forward
-simulate --float8 products | a100-sxm-80gb has no products of 8 bits
-simulate none.toml | distlab simulate: none.toml: No such file or directory
-{SPLIT} | splits them
-export --to torchtitan '' | directory
-export | --to
-export missing.toml --to slurm --data 2 | leave out --data
-export --to deepspeed --sharding 2 --pipeline 2 | pipeline
-{SMALL} --curve curve.png | add --tokens
-{SMALL} --gpus 12 | --gpus 12 does not fill nodes of 8
-{SMALL} --microbatch 2 | --microbatch is what the search chooses
-{SMALL} --cluster dgx-a100:1 --cluster dgx-h100 | some clusters have a price and others none
-{SMALL} --model gpt-3-175b | has its own sizes
-lab 17 | distlab lab: there is no lab 17; labs are 01, 02, 03
-lab x | 'x' names no lesson
-lab 03 --data nothing.txt | distlab lab 03: --data nothing.txt: there is no such file; pass the path
-lab 03 --hidden 30 | 4 heads do not divide hidden_size 30
-lab 02 --ranks 4 --ranks-per-machine 3 | --ranks-per-machine 3 does not divide 4 ranks
-lab 04 --ranks 3 --batch 1 | a batch of 1 of the 1,437 digits, less than 3 ranks; pass --batch 3
-lab 08 --ranks 5 | heads is 24, which 5 ranks do not divide
-lab 09 --ranks 3 --layers 5 | layers is 5; 6 stages need one each
-lab 10 --ranks 8 --tensor 3 | does not fill 8 ranks
-lab 11 --ranks 4 --length 50 | pass --length 48
-"""
+MISTAKES = Path(__file__).with_name("mistakes.txt").read_text("utf-8").format(file=__file__, split=SPLIT, small=SMALL)
 WORK = ("measure.calibrate", "cli.tour.run_training", "cli.claims.load", "comm.launch.ranks.run_script")
 
 
-@pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
+@pytest.mark.parametrize("row", MISTAKES.splitlines())
 def test_a_mistake_is_one_line_and_exit_2_before_any_work(row, refused, monkeypatch):
     for work in WORK:
         monkeypatch.setattr(f"distlab.{work}", None)

@@ -7,6 +7,7 @@ import _thread
 import json
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,35 +19,7 @@ sys.path.append(str(LESSONS))
 
 from guides import ASKED, RANKS, TRIALS, ask, close, judged, made, table, verdict  # noqa: E402
 
-# By trial: the number that the page asks for, a text of the mended one's sentence, and who waits where it hangs.
-FOUND = {
-    "zero_grad": (3.0, "[1.0, 1.0, 1.0] times"),
-    "sampler": (32, "8 on each rank, 32 on all four, 32 different"),
-    "set_epoch": (1, "different orders: 3"),
-    "spawn": (0, "Both processes have the sum"),
-    "none_skipped": (1, "The means are [2.5, 2.0, 2.5]", "rank 0 waits in all_reduce #3"),
-    "every_microbatch": (10, "3 all-reduces; 10 of 10"),
-    "lars_norm": (19.0, "1.00 times as long as the paper's. A bias's first is 1 times its second"),
-    "top_k": (100, "sent 24 kB, 4 %"),
-    "own_places": (0, "at 100 of its 100 places"),
-    "ten_bits": (383, "with 10; zeros have scale 1e-30"),
-    "nothing_sent": (0, "sent 1,536 bytes"),
-    "wrong_tensor": (0, "4 of 4 ranks have the mean"),
-    "loss_of_chunks": (8.0, "1.00 times as long"),
-    "missing_box": (6, "8 boxes ran", "rank 0 waits in recv from 1"),
-    "backward_order": (8, "up to 4 micro-batches"),
-    "gather_cuts": (0, "128 of 128 numbers have a gradient"),
-    "input_gradient": (4, "Different gradients: 1. Rank 0's is 100%"),
-    "bias_times": (4.0, "1.00 times"),
-    "heads_split": (4, "with 8 heads"),
-    "one_unit": (100, "25 % of the model"),
-    "one_shard": (250, "1000 are in the file"),
-    "not_atomic": (0, "4 of 4 ranks can read a checkpoint; rank 0's is of step 100"),
-    "same_run": (13, "steps [5, 5, 5, 5]. Rank 0 saw batches [0, 1, 2, 3, 4, 5, 6, 7]; weights are off by up to 0"),
-    "saved_in_except": (0, "rank 2 of 4 raised ValueError: sample 17 has no label", "rank 2: barrier #4"),
-    "world_size": (4, "The three ranks count 3", "rank 0 waits in all_reduce"),
-    "empty_section": (0, "optimizer"),
-}
+FOUND = tomllib.loads(Path(__file__).with_name("guides_found.toml").read_text("utf-8"))
 BY_CHANCE = {"empty_section": 50, "wrong_tensor": 1}  # milliseconds; a rank that is late may have the sum in time
 HANGS = {name for name, found in FOUND.items() if found[2:]}
 CASES = [pytest.param(name, marks=[pytest.mark.soak] * (place % 3 > 0)) for place, name in enumerate(FOUND)]

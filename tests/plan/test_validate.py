@@ -2,6 +2,7 @@
 
 import pickle
 from collections import deque
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -76,71 +77,9 @@ def test_accepts_exactly_what_runs_to_the_end(schedule):
     assert accepted == runs_to_the_end(schedule)
 
 
-REFUSED = """
-0F0 0B0 | 1B0 1F0
-rank 1, step 0, 1B0: expected 1F0 before it; got 1F0 at step 1; move 1F0 to before step 0
-
-1F0 0F0 1B0 0B0
-rank 0, step 0, 1F0: expected 0F0 before it; got 0F0 at step 1; move 0F0 to before step 0
-
-0F0 0B0 | 0F1 0B1
-rank 1, step 0, 0F1: expected all actions of stage 0 on one rank; got some on rank 0 and some on rank 1; move this
-action to rank 0
-
-0F0 0F0 0B0
-rank 0, step 1, 0F0: expected F of stage 0, micro-batch 0 once; got 0F0 at step 0 and this at step 1; remove one of
-the two
-
-0F0 0I0 0W0 0B0
-rank 0, step 3, 0B0: expected B or I of stage 0, micro-batch 0 once; got 0I0 at step 1 and this at step 3; B is I and
-W in one: keep one B, or one I and one W
-
-0F0 0B0 0W0
-rank 0, step 2, 0W0: expected no W next to 0B0, which computes the weight gradient too; got both; remove the W, or
-make the B an I
-
-0F0 0F1 0B0 0B1 | 1F1 1B0 1B1
-rank 1, 1F0: expected every forward pass of 2 stages x 2 micro-batches; got none of it in the schedule; add it, or
-number stages and micro-batches from 0 without gaps
-
-0F0 0B0 | 2F0 2B0
-no rank, 1F0: expected every forward pass of 3 stages x 1 micro-batches; got none of it in the schedule; add it, or
-number stages and micro-batches from 0 without gaps
-
-0F0 0F1 0B1
-rank 0, 0B0: expected a backward pass, as one B or as I and W, for every forward pass; got none of it in the schedule;
-add it, or say forward_only=True where nothing is trained
-
-0F0 0I0
-rank 0, 0W0: expected a W for every I: together they are the backward pass; got none of it in the schedule; add it
-
-0F0 0B0 0F1 0B1 | 1F0 1F1 1B1 1B0
-rank 0, step 1, 0B0: expected 1B0 to happen; got a deadlock: rank 0 waits at step 1 (0B0) for 1B0, which is step 3 of
-rank 1; rank 1 waits at step 1 (1F1) for 0F1, which is step 2 of rank 0; break the circle, for instance let rank 1 run
-1B0 before 1F1
-
-0F0 0RECV_B0 0SEND_F0 0B0 | 1RECV_F0 1F0 1B0 1SEND_B0
-rank 0, step 1, 0RECV_B0: expected 1SEND_B0 to happen; got a deadlock: rank 0 waits at step 1 (0RECV_B0) for 1SEND_B0,
-which is step 3 of rank 1; rank 1 waits at step 0 (1RECV_F0) for 0SEND_F0, which is step 2 of rank 0; break the
-circle, for instance let rank 1 run 1SEND_B0 before 1RECV_F0
-
-0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 | 1RECV_F1 1F1 1RECV_F0 1F0 1B0 1SEND_B0 1B1 1SEND_B1
-rank 1, step 0, 1RECV_F1: expected to receive 0SEND_F0, the next message that rank 0 sends; got 1RECV_F1; messages
-between two ranks arrive in the order of their sends: receive in that order
-
-0F0 0SEND_F0 0RECV_B0 0B0 | 1F0 1B0 1SEND_B0
-rank 1, 1RECV_F0: expected a send and a receive for every message between ranks; got none of it in the schedule; add
-it, or let add_communication derive all sends and receives
-
-0F0 0B0 0SEND_F0
-rank 0, step 2, 0SEND_F0: expected SEND_F between stages that are neighbours and live on different ranks; got one with
-no stage at its other end, or with both ends on one rank; remove it
-"""
-
-
 def test_refused_with_what_to_do():
     """A rank stands behind each |, and what is said below."""
-    for case in REFUSED.strip().split("\n\n"):
+    for case in Path(__file__).with_name("refused_schedules.txt").read_text("utf-8").strip().split("\n\n"):
         text, *words = case.splitlines()
         with pytest.raises(plan.ScheduleError) as caught:
             plan.validate(plan.parse_schedule(text.replace(" | ", "\n")))
