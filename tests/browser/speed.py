@@ -8,6 +8,7 @@ not the old ones stretched. So a key press on 31,000 boxes includes the way to t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from browser_lab import Notebook
@@ -47,29 +48,7 @@ DEGREES = [
     "plan = Plan(data=8, tensor=8, sequence_parallel=True, recompute='selective')\n"
     "degrees = degrees_panel(model_by_name('llama-2-7b'), cluster('dgx-h100', 64), plan=plan); degrees"
 ]
-RECORDER = """() => {
-    const pressed = (event) => { window.pressedAt = performance.timeOrigin + event.timeStamp; };
-    window.addEventListener("keydown", pressed, true);
-    const after = (done) => {
-        const channel = new MessageChannel();
-        channel.port1.onmessage = () => done(performance.timeOrigin + performance.now());
-        channel.port2.postMessage(0);
-    };
-    const patient = (start) => Promise.race([new Promise(start), new Promise((_, fail) =>
-        setTimeout(() => fail(new Error("no new picture within 20 s")), 20000))]);
-    window.watch = (seen) => {
-        const { view } = seen.dataset, { src } = seen;
-        window.painted = patient((done) => {
-            const observer = new MutationObserver(() => {
-                if (seen.dataset.view === view && seen.src === src) return;
-                if (seen.dataset.view !== undefined && seen.dataset.sharp !== "true") return;
-                observer.disconnect();
-                seen.src ? requestAnimationFrame(() => after(done)) : after(done);
-            });
-            observer.observe(seen, { attributes: true });
-        });
-    };
-}"""
+RECORDER = Path(__file__).with_name("speed.js").read_text("utf-8")
 
 
 class Speed(NamedTuple):
