@@ -24,17 +24,20 @@ function ownSite({ ranks = 4, microbatches = 8, per = 1, kinds = "FB", home }) {
 
 const timesOf = ({ times }) => structuredClone({ message: 0, ...times });
 
-// The site that a schedule's text needs. Throws where it is too large, or where a stage has no rank.
+// The site that a schedule's text needs; a rank without an action gets the first stage that no line runs, or a further
+// one. Throws where the site is too large, or where a stage has no rank.
 function siteOf(rows) {
-  const all = rows.flat(), most = (name) => Math.max(0, ...all.map((one) => one[name])) + 1, ranks = rows.length;
-  const stages = all.length ? most("stage") : ranks, microbatches = most("microbatch"), home = Array(stages).fill(all.length ? -1 : 0);
+  const all = rows.flat(), last = (name) => Math.max(-1, ...all.map((one) => one[name])), ranks = rows.length;
+  const stages = last("stage") + 1, microbatches = Math.max(1, last("microbatch") + 1);
   if (ranks > MOST.ranks || microbatches > MOST.microbatches || stages > MOST.per * ranks) {
     throw new Error(`the text has ${plural(ranks, "rank")}, ${plural(stages, "stage")}, micro-batches up to ${microbatches - 1}; here are up to 16 ranks of 4 stages, and 64 micro-batches`);
   }
+  const home = Array(stages).fill(-1);
   rows.forEach((row, rank) => row.forEach(({ stage }) => { home[stage] = rank; }));
+  rows.forEach((row, rank) => { if (!row.length) home[home.includes(-1) ? home.indexOf(-1) : home.length] = rank; });
   if (home.includes(-1)) throw new Error(`no line runs stage ${home.indexOf(-1)}`);
   const has = (kind) => all.some((one) => one.kind === kind), split = has("I") || has("W");
-  return ownSite({ ranks, microbatches, kinds: !split ? "FB" : has("B") ? "FBIW" : "FIW", home: all.length ? home : undefined });
+  return ownSite({ ranks, microbatches, kinds: !split ? "FB" : has("B") ? "FBIW" : "FIW", home });
 }
 
 class ScheduleBuilder extends Grid {

@@ -138,7 +138,8 @@ function check(rows) {
     const stage = Math.floor(key / microbatches), one = { stage, kind, microbatch: key % microbatches };
     return fault("missing", { ...one, rank: homes.get(stage) }, `${nameOf(one)} is in no rank's order`);
   };
-  if (!actions.length) return fault("empty", null, "the schedule has no action");
+  const idle = rows.findIndex((row) => !row.length);
+  if (idle >= 0) return fault("idle", null, `rank ${idle} has no action`);
   if (stray) return fault("place", stray, `stage ${stray.stage} is on rank ${homes.get(stray.stage)} already`);
   const found = twice("F") || gap("F", (key) => first.F.has(key)) || twice("B") || twice("W")
     || (unwanted && fault("twice", unwanted, `${nameOf(unwanted)} next to a B, which computes the weight gradient too`))

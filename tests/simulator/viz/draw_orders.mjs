@@ -167,7 +167,7 @@ const ASKED = {
 function answer({ text, times, whole }) {
   const rows = E.parse(text), graph = E.graphOf(rows), order = E.orderOf(graph), home = [];
   graph.actions.forEach(({ stage, rank }) => { home[stage] ??= rank; });
-  const fault = whole ? E.check(rows) : null, numbered = [...home].every((rank) => rank !== undefined);
+  const fault = whole ? E.check(rows) : null, numbered = [...home].every((rank) => rank !== undefined) && !(whole && rows.some((row) => !row.length));
   const build = numbered && new E.Build({ ranks: graph.ranks, microbatches: graph.microbatches, home, kinds: "FBIW" });
   const moved = numbered && build.replay(rows) === "" && (!whole || build.finished); // the verdict, move by move
   if (!order.whole) return { fault, moved };
