@@ -60,7 +60,7 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> ScheduleRepor
             a dependency, messages that overtake each other, a deadlock.
     """
     if (idle := np.flatnonzero(np.diff(schedule.offsets) == 0)).size:
-        raise ValueError(f"rank {idle[0]} has no action in the schedule; give it a stage's passes, or take its line out")
+        raise ValueError(f"rank {idle[0]} has no action in the schedule; give it a stage's passes, or leave it out")
     _check_ranks_of_stages(schedule)
     _check_forward_once(schedule)
     _check_backward_once(schedule, forward_only)
