@@ -11,7 +11,7 @@
 //   run(graph, table) -> times { start, end }, summary(graph, times) -> { length, bubble }, peaks(rows)
 //   critical(graph, table, times) -> { slack, path }; chainOf and whyIdle(graph, table, times, i): why a rank idles
 //   new Build({ ranks, microbatches, home, kinds, limit }): place(action) -> "" or why not; undo(), next(rank),
-//     deadEnd(move) -> "" or why the limit lets nothing finish any more; replay(rows); rows, moves, now, finished
+//     deadEnd() -> "" or why the limit lets nothing finish any more; replay(rows); rows, moves, now, finished
 // known.js, joined after it, has the schedules with a name, and par.
 
 const KINDS = ["F", "B", "I", "W"];
@@ -270,19 +270,18 @@ class Build {
     if (kind === "F") this.up[microbatch] += by;
   }
 
-  // Says in one line why the limit lets the schedule not be finished any more (after `move`, if given), or "".
+  // Says in one line why the limit lets the schedule not be finished any more, or "".
   // Exact, without a search. A micro-batch frees nothing before it has reached the last stage; from there on all of its
   // backward passes need no memory. So what is under way can finish only if one of it can go all the way up within what
   // is free, and it does no harm to let that one go first: as the banker's algorithm does (Dijkstra 1965).
-  deadEnd(move) {
-    const { stages, microbatches, ranks, home } = this, limits = this.rows.map((_, rank) => this.limitOf(rank));
+  deadEnd() {
+    const { up, stages, microbatches, ranks, home } = this, limits = this.rows.map((_, rank) => this.limitOf(rank));
     if (limits.every((one) => one === Infinity)) return "";
     const parts = (from, to) => { // of each rank's stages, how many are in this range
       const counts = Array(ranks).fill(0);
       for (let stage = from; stage < to; stage++) counts[home[stage]]++;
       return counts;
     };
-    const up = Array.from(this.up, (count, m) => count + (move?.kind === "F" && move.microbatch === m ? 1 : 0));
     let left = [...up.keys()].filter((m) => up[m] > 0 && up[m] < stages), free = limits;
     for (const m of left) free = parts(0, up[m]).map((some, rank) => free[rank] - some);
     const lacks = (m) => parts(up[m], stages).findIndex((some, rank) => some > free[rank]);
@@ -293,12 +292,11 @@ class Build {
     if (!left.length) return "";
     const rank = lacks(left[0]), more = parts(up[left[0]], stages)[rank], most = Math.max(0, free[rank]);
     const needs = `it still needs ${more} more on rank ${rank}, where ${most} of ${limits[rank]} activations can become free`;
-    const undo = move || this.moves.length ? "; undo" : ""; // else the limit itself is too small
+    const undo = this.moves.length ? "; undo" : ""; // else the limit itself is too small
     return `dead end: micro-batch ${left[0]} cannot reach the last stage any more: ${needs}${undo}`;
   }
 
-  // The next micro-batch of each stage and kind on a rank: what a page offers. `reason` says why it may not be placed
-  // (""; then `dead` says whether it would be a dead end).
+  // The next micro-batch of each stage and kind on a rank: what a page offers. `reason` says why it may not be placed.
   next(rank) {
     const offers = [];
     this.home.forEach((home, stage) => {
@@ -309,8 +307,7 @@ class Build {
         for (let microbatch = 0; microbatch < this.microbatches; microbatch++) {
           if (this.bits(stage, microbatch) & other) continue;
           const action = { stage, kind, microbatch }, reason = this.why(action);
-          if (!reason) first = { action, reason, dead: this.deadEnd(action) };
-          first ??= { action, reason, dead: "" };
+          if (!reason || !first) first = { action, reason };
           if (!reason) break;
         }
         if (first) offers.push(first);

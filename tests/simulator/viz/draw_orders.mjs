@@ -155,8 +155,8 @@ const ASKED = {
         const words = `${wrong}${said ? "dead" : "alive"}, is ${ends(done) ? "alive" : "dead"}`;
         counts[words] = (counts[words] ?? 0) + 1;
         if (!(can = options(done)).length) break;
-        const move = chance.pick(can), before = build.deadEnd(move);
-        wrong = build.place(move) || before !== build.deadEnd() ? "wrong: " : "";
+        const move = chance.pick(can);
+        wrong = build.place(move) ? "wrong: " : "";
         done.add(E.nameOf(move));
       }
     }
