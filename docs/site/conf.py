@@ -20,10 +20,8 @@ lessons = f"lessons/{os.environ.get('DISTLAB_DOCS_LESSONS', '[0-9]*')}/lesson.ip
 include_patterns += ["lessons/START.ipynb", "lessons/GUIDES.ipynb", lessons]
 exclude_patterns = [".*", "build", "work", "tests", "distlab", "simulator", "tools", "assets", "**/__pycache__"]
 
-extensions = ["myst_nb", "sphinx.ext.autodoc"]
-extensions += [
-    f"site_build.{name}" for name in ("players", "notebooks", "reference", "sources", "faults", "docstrings", "mathml")
-]
+OWN = ("players", "notebooks", "reference", "sources", "faults", "docstrings", "mathml")
+extensions = ["myst_nb", "sphinx.ext.autodoc", *(f"site_build.{name}" for name in OWN)]
 
 # Notebooks are shown as they were committed, and never run.
 nb_execution_mode = "off"

@@ -16,13 +16,13 @@ WIN, SECOND = "FFFFvFBFBFBFBvBBBB", "FFFFvFFFFvFFFFvFFFFBBBB" + "vvvBBBB" * 3  #
 HERE_ARE = "Here are 1 to 16 ranks, 1 to 64 micro-batches, 1 to 4 stages per rank; shown are"
 BAD = {
     "#nonsense": "The address names no level; here is level 1.",
-    "#" + "x" * 10**6: "The address is too long for a schedule; here is level 1.",
+    "#" + "x" * 10**5: "The address is too long for a schedule; here is level 1.",
     "#level=3&s=%E0%A4%A": "The address holds no schedule: URI malformed",
     "#level=1&s=GPipe(4)": "The address holds no schedule: line 1, column 1: 'GPipe(4)' is not an action",
     "#level=1&s=0F0,0F1;1B0": "The address's schedule stops here: B of micro-batch 0 on rank 1 needs its own F first.",
     "#level=1&t=1,x,1,0": "The address's times are 4 numbers from 0 to 8; here are the usual ones.",
-    "#level=own&p=0": f"{HERE_ARE} 4, 8, 1.",
-    "#level=own&p=1000&m=2": f"{HERE_ARE} 4, 2, 1.",
+    "#level=own&p=0&m=1000&h=02": f"{HERE_ARE} 4, 8, 1.",
+    "#level=own&p=2&m=1&h=0110&s=0F0,3F0,3B0,0B0;1F0,2F0,2B0,1B0": "Done in 12 ms. 50.0 % idle",
     f"#level=1&s={FULL}": "Done in 15 ms, par! 20.0 % idle, a rank holds at most 4.",
 }
 NO_ANSWER = """(text) => show({ model: { values: { text, data: { levels: [], level: {}, text } }, on() {}, set() {},

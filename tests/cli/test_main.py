@@ -29,6 +29,11 @@ def test_a_mistake_is_one_line_and_exit_2_before_any_work(row, refused, monkeypa
     assert words in refused(*shlex.split(command))
 
 
+def test_a_schedule_file_with_an_idle_rank_is_refused(refused, tmp_path):
+    (order := tmp_path / "my_order.txt").write_text("0F0,0B0\n,")
+    assert "rank 1 has no action in the schedule" in refused("lab", "09", "--ranks", "2", "--schedule", str(order))
+
+
 def test_doctor_finds_what_ranks_need_here(facts):
     found = facts("doctor")
     assert found["healthy"] is True

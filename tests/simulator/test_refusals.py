@@ -97,7 +97,7 @@ ROWS = [
     ("needs operation 5; the graph has 1", lambda: graph(5)),
     ("pass times >= 0", lambda: Graph().add(0, COMPUTE, -1)),
     ("a duration is -1 ns; pass times >= 0", lambda: Graph().extend(0, [COMPUTE] * 2, [3, -1], [NONE, NONE])),
-    ("rank 1 has no stage in the schedule; give it one, or leave it out",
+    ("rank 1 has no action in the schedule; give it a stage's passes, or leave it out",
      lambda: step(Plan(1, 3), schedule=parse_schedule("1F0,1B0\n,\n0F0,0B0"))),
     ("4 ranks and 4 micro-batches; the plan has", lambda: step(Plan(1, 4, 5), schedule=SCHEDULE)),
     ("4 (pipeline) x 2 (a rank) = 8 stages; workload 'GPT",

@@ -55,11 +55,12 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> ScheduleRepor
             one B or as an I and a W.
 
     Raises:
+        ValueError: a rank without an action.
         ScheduleError: the first fault found: a stage on two ranks, something missing or run twice, an order that breaks
             a dependency, messages that overtake each other, a deadlock.
     """
-    if not len(schedule):
-        raise ValueError("the schedule has no action; give every stage its forward and backward passes")
+    if (idle := np.flatnonzero(np.diff(schedule.offsets) == 0)).size:
+        raise ValueError(f"rank {idle[0]} has no action in the schedule; give it a stage's passes, or leave it out")
     _check_ranks_of_stages(schedule)
     _check_forward_once(schedule)
     _check_backward_once(schedule, forward_only)
@@ -239,10 +240,9 @@ def _check_no_repeat(schedule: Schedule, kinds: tuple[int, ...], advice: str) ->
 
 def _peaks(schedule: Schedule) -> tuple[int, ...]:
     """Return, for each rank, the most that it holds at once: an F takes one, a B or a W frees one."""
-    held = np.cumsum((schedule.kind == F).astype(np.int64) - np.isin(schedule.kind, (B, W)))
-    bounds = zip(schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist(), strict=True)
-    before = np.concatenate([[0], held])  # what all ranks above hold is taken off again
-    return tuple(int(held[start:stop].max(initial=before[start]) - before[start]) for start, stop in bounds)
+    change, first = (schedule.kind == F).astype(np.int64) - np.isin(schedule.kind, (B, W)), schedule.offsets[:-1]
+    held = np.cumsum(change)
+    return tuple((np.maximum.reduceat(held, first) - (held - change)[first]).tolist())  # less what ranks above hold
 
 
 def _needs(schedule: Schedule, messages: ScheduleMessages) -> Rows:

@@ -18,8 +18,8 @@ TITLE = re.compile(r"^# ", re.MULTILINE)
 
 
 HOW_TO_RUN = """
-This page shows the notebook as it ran once. To predict, write and check, open it on your machine: `make lessons`,
-then lesson {number}.
+This page shows the notebook as it ran once; what answers a prediction is closed until you commit to a number. To write
+and check, open it on your machine: `make lessons`, then lesson {number}.
 """
 
 

@@ -50,15 +50,12 @@ def html_of(name: str, shown: dict[str, Any], up: str) -> str:
     script = shown.get("script", "timeline" if "timeline" in shown else "")
     shown = shown.get("timeline", shown)
     title, text = html.escape(shown["title"]), html.escape(shown.get("summary", shown.get("text")))
-    address, scripts = (
-        f"{up}players/{name}/{shown.get('picture', 'first.png')}",
-        filter(None, ("computed", script, name)),
-    )
+    address, scripts = f"{up}players/{name}/{shown.get('picture', 'first.png')}", ("computed", script, name)
     return (
         (f'<link rel="stylesheet" href="{up}players/{script}.css">' if script in STYLES else "")
         + f'<div class="distlab-player" data-widget="{name}" data-root="{up}" role="group" aria-label="{title}">'
         + f'<img src="{address}" alt="{title}"><p class="said">{text}</p></div>'
-        + "".join(f'<script defer src="{up}players/{script}.js"></script>' for script in scripts)
+        + "".join(f'<script defer src="{up}players/{script}.js"></script>' for script in scripts if script)
     )
 
 

@@ -10,14 +10,8 @@ import ast
 import builtins
 from collections.abc import Sequence
 
-RUNS_RANKS = (
-    "distlab.comm",
-    "distlab.measure",
-    "distlab.course.notebook",
-    "distlab.grading",
-    "distlab.course.lab",
-    "lessons",
-)
+RUNS_RANKS = ("distlab.comm", "distlab.course.lab", "distlab.course.notebook", "distlab.grading", "distlab.measure")
+RUNS_RANKS += ("lessons",)
 KNOWN = frozenset(dir(builtins))
 
 

@@ -18,6 +18,36 @@
     tree?.setAttribute("aria-label", label);
   }
 
+  // What answers a prediction is closed, as in a notebook, until one commits to a number or presses "Show me": the cells
+  // whose text locks it or compares with it.
+  const outputs = [...document.querySelectorAll(".cell_output")], textOf = (output) => output.parentElement.textContent;
+  for (const question of outputs) {
+    const [, name, unit = ""] = /(\w+) = predict\([^]*?(?:unit="([^"]*)"|\)\n)/.exec(textOf(question)) ?? [];
+    if (!name) continue;
+    const closed = outputs.filter((output) => RegExp(`\\b${name}\\.(lock|compare)\\(`).test(textOf(output)));
+    const words = question.textContent.trim().replace(" (not answered yet)", "");
+    const forms = [question, ...closed].map((output) => {
+      const form = document.createElement("form");
+      form.className = "prediction";
+      form.innerHTML = `<label></label> <input type="number" step="any" required> <button>Commit</button> <button type="button">Show me</button>`;
+      const [label, input, , show] = form.children;
+      label.append(output === question ? words : `Closed until you commit to a number. ${words}`, " ", input, ` ${unit}`);
+      form.onsubmit = (event) => { event.preventDefault(); open(`You predicted ${input.value} ${unit}.`); };
+      show.onclick = () => open("You gave no number.");
+      output.before(form);
+      output.closed = (output.closed ?? 0) + 1; // two predictions may close one output
+      output.hidden = true;
+      return form;
+    });
+    const open = (told) => {
+      for (const output of [question, ...closed]) {
+        output.hidden = (output.closed -= 1) > 0;
+        for (const said of output.querySelectorAll("pre")) said.textContent = said.textContent.replace(/You gave no number.|.not answered yet./, told);
+      }
+      forms.forEach((form) => form.remove());
+    };
+  }
+
   const make = (...given) => window.distlabPlayers.make(...given); // of players/computed.js, which loads after this file
 
   // What the canvas asks of the kernel's model, with nobody behind it.

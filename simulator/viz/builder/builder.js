@@ -5,7 +5,8 @@
 const KEYS = "Keys: ↑ ↓ choose a rank; F, B, I, W or 1 to 9 place; ← → read what stands and what idles; U undo, R redo, " +
   "C critical path, H hint.";
 const BEGIN = "Click or tap a dashed box. By keys: Tab to the grid, then F.", TIMES = ["F", "I", "W", "message"];
-const MOST = { ranks: 16, microbatches: 64, per: 4 }, LONGEST_ADDRESS = 20000, LATER_MS = [0, 100, 300, 1000, 3000];
+const MOST = { ranks: 16, microbatches: 64, per: 4 }, LATER_MS = [0, 100, 300, 1000, 3000];
+const LONGEST_ADDRESS = 3 * 8 * MOST.ranks * MOST.per * MOST.microbatches; // F, I and W of all, such as 63W63%2C
 
 function make(parent, tag, properties = {}, attributes = {}) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -24,17 +25,20 @@ function ownSite({ ranks = 4, microbatches = 8, per = 1, kinds = "FB", home }) {
 
 const timesOf = ({ times }) => structuredClone({ message: 0, ...times });
 
-// The site that a schedule's text needs. Throws where it is too large, or where a stage has no rank.
+// The site that a schedule's text needs; a rank without an action gets the first stage that no line runs, or a further
+// one. Throws where the site is too large, or where a stage has no rank.
 function siteOf(rows) {
-  const all = rows.flat(), most = (name) => Math.max(0, ...all.map((one) => one[name])) + 1, ranks = rows.length;
-  const stages = all.length ? most("stage") : ranks, microbatches = most("microbatch"), home = Array(stages).fill(all.length ? -1 : 0);
+  const all = rows.flat(), last = (name) => Math.max(-1, ...all.map((one) => one[name])), ranks = rows.length;
+  const stages = last("stage") + 1, microbatches = Math.max(1, last("microbatch") + 1);
   if (ranks > MOST.ranks || microbatches > MOST.microbatches || stages > MOST.per * ranks) {
     throw new Error(`the text has ${plural(ranks, "rank")}, ${plural(stages, "stage")}, micro-batches up to ${microbatches - 1}; here are up to 16 ranks of 4 stages, and 64 micro-batches`);
   }
+  const home = Array(stages).fill(-1);
   rows.forEach((row, rank) => row.forEach(({ stage }) => { home[stage] = rank; }));
-  if (home.includes(-1)) throw new Error(`no line runs stage ${home.indexOf(-1)}`);
+  rows.forEach((row, rank) => { if (!row.length) home[home.includes(-1) ? home.indexOf(-1) : home.length] = rank; });
+  if (home.includes(-1)) throw new Error(`no line runs stage ${home.indexOf(-1)}; number the stages from 0 without gaps`);
   const has = (kind) => all.some((one) => one.kind === kind), split = has("I") || has("W");
-  return ownSite({ ranks, microbatches, kinds: !split ? "FB" : has("B") ? "FBIW" : "FIW", home: all.length ? home : undefined });
+  return ownSite({ ranks, microbatches, kinds: !split ? "FB" : has("B") ? "FBIW" : "FIW", home });
 }
 
 class ScheduleBuilder extends Grid {
@@ -119,11 +123,13 @@ class ScheduleBuilder extends Grid {
 
   open(hash) {
     const asked = Object.fromEntries(hash.length > LONGEST_ADDRESS ? [] : hash.slice(1).split("&").map((part) => part.split("=")));
-    const { level, p = "4", m = "8", v = "1", k = "FB", s } = asked, found = this.levels.find(({ id }) => id === level) ?? this.levels[0];
-    const size = { ranks: wholeOf(p, MOST.ranks, 4), microbatches: wholeOf(m, MOST.microbatches, 8), per: wholeOf(v, MOST.per, 1) };
+    const { level, p = "4", m = "8", h = "", k = "FB", s } = asked, found = this.levels.find(({ id }) => id === level) ?? this.levels[0];
+    const size = { ranks: wholeOf(p, MOST.ranks, 4), microbatches: wholeOf(m, MOST.microbatches, 8), home: [...h].map((rank) => parseInt(rank, MOST.ranks)) };
+    const laid = size.home.length <= MOST.per * size.ranks && same([...new Set(size.home)].sort((a, b) => a - b), [...Array(size.ranks).keys()]);
+    if (!laid) delete size.home;
     let problem = found.id === level || level === "own" ? "" : `The address ${level === undefined && hash.length > LONGEST_ADDRESS ? "is too long for a schedule" : "names no level"}; here is level 1.`;
-    if (level === "own" && !same(Object.values(size).map(String), [p, m, v])) {
-      problem = `Here are 1 to 16 ranks, 1 to 64 micro-batches, 1 to 4 stages per rank; shown are ${Object.values(size).join(", ")}.`;
+    if (level === "own" && !(same([size.ranks, size.microbatches].map(String), [p, m]) && (laid || !h))) {
+      problem = `Here are 1 to 16 ranks, 1 to 64 micro-batches, 1 to 4 stages per rank; shown are ${size.ranks}, ${size.microbatches}, ${laid ? h.length / size.ranks : 1}.`;
     }
     this.start(level === "own" ? ownSite({ ...size, kinds: ["FB", "FIW", "FBIW"].includes(k) ? k : "FB" }) : found, "", asked);
     if (this.misread) problem ||= `The address's times are ${4 + (this.times.slow?.length ?? 0)} numbers from 0 to 8; here are the usual ones.`;
@@ -186,8 +192,8 @@ class ScheduleBuilder extends Grid {
     const { site } = this;
     try {
       const rows = computations(parse(text)), whole = siteOf(rows);
-      const fewer = whole.microbatches < site.microbatches && check(rows); // a schedule that is whole has a size of its own
-      const fits = rows.length === site.ranks && (fewer || whole.microbatches === site.microbatches) && [...whole.kinds].every((kind) => site.kinds.includes(kind))
+      const alone = new Build(whole), isPart = alone.replay(rows) || !alone.finished; // one that is whole has a size of its own
+      const fits = rows.length === site.ranks && (isPart ? whole.microbatches <= site.microbatches : whole.microbatches === site.microbatches) && [...whole.kinds].every((kind) => site.kinds.includes(kind))
         && rows.every((row, rank) => row.every(({ stage }) => site.home[stage] === rank));
       if (!fits || (site.id === "own" && rows.flat().length && !same(whole, site))) this.start(whole, "");
       const reason = this.load(rows);
@@ -198,7 +204,7 @@ class ScheduleBuilder extends Grid {
 
   fragment() {
     const { site, build, times } = this, parts = [`level=${site.id}`];
-    if (site.id === "own") parts.push(`p=${site.ranks}`, `m=${site.microbatches}`, `v=${Math.ceil(site.home.length / site.ranks)}`, `k=${site.kinds}`);
+    if (site.id === "own") parts.push(`p=${site.ranks}`, `m=${site.microbatches}`, `h=${site.home.map((rank) => rank.toString(MOST.ranks)).join("")}`, `k=${site.kinds}`);
     if (!this.usual) parts.push(`limit=${this.limit ?? 1024}`, `t=${[...TIMES.map((name) => times[name]), ...(times.slow ?? [])]}`);
     if (build.moves.length) parts.push(`s=${print(build.rows).replaceAll("\n", ";")}`);
     return `#${parts.join("&")}`;
@@ -266,7 +272,7 @@ class ScheduleBuilder extends Grid {
     this.solve();
     const dead = build.deadEnd();
     if (build.finished) this.finish(said);
-    else this.tell([said ?? (last ? this.words(this.graph.actions.findIndex((one) => nameOf(one) === nameOf(last))) : BEGIN), dead && `A ${dead}.`].filter(Boolean).join(" "));
+    else this.tell([said ?? (last ? `${this.words(this.graph.actions.findIndex((one) => nameOf(one) === nameOf(last)))}.` : BEGIN), dead && `A ${dead}.`].filter(Boolean).join(" "));
     this.refresh();
   }
 
@@ -274,7 +280,7 @@ class ScheduleBuilder extends Grid {
     const { sum: { length, bubble }, site, par, build } = this, level = site.id !== "own", won = level && this.usual && !this.given;
     const best = Number(this.stored(site.id)), kept = !won || (best && best <= length / 1e6) || this.store(site.id, length / 1e6);
     const { is, like } = recognise(build.rows, build.home), named = is.length ? is : like;
-    const judged = !par ? "" : length < par ? `, below par (${ms(par)})!` : length === par ? ", par!" : `; par is ${ms(par)}.`;
+    const judged = !par ? "" : length < par ? `, below par (${ms(par)})!` : length === par ? ", par!" : `; par is ${ms(par)}. Point at idle time to see what it waits for.`;
     this.tell([
       said, `Done in ${ms(length)}${judged || "."} ${percent(bubble)} idle, a rank holds at most ${Math.max(...peaks(build.rows))}.`,
       named.length ? `This is ${named.join(" and ")}${is.length ? "" : " with its W at other places"}.` : "This order has no name of its own.",

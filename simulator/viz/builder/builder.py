@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -49,8 +50,10 @@ def lab_of_lesson_9(schedule: Schedule) -> Picture:
         pixels = imread(picture)
     figure = Figure(figsize=(pixels.shape[1] / SHOWN_DPI, pixels.shape[0] / SHOWN_DPI), dpi=SHOWN_DPI)
     figure.figimage(pixels)
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("your schedule:")]
-    return Picture(figure, "; ".join(lines))
+    rows = re.findall(r"^your schedule: (.*?) {2,}(.*?) {2,}(\d.*)", done.stdout, re.MULTILINE)
+    told = "; ".join(f"{what} measured {here}, predicted {wanted.strip()}" for what, here, wanted in rows)
+    verdict = " ".join(re.findall("^(?:All|WRONG).*", done.stdout, re.MULTILINE))
+    return Picture(figure, f"Ran on {schedule.num_ranks} real ranks: {told}. {verdict}")
 
 
 class ScheduleBuilder(anywidget.AnyWidget):

@@ -7,12 +7,11 @@
 // and W. What comes out is whole nanoseconds. Memory is counted in activations of one stage of one micro-batch, as
 // Python's peak_in_flight counts: an F takes one, its B or W frees it. A limit is per rank: a number, or one per rank.
 //   parse(text) -> rows, print(rows), parseAction(text), nameOf(action), computations(rows)
-//   check(rows) -> null, or { rule, rank, step, action, reason } of the first fault
-//   graphOf(rows) -> graph, orderOf(graph) -> { order, whole }, tableOf(times, stages) -> table
-//   run(graph, table) -> times { start, end }, summary(graph, times) -> { length, bubble, span }, held and peaks(rows)
+//   graphOf(rows) -> graph, orderOf(graph) -> order, tableOf(times, stages) -> table
+//   run(graph, table) -> times { start, end }, summary(graph, times) -> { length, bubble }, peaks(rows)
 //   critical(graph, table, times) -> { slack, path }; chainOf and whyIdle(graph, table, times, i): why a rank idles
 //   new Build({ ranks, microbatches, home, kinds, limit }): place(action) -> "" or why not; undo(), next(rank),
-//     deadEnd(move) -> "" or why the limit lets nothing finish any more; replay(rows); rows, moves, now, finished
+//     deadEnd() -> "" or why the limit lets nothing finish any more; replay(rows); rows, moves, now, finished
 // known.js, joined after it, has the schedules with a name, and par.
 
 const KINDS = ["F", "B", "I", "W"];
@@ -97,7 +96,7 @@ function graphOf(rows) {
   return { actions, prev, need, remote, at, stages, microbatches, ranks: rows.length };
 }
 
-// Returns an order in which all actions can run, and whether it is all of them (else some wait for ever: a deadlock).
+// Returns an order in which actions can run; those that it lacks wait for ever: a deadlock.
 function orderOf({ actions, prev, need }) {
   const followers = actions.map(() => []), waiting = new Int32Array(actions.length), order = [];
   actions.forEach((_, i) => {
@@ -108,63 +107,7 @@ function orderOf({ actions, prev, need }) {
     if (!waiting[i]) order.push(i);
   });
   for (let k = 0; k < order.length; k++) for (const next of followers[order[k]]) if (!--waiting[next]) order.push(next);
-  return { order, whole: order.length === actions.length, waiting };
-}
-
-// ---- rules of a whole schedule: the verdict, and the place of the first fault
-
-function check(rows) {
-  const graph = graphOf(rows), { actions, stages, microbatches } = graph, size = stages * microbatches;
-  const fault = (rule, one, reason) =>
-    ({ rule, rank: one?.rank ?? null, step: one?.step ?? null, action: one ? nameOf(one) : "", reason });
-  const homes = new Map(), first = { F: new Map(), B: new Map(), W: new Map() }, again = {};
-  const keyOf = ({ stage, microbatch }) => stage * microbatches + microbatch;
-  const kindAt = (key) => actions[first.B.get(key)]?.kind;
-  let stray = null;
-  actions.forEach((one, i) => {
-    const { stage, rank } = one, group = groupOf(one.kind), key = keyOf(one);
-    if (!homes.has(stage)) homes.set(stage, rank);
-    if (homes.get(stage) !== rank && !(stray?.stage <= stage)) stray = one;
-    if (!first[group].has(key)) first[group].set(key, i);
-    else if (!(again[group]?.key <= key)) again[group] = { key, i };
-  });
-  const unwanted = actions.find((one) => one.kind === "W" && kindAt(keyOf(one)) === "B");
-  const twice = (group) => again[group] && fault("twice", actions[again[group].i], group === "B"
-    ? "B is I and W in one: keep one B, or one I and one W" : `${nameOf(actions[again[group].i])} is there twice`);
-  const gap = (kind, has) => {
-    let key = 0;
-    while (key < size && has(key)) key++;
-    if (key === size) return null;
-    const stage = Math.floor(key / microbatches), one = { stage, kind, microbatch: key % microbatches };
-    return fault("missing", { ...one, rank: homes.get(stage) }, `${nameOf(one)} is in no rank's order`);
-  };
-  if (!actions.length) return fault("empty", null, "the schedule has no action");
-  if (stray) return fault("place", stray, `stage ${stray.stage} is on rank ${homes.get(stray.stage)} already`);
-  const found = twice("F") || gap("F", (key) => first.F.has(key)) || twice("B") || twice("W")
-    || (unwanted && fault("twice", unwanted, `${nameOf(unwanted)} next to a B, which computes the weight gradient too`))
-    || gap("B", (key) => first.B.has(key)) || gap("W", (key) => kindAt(key) === "B" || first.W.has(key));
-  if (found) return found;
-  const pairs = [...first.F.keys()].sort((a, b) => a - b).map((key) => [first.F.get(key), first.B.get(key)]);
-  for (let key = 0; key < size; key++) if (first.W.has(key)) pairs.push([first.B.get(key), first.W.get(key)]);
-  actions.forEach(({ stage, kind, microbatch, rank }, i) => { // stages that share a rank hand over in memory
-    const next = kind === "W" ? -2 : graph.at(kind === "F" ? stage + 1 : stage - 1, kind, microbatch);
-    if (next >= 0 && actions[next].rank === rank) pairs.push([i, next]);
-  });
-  const wrong = pairs.filter(([before, after]) => before > after).map((pair) => pair.map((i) => actions[i]))
-    .reduce((least, pair) => (least && least[1].step <= pair[1].step ? least : pair), null);
-  if (wrong) return fault("order", wrong[1], `${nameOf(wrong[1])} needs ${nameOf(wrong[0])} first, on the same rank`);
-  const { whole, waiting } = orderOf(graph);
-  return whole ? null : deadlock(graph, waiting, fault);
-}
-
-function deadlock({ actions, need, ranks }, waiting, fault) {
-  const stuck = Array(ranks).fill(-1), path = []; // the first action of each rank that never starts
-  actions.forEach((one, i) => { if (waiting[i] && stuck[one.rank] < 0) stuck[one.rank] = i; });
-  let rank = stuck.findIndex((i) => i >= 0);
-  for (; !path.includes(rank); rank = actions[need[stuck[rank]]].rank) path.push(rank);
-  const circle = path.slice(path.indexOf(rank)).map((one) => [one, actions[stuck[one]], actions[need[stuck[one]]]]);
-  const waits = circle.slice(0, 6).map(([at, own, other]) => `rank ${at} at ${nameOf(own)} waits for ${nameOf(other)}`);
-  return fault("deadlock", circle[0][1], `deadlock: ${waits.join("; ")}`);
+  return order;
 }
 
 // ---- times and memory
@@ -187,7 +130,7 @@ function tableOf({ F, I, W, message = 0, slow = 1 }, stages) {
 }
 
 // Returns start and end of each action: it starts when its rank is free and what it needs has arrived.
-function run(graph, table, order = orderOf(graph).order) {
+function run(graph, table, order = orderOf(graph)) {
   const { actions, prev } = graph, start = Array(actions.length).fill(NaN), end = start.slice();
   for (const i of order) {
     const { stage, kind } = actions[i];
@@ -204,25 +147,19 @@ const arrival = (graph, table, end, i) => (graph.need[i] < 0 ? 0 : end[graph.nee
 
 const CHANGE = { F: 1, B: -1, I: 0, W: -1 };
 
-// What each rank holds after each of its actions, and at most.
-const held = (rows) => rows.map((row) => { let now = 0; return row.map(({ kind }) => (now += CHANGE[kind])); });
-const peaks = (rows) => held(rows).map((series) => Math.max(0, ...series));
+// What each rank holds at most.
+const peaks = (rows) => rows.map((row) => { let now = 0; return Math.max(0, ...row.map(({ kind }) => (now += CHANGE[kind]))); });
 
-// Returns the length, the idle share of the ranks' time, and the longest time from a rank's first start to its end.
+// Returns the length, and the idle share of the ranks' time.
 function summary(graph, { start, end }) {
-  const length = Math.max(0, ...end), seconds = length / 1e9, first = new Map();
-  const work = end.reduce((sum, one, i) => sum + one - start[i], 0) / 1e9;
-  const span = graph.actions.reduce((most, { rank, step }, i) => {
-    if (!step) first.set(rank, start[i]);
-    return Math.max(most, end[i] - first.get(rank));
-  }, 0);
-  return { length, bubble: seconds ? 1 - work / graph.ranks / seconds : 0, span };
+  const length = Math.max(0, ...end), seconds = length / 1e9, work = end.reduce((sum, one, i) => sum + one - start[i], 0) / 1e9;
+  return { length, bubble: seconds ? 1 - work / graph.ranks / seconds : 0 };
 }
 
 // ---- what waits for what
 
 // Returns how much later each action could end with the same length, and one path of actions without slack.
-function critical(graph, table, times, order = orderOf(graph).order) {
+function critical(graph, table, times, order = orderOf(graph)) {
   const { actions, prev, need } = graph, { start, end } = times, length = Math.max(0, ...end), path = [];
   const latest = Array(actions.length).fill(length);
   for (const i of [...order].reverse()) {
@@ -333,19 +270,18 @@ class Build {
     if (kind === "F") this.up[microbatch] += by;
   }
 
-  // Says in one line why the limit lets the schedule not be finished any more (after `move`, if given), or "".
+  // Says in one line why the limit lets the schedule not be finished any more, or "".
   // Exact, without a search. A micro-batch frees nothing before it has reached the last stage; from there on all of its
   // backward passes need no memory. So what is under way can finish only if one of it can go all the way up within what
   // is free, and it does no harm to let that one go first: as the banker's algorithm does (Dijkstra 1965).
-  deadEnd(move) {
-    const { stages, microbatches, ranks, home } = this, limits = this.rows.map((_, rank) => this.limitOf(rank));
+  deadEnd() {
+    const { up, stages, microbatches, ranks, home } = this, limits = this.rows.map((_, rank) => this.limitOf(rank));
     if (limits.every((one) => one === Infinity)) return "";
     const parts = (from, to) => { // of each rank's stages, how many are in this range
       const counts = Array(ranks).fill(0);
       for (let stage = from; stage < to; stage++) counts[home[stage]]++;
       return counts;
     };
-    const up = Array.from(this.up, (count, m) => count + (move?.kind === "F" && move.microbatch === m ? 1 : 0));
     let left = [...up.keys()].filter((m) => up[m] > 0 && up[m] < stages), free = limits;
     for (const m of left) free = parts(0, up[m]).map((some, rank) => free[rank] - some);
     const lacks = (m) => parts(up[m], stages).findIndex((some, rank) => some > free[rank]);
@@ -355,13 +291,12 @@ class Build {
     if (!left.length) left = [...up.keys()].filter((m) => !up[m] && lacks(m) >= 0);
     if (!left.length) return "";
     const rank = lacks(left[0]), more = parts(up[left[0]], stages)[rank], most = Math.max(0, free[rank]);
-    const needs = `it still needs ${more} on rank ${rank}, where ${most} of ${limits[rank]} can become free`;
-    const undo = move || this.moves.length ? "; undo" : ""; // else the limit itself is too small
+    const needs = `it still needs ${more} more on rank ${rank}, where ${most} of ${limits[rank]} activations can become free`;
+    const undo = this.moves.length ? "; undo" : ""; // else the limit itself is too small
     return `dead end: micro-batch ${left[0]} cannot reach the last stage any more: ${needs}${undo}`;
   }
 
-  // The next micro-batch of each stage and kind on a rank: what a page offers. `reason` says why it may not be placed
-  // (""; then `dead` says whether it would be a dead end).
+  // The next micro-batch of each stage and kind on a rank: what a page offers. `reason` says why it may not be placed.
   next(rank) {
     const offers = [];
     this.home.forEach((home, stage) => {
@@ -372,8 +307,7 @@ class Build {
         for (let microbatch = 0; microbatch < this.microbatches; microbatch++) {
           if (this.bits(stage, microbatch) & other) continue;
           const action = { stage, kind, microbatch }, reason = this.why(action);
-          if (!reason) first = { action, reason, dead: this.deadEnd(action) };
-          first ??= { action, reason, dead: "" };
+          if (!reason || !first) first = { action, reason };
           if (!reason) break;
         }
         if (first) offers.push(first);

@@ -23,7 +23,7 @@ class Grid {
   // ---- what stands, worked out after each change
 
   solve() {
-    const { build, site, times } = this, graph = this.graph = graphOf(build.rows), { order } = orderOf(graph), key = JSON.stringify([site, times, this.limit]);
+    const { build, site, times } = this, graph = this.graph = graphOf(build.rows), order = orderOf(graph), key = JSON.stringify([site, times, this.limit]);
     this.table = tableOf(times, build.stages);
     const ran = run(graph, this.table, order), free = build.rows.map(() => 0), starts = build.rows.map(() => 0); // of a rank's actions in the graph
     graph.actions.forEach(({ rank, step }, i) => {

@@ -57,10 +57,8 @@ def ring(ranks, bytes, link, step):
 
 
 def step(sync, ranks, link, bucket, samples, moment, duration):
-    workload, machine = (
-        sim.gpt_workload(microbatch_size=int(samples), **computed.MODEL),
-        computed.on_wire(sim.link(link)),
-    )
+    workload = sim.gpt_workload(microbatch_size=int(samples), **computed.MODEL)
+    machine = computed.on_wire(sim.link(link))
     found = sim.simulate(workload, machine, Plan(ranks, gradient_sync=sync, bucket_bytes=bucket))
     assert duration == round(found.duration_s * 1e9)
     first, each, *_ = draw_train_step(found.trace, moment * found.duration_s).words.split("\n")
