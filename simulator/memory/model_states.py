@@ -74,6 +74,7 @@ def count_states(
     plan: Plan,
     widths: Widths,
     units: UnitBytes | None,
+    base: float = 0.0,
     *,
     software: Software = PLAIN,
 ) -> States:
@@ -86,13 +87,14 @@ def count_states(
         plan: how they are held.
         widths: bytes of an element.
         units: under stage 3, what units hold.
+        base: bytes of a frozen base on a rank, before stage 3 shards them.
         software: see `Software`; with `flat_buffers`, every gradient is made and added up in the buffer that travels.
     """
     sharding, (parameters, experts), flat_buffers = plan.sharding, elements, software.flat_buffers
     ranks = sharding.num_shards(plan.copies)
     whole, shard = float(parameters.sum()), units.shard if units else _shard(parameters, experts, plan)
     always = np.zeros(len(KINDS))
-    always[PARAMETERS] = (shard if sharding.stage == 3 else whole) * widths.parameter
+    always[PARAMETERS] = shard * widths.parameter + base / ranks if units else whole * widths.parameter + base
     always[[OPTIMIZER, MASTER]] = (shard if sharding.stage else whole) * np.array([widths.optimizer, widths.master])
     always[BUFFERS] = units.whole if units else 0.0
     gradients = (shard if sharding.stage >= 2 else whole) * widths.gradient
@@ -164,7 +166,13 @@ def _bucket_bytes(sizes: tuple[tuple[int, ...], ...], bucket_bytes: int, width: 
 
 
 def unit_bytes(
-    layers: Sequence[Layer], parameters: Floats, largest: Floats, plan: Plan, widths: Widths, software: Software
+    layers: Sequence[Layer],
+    parameters: Floats,
+    largest: Floats,
+    plan: Plan,
+    widths: Widths,
+    software: Software,
+    base: Floats,
 ) -> UnitBytes:
     """Count what the units of some layers hold.
 
@@ -175,15 +183,20 @@ def unit_bytes(
         plan: how they are sharded.
         widths: bytes of an element.
         software: whether it gathers once beside a pipeline.
+        base: bytes of the frozen base of each on a rank [L].
     """
     sharding = plan.sharding
     ranks, prefetch = sharding.num_shards(plan.copies), sharding.prefetch
     units = units_of(layers, sharding.unit_layers)
-    padded = [float(np.ceil(parameters[list(unit.layers)].sum() / ranks) * ranks) for unit in units]
-    root = sum(size for unit, size in zip(units, padded, strict=True) if unit.is_root)
+
+    def padded(elements: Floats) -> tuple[float, Floats]:
+        sizes = [float(np.ceil(elements[list(unit.layers)].sum() / ranks) * ranks) for unit in units]
+        pairs = list(zip(units, sizes, strict=True))
+        return sum(size for unit, size in pairs if unit.is_root), np.array([s for unit, s in pairs if not unit.is_root])
+
     blocks = [unit for unit in units if not unit.is_root]
-    sizes = np.array([size for unit, size in zip(units, padded, strict=True) if not unit.is_root])
-    up_to, number = np.append(0.0, np.cumsum(sizes)), len(sizes)
+    (root, sizes), (whole_root, whole_sizes) = padded(parameters), padded(parameters + base / widths.parameter)
+    up_to, number = np.append(0.0, np.cumsum(whole_sizes)), len(sizes)
     own = np.full(len(layers), -1)  # the unit of each layer, or -1: the root's, or no parameters
     for index, unit in enumerate(blocks):
         own[list(unit.layers)] = index
@@ -192,7 +205,7 @@ def unit_bytes(
     low = begun - inside
     ahead, behind = np.minimum(low + prefetch + inside, number), np.maximum(begun - prefetch - inside, 0)
     kept = sharding.reshard_after_forward
-    width, whole = gathered_bytes(plan, widths, is_root=False), root * widths.parameter
+    width, whole = gathered_bytes(plan, widths, is_root=False), whole_root * widths.parameter
     forward = whole + width * (up_to[ahead] - (up_to[low] if kept else 0.0))
     backward = whole + width * (up_to[begun] - (up_to[behind] if kept else 0.0))
     # A flat gradient, and the other ranks' parts of the own shard: of the unit done last.
@@ -221,5 +234,5 @@ def unit_bytes(
         raw * widths.parameter,
         np.append(done[begun + 1], total) / ranks * widths.gradient,
         np.where(begun == number, last, 0.0) * widths.reduce,
-        once * (whole + width * float(sizes.sum())),
+        once * (whole + width * float(whole_sizes.sum())),
     )
