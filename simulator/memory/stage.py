@@ -137,7 +137,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     _add_temporary(table, plan, widths, again, (forward, backward), software.parallel_loss_copies)
     between = np.zeros(num_kinds)
     if plan.sharding.stage == 3:
-        units = unit_bytes(layers, parameters, largest, plan, widths, software, base)
+        units = unit_bytes(layers, (parameters, base / widths.parameter), largest, plan, widths, software)
         forward[:, BUFFERS] += units.forward
         backward[:, BUFFERS] += units.backward
         backward[:, TEMPORARY] += units.raw
