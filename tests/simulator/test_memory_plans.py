@@ -369,11 +369,12 @@ def test_beside_a_pipeline_whole_sums_stay_and_parameters_where_software_gathers
 def test_inputs_of_products_are_kept_in_8_bits_by_transformer_engine_and_in_16_by_torchao():
     kept = [
         memory_of(GPT, Plan(float8=float8), software=Software(casts_twice=twice)).of("activations")
-        for float8, twice in (("none", False), ("products", False), ("products", True))
+        for float8, twice in (("none", 0), ("products", 0), ("products", 1), ("mxfp8", 0), ("nvfp4", 0))
     ]
     # of queries, keys and values; of the output; of both in the feed-forward
     inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)
     assert (kept[0] - kept[1], kept[2]) == (inputs, kept[0])
+    assert [(kept[0] - each) / inputs for each in kept[3:]] == [1 - 1 / 32, 3 / 2 - 1 / 16]
 
 
 # Published gibibytes: MooreThreads/SimuMax@4dcaae51, b200_release_v1.2_summary.md, 405B of 4 layers.
