@@ -43,16 +43,11 @@ def test_each_stage_of_sharding_divides_what_it_says(ranks):
         assert memory.of("parameters") == pytest.approx(2 * (shard if stage == 3 else PSI), abs=spare)
 
 
-@pytest.mark.parametrize(
-    ("precision", "per_parameter"),
-    [
-        (None, 2 + 2 + 8 + 4),
-        (Precision(), 4 + 4 + 8),
-        (Precision("bfloat16"), 2 + 4 + 8 + 4),
-        (Precision("float16", master=False, gradients="float16"), 2 + 2 + 4),
-        (Precision("float64", gradients="float64"), 8 + 8 + 16),
-    ],
-)
+@pytest.mark.parametrize(("precision", "per_parameter"), [
+    (None, 2 + 2 + 8 + 4), (Precision(), 4 + 4 + 8), (Precision("bfloat16"), 2 + 4 + 8 + 4),
+    (Precision("float16", master=False, gradients="float16"), 2 + 2 + 4),
+    (Precision("float64", gradients="float64"), 8 + 8 + 16),
+])  # fmt: skip
 def test_precision_counts_bytes_a_parameter(precision, per_parameter):
     assert sum(map(held(Plan(precision=precision)).of, KINDS[:4])) == per_parameter * PSI
 
@@ -232,15 +227,10 @@ def test_the_fullest_stage_and_its_ranks_are_named():
     assert str(refusal(Plan(pipeline=4), device(1000), workload)).startswith("rank 2 (stage 2)")
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"sharding": Sharding(2)},
-        {"recompute": "selective"},
-        {"recompute": "selective", "sharding": Sharding(2)},
-        {"recompute": "full", "sharding": Sharding(3)},
-    ],
-)
+@pytest.mark.parametrize("wanted", [
+    {"sharding": Sharding(2)}, {"recompute": "selective"}, {"recompute": "selective", "sharding": Sharding(2)},
+    {"recompute": "full", "sharding": Sharding(3)},
+])  # fmt: skip
 def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
     """With exactly the room that the wanted plan takes, the answer fits and no cheaper candidate does."""
     room = size_of(data=8, **wanted)

@@ -34,14 +34,10 @@ def test_short_sums_start_as_often_as_long_ones():
     assert slowdown(*full, 100_000, 108) == 1.0
 
 
-@pytest.mark.parametrize(
-    "workload",
-    [
-        sim.gpt_workload(**SIZES, microbatch_size=4),
-        sim.llama_workload(sim.LlamaSizes(1024, 2, 16, 4, 2816, 50304), sequence_length=1024, microbatch_size=4),
-    ],
-    ids=["gpt", "llama"],
-)
+@pytest.mark.parametrize("workload", [
+    sim.gpt_workload(**SIZES, microbatch_size=4),
+    sim.llama_workload(sim.LlamaSizes(1024, 2, 16, 4, 2816, 50304), sequence_length=1024, microbatch_size=4),
+], ids=["gpt", "llama"])  # fmt: skip
 def test_products_have_the_flops_of_their_region(workload):
     for layer in workload.layers:
         for region in layer.regions:
