@@ -13,7 +13,7 @@ from distlab.plan.sharding import Precision, Sharding
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
 RECOMPUTES = ("none", "selective", "operators", "full")
 RECOMPUTE_METHODS = ("uniform", "block", "every")
-FLOAT8 = ("none", "products", "gathers")
+FLOAT8 = ("none", "products", "gathers", "mxfp8", "nvfp4")
 CONTEXT_KINDS = ("ring", "all_to_all")
 COUNTS = (
     *("data", "pipeline", "tensor", "context", "expert", "num_microbatches", "stages_per_rank", "recompute_layers"),
@@ -37,8 +37,8 @@ class Plan:
         compression: what replicas send in place of their gradients, or None.
         sharding: which model states the data-parallel ranks split; stage 0 splits nothing.
         precision: types of numbers; None takes the workload's bytes.
-        float8: what blocks do in 8 bits: "none", "products" (those with parameters) or "gathers" (parameters are also
-            gathered so, under stage 3). All that is kept stays as `precision` says.
+        float8: what blocks do in 8 bits: "none", "products" (of parameters), "gathers" (stage 3 also gathers so),
+            "mxfp8" (products with a scale for each 32 numbers) or, in 4 bits, "nvfp4" (a scale for each 16).
         recompute: what backward computes again instead of keeping: "none", "selective" (attention's inner part),
             "operators" (all but fused attention and every second matrix product, counted in each block) or "full" (all
             but each layer's input).
@@ -53,6 +53,7 @@ class Plan:
             replicas too; see `copies`.
         context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
         cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many blocks each).
+        offload_activations: whether the host's memory keeps what blocks keep, from their forward to their backward.
     """
 
     data: int = 1
@@ -76,6 +77,7 @@ class Plan:
     expert: int = 1
     context_kind: str = "ring"
     cut: str = "time"
+    offload_activations: bool = False
 
     def __post_init__(self) -> None:
         require_count("Plan", **{name: getattr(self, name) for name in COUNTS})
@@ -85,14 +87,13 @@ class Plan:
         other = f"Plan: compression is {self.compression!r}; pass a Compression, such as Compression('top_k'), or None"
         require(self.compression is None or isinstance(self.compression, Compression), other)
         chosen("Plan: float8", self.float8, FLOAT8)
-        gathers = "Plan: float8 'gathers' is about parameters that stage 3 gathers, and the stage is"
-        text = f"{gathers} {self.sharding.stage}; use float8 'products', or stage 3"
-        require(self.float8 != "gathers" or self.sharding.stage == 3, text)
+        text = f"parameters that stage 3 gathers, and the stage is {self.sharding.stage}: use 'products', or stage 3"
+        require(self.float8 != "gathers" or self.sharding.stage == 3, f"Plan: float8 'gathers' is about {text}")
         chosen("Plan: recompute", self.recompute, RECOMPUTES)
         chosen("Plan: recompute_method", self.recompute_method, RECOMPUTE_METHODS)
-        full = "Plan: recompute_method and recompute_layers choose blocks of recompute 'full', and recompute is"
-        text = f"{full} {self.recompute!r}; leave them out, or use 'full'"
-        require(self.recompute == "full" or (self.recompute_method, self.recompute_layers) == ("uniform", 1), text)
+        text = f"choose blocks of recompute 'full', and recompute is {self.recompute!r}; leave them out, or use 'full'"
+        is_usual = (self.recompute_method, self.recompute_layers) == ("uniform", 1)
+        require(self.recompute == "full" or is_usual, f"Plan: recompute_method and recompute_layers {text}")
         chosen("Plan: context_kind", self.context_kind, CONTEXT_KINDS)
         chosen("Plan: cut", self.cut, CUTS)
         self.sharding.num_shards(self.copies)  # refuses replicas that do not divide

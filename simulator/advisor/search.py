@@ -127,7 +127,8 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
         most = min(MOST_PER_RANK, num_layers // pipeline) if pipeline > 1 and count % pipeline == 0 else 1
         copies = data * shape.expert * shape.context
         stages = [0, 1] if copies > 1 else [0]
-        stages += [2] * (copies > 1 and count == 1) + [3] * (copies > 1 and pipeline == 1 and shape.expert == 1)
+        units = copies > 1 and pipeline == 1 and shape.expert == 1 and question.model.weights != "nf4"
+        stages += [2] * (copies > 1 and count == 1) + [3] * units
         rows += [(pipeline, v, data, count, stage) for v in range(1, most + 1) for stage in stages]
     return np.array(rows, np.int64).reshape(-1, 5)
 

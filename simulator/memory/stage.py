@@ -26,7 +26,8 @@ from simulator.memory.model_states import (
     count_states,
     unit_bytes,
 )
-from simulator.stage.local_layer import local_layers
+from simulator.stage.local_layer import base_on_a_rank, local_layers
+from simulator.stage.products import SCALED
 from simulator.stage.recomputed import Bools, grouped, recomputed
 from simulator.units import Widths, widths_of
 
@@ -56,6 +57,7 @@ class StageBytes:
         tail: of buffers, from the end of a backward until the next one has passed a unit [L].
         ends: of buffers, at the end of a backward.
         host: in the host's memory.
+        kept_on_host: the same of one micro-batch, from its forward to its backward.
     """
 
     always: Ints
@@ -70,6 +72,7 @@ class StageBytes:
     tail: Ints
     ends: int
     host: int
+    kept_on_host: int = 0
 
     def working(self, kind: Ints, others: Ints, waiting: Ints, phase: Ints) -> Ints:
         """Return what is held as each layer of each pass begins, and in the last column after the pass.
@@ -131,10 +134,12 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     kept, again = _kept(table, plan, widths.activations, full, software)
     forward = np.zeros((num_layers, num_kinds))
     backward = np.zeros((num_layers, num_kinds))
+    base = _add_unpacked(layers, plan, forward, backward)
     _add_temporary(table, plan, widths, again, (forward, backward), software.parallel_loss_copies)
     between = np.zeros(num_kinds)
+    kept_on_host = _offload(kept, table["input_bytes"] > 0, forward, backward) if plan.offload_activations else 0.0
     if plan.sharding.stage == 3:
-        units = unit_bytes(layers, parameters, largest, plan, widths, software)
+        units = unit_bytes(layers, (parameters, base / widths.parameter), largest, plan, widths, software)
         forward[:, BUFFERS] += units.forward
         backward[:, BUFFERS] += units.backward
         backward[:, TEMPORARY] += units.raw
@@ -146,7 +151,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
         backward[:, TEMPORARY] += largest * widths.parameter
     _add_context(table, plan, widths, forward, backward)
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
-    states = count_states(own, (parameters, experts), plan, widths, units, software=software)
+    states = count_states(own, (parameters, experts), plan, widths, units, float(base.sum()), software=software)
     states.always[PARAMETERS] += table["frozen_bytes"].sum()
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]
@@ -163,6 +168,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
         tail=_whole(tail),
         ends=int(np.ceil(ends)),
         host=states.host,
+        kept_on_host=int(np.ceil(kept_on_host)),
     )
 
 
@@ -183,7 +189,8 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
     everything = width * (outside / along + divided / inside)
     if plan.float8 != "none" and not software.casts_twice:  # what goes into a block's products is kept in 8 bits
         in_8_bits = table["whole_inputs"] / along + table["divided_inputs"] / inside
-        everything -= width * in_8_bits * (table["input_bytes"] > 0)
+        kept_of_each = SCALED.get(plan.float8, (0.0, 1.0))[1]  # of the two bytes of an element
+        everything -= width * (2 - kept_of_each) * in_8_bits * (table["input_bytes"] > 0)
     inputs, operators = width * table["input_bytes"] / along, width * table["operator_bytes"] / inside
     kept = np.zeros((len(logits), len(KINDS)))
     kept[:, ACTIVATIONS] = np.where(full, np.minimum(inputs, everything), everything)
@@ -208,6 +215,25 @@ def kept_by_layers(workload: Workload, plan: Plan, software: Software) -> Floats
     return np.asarray(
         _kept(table, plan, widths_of(workload, plan).activations, full, software)[0].sum(axis=1), np.float64
     )
+
+
+def _offload(kept: Floats, blocks: Bools, forward: Floats, backward: Floats) -> float:
+    """Take what blocks keep off the device, and return its bytes.
+
+    While a block's pass runs, its own is there, and that of the block before it, which is on its way.
+    """
+    moved = kept[:, ACTIVATIONS] * blocks
+    kept[:, ACTIVATIONS] -= moved
+    for passes in (forward, backward):
+        passes[:, BUFFERS] += moved + np.append(0.0, moved[:-1])
+    return float(moved.sum())
+
+
+def _add_unpacked(layers: Sequence[Layer], plan: Plan, forward: Floats, backward: Floats) -> Floats:
+    """Add a layer's largest weight of 4 bits, unpacked while a pass runs; return bytes of frozen bases [L]."""
+    for passes in (forward, backward):
+        passes[:, TEMPORARY] += [sum(layer.base_bytes[3:]) / plan.tensor for layer in layers]
+    return np.array([base_on_a_rank(layer, plan) for layer in layers])
 
 
 def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan, kept: Floats) -> Floats:
