@@ -125,7 +125,7 @@ def count_states(
     moved = {"none": (), "optimizer": (OPTIMIZER, MASTER), "all": (PARAMETERS, OPTIMIZER, MASTER)}[sharding.offload]
     host = float(sum(always[kind] for kind in moved))
     always[list(moved)] = 0.0
-    if sharding.offload == "all":  # shards and their gradients live together
+    if sharding.offload == "all" or (software.hosts_gradients and moved and sharding.stage > 1):  # and their gradients
         host, always[GRADIENTS], grown = host + gradients, 0.0, np.zeros(len(passed))
     return States(always, grown, unsent, arriving, int(np.ceil(host)))
 

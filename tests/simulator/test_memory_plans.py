@@ -16,6 +16,7 @@ from simulator.units import format_bytes
 
 GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
 PSI = GPT.num_parameters
+HOSTED, FUSED = Software(hosts_gradients=True), Software(fused_gate=True, loss_copies=(0.5, 0.0, 0.0, 0.0))
 A, B = KINDS.index("activations"), KINDS.index("buffers")
 
 
@@ -43,18 +44,11 @@ def test_each_stage_of_sharding_divides_what_it_says(ranks):
         assert memory.of("parameters") == pytest.approx(2 * (shard if stage == 3 else PSI), abs=spare)
 
 
-@pytest.mark.parametrize(
-    ("precision", "per_parameter"),
-    [
-        (None, 2 + 2 + 8 + 4),
-        (Precision(), 4 + 4 + 8),
-        (Precision("bfloat16"), 2 + 4 + 8 + 4),
-        (Precision("float16", master=False, gradients="float16"), 2 + 2 + 4),
-        (Precision("float64", gradients="float64"), 8 + 8 + 16),
-    ],
-)
-def test_precision_counts_bytes_a_parameter(precision, per_parameter):
-    assert sum(map(held(Plan(precision=precision)).of, KINDS[:4])) == per_parameter * PSI
+def test_precision_counts_bytes_a_parameter():
+    half = Precision("float16", master=False, gradients="float16")
+    types = (None, Precision(), Precision("bfloat16"), half, Precision("float64", gradients="float64"))
+    counted = [sum(map(held(Plan(precision=precision)).of, KINDS[:4])) / PSI for precision in types]
+    assert counted == [2 + 2 + 8 + 4, 4 + 4 + 8, 2 + 4 + 8 + 4, 2 + 2 + 4, 8 + 8 + 16]
 
 
 def test_recompute_keeps_inputs_and_makes_the_rest_of_one_layer_again():
@@ -134,6 +128,8 @@ def test_offload_moves_bytes_to_the_host():
     assert everything.host_bytes == pytest.approx(sum(states), abs=8)
     assert [everything.of(kind) for kind in KINDS[:4]] == [0, 0, 0, 0]
     assert everything.of("buffers") == stays.of("buffers")
+    deepspeed = memory_of(GPT, Plan(data=4, sharding=Sharding(3, offload="optimizer")), software=HOSTED)
+    assert (deepspeed.of("gradients"), deepspeed.host_bytes) == (0, optimizer.host_bytes + states[1])
 
 
 def test_micro_batches_before_the_last_keep_gradients_beside_the_buckets():
@@ -232,14 +228,11 @@ def test_the_fullest_stage_and_its_ranks_are_named():
     assert str(refusal(Plan(pipeline=4), device(1000), workload)).startswith("rank 2 (stage 2)")
 
 
+SOME, FULL = {"recompute": "selective"}, {"recompute": "full"}
+
+
 @pytest.mark.parametrize(
-    "wanted",
-    [
-        {"sharding": Sharding(2)},
-        {"recompute": "selective"},
-        {"recompute": "selective", "sharding": Sharding(2)},
-        {"recompute": "full", "sharding": Sharding(3)},
-    ],
+    "wanted", [{"sharding": Sharding(2)}, SOME, SOME | {"sharding": Sharding(2)}, {**FULL, "sharding": Sharding(3)}]
 )
 def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
     """With exactly the room that the wanted plan takes, the answer fits and no cheaper candidate does."""
@@ -247,7 +240,7 @@ def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
     found = smallest_change(WORKLOAD, Plan(data=8), device(room))
     assert found is not None
     assert memory_of(WORKLOAD, found).max_bytes <= room
-    if wanted != {"recompute": "selective"}:  # a stage of sharding alone may be leaner, and costs less
+    if wanted != SOME:  # a stage of sharding alone may be leaner, and costs less
         assert found == Plan(data=8, **wanted)
 
 
@@ -374,6 +367,15 @@ def test_inputs_of_products_are_kept_in_8_bits_by_transformer_engine_and_in_16_b
     # of queries, keys and values; of the output; of both in the feed-forward
     inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)
     assert (kept[0] - kept[1], kept[2]) == (inputs, kept[0])
+
+
+def test_software_says_what_a_loss_and_a_gate_keep():
+    sizes = sim.LlamaSizes(64, 2, 4, 4, 96, 311)
+    for mixture, kept in ((None, 2 * 96), (sim.Mixture(4, top_k=2), 2 * 2 * 96 + 2 * 2 * 64)):  # of a token and a layer
+        model = sim.llama_workload(replace(sizes, mixture=mixture), sequence_length=40)
+        plain, fused = (memory_of(model, Plan(), software=own) for own in (Software(), FUSED))
+        assert plain.of("activations") - fused.of("activations") == 2 * 40 * kept
+        assert (plain.of("logits"), fused.of("logits")) == (2 * 4 * 40 * 311, 2 * 40 * 311), "32 bits twice, and 16"
 
 
 # Published gibibytes: MooreThreads/SimuMax@4dcaae51, b200_release_v1.2_summary.md, 405B of 4 layers.
