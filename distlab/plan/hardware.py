@@ -131,14 +131,12 @@ class Software:
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
         casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does.
-        scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP does outside of `no_sync`, and adds up
-            its shard; else in the last one.
-        block_host_s: of a micro-batch's forward and backward through a block, the least that the host takes to launch
-            them; 0 with CUDA graphs.
-        gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole from its first micro-batch to its
-            last, as torchtitan does with FSDP2; else it gathers them for every pass.
+        scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP outside of `no_sync`; else in the last.
+        block_host_s: the least that the host takes to launch a block's forward and backward; 0 with CUDA graphs.
+        gathers_once: beside a pipeline, stage 3 gathers a stage's parameters once a step, as torchtitan with FSDP2.
         loss_copies: of the logits in 32 bits, what a loss keeps for backward, and holds besides in forward, backward,
             and in backward over divided logits. A half is a 16-bit copy.
+        pools_gradients: stage 3 makes shards of gradients on a stream of its own, whose memory no other tensor uses.
         hosts_gradients: offload "optimizer" keeps shards of gradients in the host's memory too, as DeepSpeed does.
         fused_gate: one kernel makes a gate, its activation and an expert's weight, and keeps only what goes into it.
     """
@@ -161,6 +159,7 @@ class Software:
     block_host_s: float = 0.0
     gathers_once: bool = False
     loss_copies: tuple[float, ...] = (1.0, 1.0, 2.0, 2.0)
+    pools_gradients: bool = False
     hosts_gradients: bool = False
     fused_gate: bool = False
 

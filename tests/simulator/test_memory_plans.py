@@ -16,16 +16,14 @@ from simulator.units import format_bytes
 
 GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
 PSI = GPT.num_parameters
-HOSTED, FUSED = Software(hosts_gradients=True), Software(fused_gate=True, loss_copies=(0.5, 0.0, 0.0, 0.0))
+HOSTED, POOLED = Software(hosts_gradients=True), Software(scatters_each=True, pools_gradients=True)
+FUSED = Software(fused_gate=True, loss_copies=(0.5, 0.0, 0.0, 0.0))
 A, B = KINDS.index("activations"), KINDS.index("buffers")
 
 
-def layer(num_parameters, **sizes):
-    return Layer("layer", (num_parameters,), Work(1.0), Work(1.0), Work(1.0), **sizes)
-
-
 def workload_of(*sizes, **options):
-    return Workload("w", tuple(layer(size, activation_bytes=1000) for size in sizes), **options)
+    own = (Work(1.0), Work(1.0), Work(1.0), 1000)  # bytes of activations
+    return Workload("w", tuple(Layer("layer", (size,), *own) for size in sizes), **options)
 
 
 def held(plan, workload=GPT):
@@ -112,8 +110,7 @@ def test_stage_two_fills_one_bucket_while_another_travels():
     arriving = 20_000 * 3 // 4
     assert memory.stages[0].always[B] == 40_000
     assert memory.of("buffers") == 40_000 + 2 * arriving
-    one = held(Plan(data=4, sharding=Sharding(2)), workload)
-    assert one.of("buffers") == 200_000 + 150_000  # no more than there are
+    assert held(Plan(data=4, sharding=Sharding(2)), workload).of("buffers") == 350_000  # no more than there are
 
 
 def test_offload_moves_bytes_to_the_host():
@@ -348,8 +345,10 @@ def test_what_a_step_holds_is_what_does_not_fit():
 
 def test_beside_a_pipeline_whole_sums_stay_and_parameters_where_software_gathers_once():
     plan = Plan(data=4, pipeline=2, num_microbatches=4, sharding=Sharding(3), precision=Precision("bfloat16"))
-    ways = (Software(), Software(gathers_once=True), Software(scatters_each=True))
-    each, once, sharded = (memory_of(GPT, plan, software=software) for software in ways)
+    ways = (Software(), Software(gathers_once=True), Software(scatters_each=True), POOLED)
+    each, once, sharded, pooled = (memory_of(GPT, plan, software=software) for software in ways)
+    stays = [memory.stages[0].always[KINDS.index("gradients")] for memory in (sharded, pooled)]
+    assert (stays, pooled.of("gradients")) == ([0, sharded.of("gradients")], sharded.of("gradients"))
     assert once.of("gradients") == each.of("gradients") == pytest.approx(4 * sharded.of("gradients"), rel=1e-3)
     assert once.stages[0].always[B] == 2 * 4 * sharded.of("gradients") / 4, "16 bits of each parameter of the stage"
     assert each.stages[0].always[B] == 0
@@ -364,8 +363,7 @@ def test_inputs_of_products_are_kept_in_8_bits_by_transformer_engine_and_in_16_b
         memory_of(GPT, Plan(float8=float8), software=Software(casts_twice=twice)).of("activations")
         for float8, twice in (("none", False), ("products", False), ("products", True))
     ]
-    # of queries, keys and values; of the output; of both in the feed-forward
-    inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)
+    inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)  # of attention, its output, and both products of the feed-forward
     assert (kept[0] - kept[1], kept[2]) == (inputs, kept[0])
 
 
