@@ -116,16 +116,14 @@ class Software:
 
     Attributes:
         name: of a stack of software, such as those of `simulator.hardware.presets`.
-        send_s: fixed time of a message between pipeline stages, in addition to the link's latency: kernels start on
-            both ranks, and their hosts wait.
+        send_s: fixed time of a message between pipeline stages besides the link's latency: kernels start, hosts wait.
         send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
         splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
         tensor_overlap: of the time of tensor ranks' calls, the part that hides behind the products that need them.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         dispatches_once: a token whose experts are several in a node crosses to that node once, and is handed on inside.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
-        bucket_elements: of gradients for each copy of the parameters, in the software's own buckets. A plan that leaves
-            its buckets at their default has those. 0: there are none.
+        bucket_elements: of software's own buckets for each copy of the parameters, unless a plan has others; 0: none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
@@ -136,6 +134,7 @@ class Software:
         gathers_once: beside a pipeline, stage 3 gathers a stage's parameters once a step, as torchtitan with FSDP2.
         loss_copies: of the logits in 32 bits, what a loss keeps for backward, and holds besides in forward, backward,
             and in backward over divided logits. A half is a 16-bit copy.
+        keeps_messages: a pipeline keeps all micro-batches' outputs to a step's end, and room for all their gradients.
         pools_gradients: stage 3 makes shards of gradients on a stream of its own, whose memory no other tensor uses.
         hosts_gradients: offload "optimizer" keeps shards of gradients in the host's memory too, as DeepSpeed does.
         fused_gate: one kernel makes a gate, its activation and an expert's weight, and keeps only what goes into it.
@@ -159,6 +158,7 @@ class Software:
     block_host_s: float = 0.0
     gathers_once: bool = False
     loss_copies: tuple[float, ...] = (1.0, 1.0, 2.0, 2.0)
+    keeps_messages: bool = False
     pools_gradients: bool = False
     hosts_gradients: bool = False
     fused_gate: bool = False

@@ -149,6 +149,8 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
     states = count_states(own, (parameters, experts), plan, widths, units, software=software)
     states.always[PARAMETERS] += table["frozen_bytes"].sum()
+    if software.keeps_messages and plan.pipeline > 1:
+        states.always[BUFFERS] += _messages(table, plan, widths, is_last=cut[1] == len(workload.layers))
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]
     return StageBytes(
@@ -281,6 +283,14 @@ def _add_temporary(
     forward[:, LOGITS] += copies[1] * logits
     widest = np.maximum(np.maximum(inputs, widest), copies[3 if plan.tensor > 1 else 2] * logits)
     backward[:, TEMPORARY] += 2 * whole + again + outputs + widest
+
+
+def _messages(table: dict[str, Floats], plan: Plan, widths: Widths, *, is_last: bool) -> float:
+    """Return what stays of a step's messages: of each micro-batch output and gradient, or its logits in 16 bits."""
+    along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
+    both = 2 * widths.activations * table["output_bytes"][-1] / along
+    each = table["logits_bytes"][-1] / 2 / (plan.context * plan.tensor) if is_last else both
+    return float(plan.num_microbatches * each)
 
 
 def _update(largest: Floats, plan: Plan, widths: Widths, always: Floats) -> Floats:

@@ -16,7 +16,7 @@ from simulator.units import format_bytes
 
 GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
 PSI = GPT.num_parameters
-HOSTED, POOLED = Software(hosts_gradients=True), Software(scatters_each=True, pools_gradients=True)
+HOSTED, POOLED = Software(hosts_gradients=True), Software(scatters_each=True, pools_gradients=True, keeps_messages=True)
 FUSED = Software(fused_gate=True, loss_copies=(0.5, 0.0, 0.0, 0.0))
 A, B = KINDS.index("activations"), KINDS.index("buffers")
 
@@ -89,8 +89,7 @@ def test_gathered_units_come_and_go_and_prefetch_takes_one_more():
         assert forward.tolist() == gathered
         sent = [4000 + 3000 if unit < 7 else 0 for unit in range(8)]  # the last unit's gradients, and what arrives
         assert backward.tolist() == [g + s for g, s in zip(reversed(gathered), sent, strict=True)]
-        _, rows = memory.over_time()
-        assert rows[-1, B] == 0
+        assert memory.over_time()[1][-1, B] == 0
     wide = held(Plan(data=4, sharding=Sharding(3, unit_layers=4, prefetch=0)), workload)
     assert wide.stages[0].forward[:, B].tolist() == [16000] * 8
 
@@ -107,9 +106,8 @@ def test_without_reshard_the_model_is_whole_when_backward_begins():
 def test_stage_two_fills_one_bucket_while_another_travels():
     workload = workload_of(*[1000] * 50, bytes_per_parameter=4)
     memory = held(Plan(data=4, sharding=Sharding(2), bucket_bytes=20_000), workload)
-    arriving = 20_000 * 3 // 4
     assert memory.stages[0].always[B] == 40_000
-    assert memory.of("buffers") == 40_000 + 2 * arriving
+    assert memory.of("buffers") == 40_000 + 2 * 20_000 * 3 // 4  # those that arrive
     assert held(Plan(data=4, sharding=Sharding(2)), workload).of("buffers") == 350_000  # no more than there are
 
 
@@ -348,6 +346,8 @@ def test_beside_a_pipeline_whole_sums_stay_and_parameters_where_software_gathers
     ways = (Software(), Software(gathers_once=True), Software(scatters_each=True), POOLED)
     each, once, sharded, pooled = (memory_of(GPT, plan, software=software) for software in ways)
     stays = [memory.stages[0].always[KINDS.index("gradients")] for memory in (sharded, pooled)]
+    messages = [stage.always[B] for stage in pooled.stages]
+    assert messages == [4 * 2 * GPT.layers[1].output_bytes, 4 * 2 * 40 * 4 * 311], "outputs, gradients; 16-bit logits"
     assert (stays, pooled.of("gradients")) == ([0, sharded.of("gradients")], sharded.of("gradients"))
     assert once.of("gradients") == each.of("gradients") == pytest.approx(4 * sharded.of("gradients"), rel=1e-3)
     assert once.stages[0].always[B] == 2 * 4 * sharded.of("gradients") / 4, "16 bits of each parameter of the stage"
