@@ -52,11 +52,10 @@ class Device:
         optional = ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s", "float4_flops_per_s")
         known = {name: value for name in optional if (value := getattr(self, name)) is not None}
         require_positive(owner, **known, **{name: getattr(self, name) for name in ("memory_bytes", *rates)})
-        require_least(owner, kernel_s=self.kernel_s, launch_s=self.launch_s)
+        host = self.host_memory_bytes or 0.0
+        require_least(owner, kernel_s=self.kernel_s, launch_s=self.launch_s, host_memory_bytes=host)
         if self.multiprocessors is not None:
             require_count(owner, multiprocessors=self.multiprocessors)
-        if self.host_memory_bytes is not None:
-            require_least(owner, host_memory_bytes=self.host_memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -118,31 +117,28 @@ class Software:
 
     Attributes:
         name: of a stack of software, such as those of `simulator.hardware.presets`.
-        send_s: fixed time of a message between pipeline stages, in addition to the link's latency: kernels start on
-            both ranks, and their hosts wait.
+        send_s: fixed time of a message between pipeline stages besides the link's latency: kernels start, hosts wait.
         send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
         splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
-        tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
-            them, chunk by chunk.
+        tensor_overlap: of the time of tensor ranks' calls, the part that hides behind the products that need them.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         dispatches_once: a token whose experts are several in a node crosses to that node once, and is handed on inside.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
-        bucket_elements: of gradients for each copy of the parameters, in the software's own buckets. A plan that leaves
-            its buckets at their default has those. 0: there are none.
+        bucket_elements: of software's own buckets for each copy of the parameters, unless a plan has others; 0: none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
-        casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does, not both at
-            once.
-        scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP does outside of `no_sync`, and adds up
-            its shard; else in the last one.
-        block_host_s: of a micro-batch's forward and backward through a block, the least that the host takes to launch
-            them; 0 with CUDA graphs.
-        gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole from its first micro-batch to its
-            last, as torchtitan does with FSDP2; else it gathers them for every pass.
-        parallel_loss_copies: tensors of the logits' size that backward of a loss over divided logits holds at once,
-            besides the log-softmax.
+        casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does.
+        scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP outside of `no_sync`; else in the last.
+        block_host_s: the least that the host takes to launch a block's forward and backward; 0 with CUDA graphs.
+        gathers_once: beside a pipeline, stage 3 gathers a stage's parameters once a step, as torchtitan with FSDP2.
+        loss_copies: of the logits in 32 bits, what a loss keeps for backward, and holds besides in forward, backward,
+            and in backward over divided logits. A half is a 16-bit copy.
+        keeps_messages: a pipeline keeps all micro-batches' outputs to a step's end, and room for all their gradients.
+        pools_gradients: stage 3 makes shards of gradients on a stream of its own, whose memory no other tensor uses.
+        hosts_gradients: offload "optimizer" keeps shards of gradients in the host's memory too, as DeepSpeed does.
+        fused_gate: one kernel makes a gate, its activation and an expert's weight, and keeps only what goes into it.
     """
 
     name: str = ""
@@ -162,12 +158,16 @@ class Software:
     scatters_each: bool = False
     block_host_s: float = 0.0
     gathers_once: bool = False
-    parallel_loss_copies: int = 2
+    loss_copies: tuple[float, ...] = (1.0, 1.0, 2.0, 2.0)
+    keeps_messages: bool = False
+    pools_gradients: bool = False
+    hosts_gradients: bool = False
+    fused_gate: bool = False
 
     def __post_init__(self) -> None:
         owner = f"Software {self.name!r}"
-        require_least(owner, bucket_elements=self.bucket_elements, send_s=self.send_s, slice_s=self.slice_s)
-        require_least(owner, block_host_s=self.block_host_s)
+        names = ("bucket_elements", "send_s", "slice_s", "block_host_s")
+        require_least(owner, **{name: getattr(self, name) for name in names})
         part, hidden = self.send_fraction, self.tensor_overlap
         require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
         require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")

@@ -205,7 +205,8 @@ def _row(table: str, name: str) -> dict[str, Any]:
 
 
 def _named(table: str, name: str) -> dict[str, Any]:
-    return {"name": name, **_row(table, name)}
+    row = {key: tuple(value) if isinstance(value, list) else value for key, value in _row(table, name).items()}
+    return {"name": name, **row}
 
 
 def given(record: Any) -> dict[str, Any]:

@@ -115,8 +115,8 @@ def count_states(
             always[ERRORS] = whole * widths.gradient
     # Whether gradients, or under stage 2 their shard, live in flat buffers all the time.
     in_buckets = flat_buffers or (plan.copies > 1 and (sharding.stage > 0 or plan.gradient_sync == "overlapped"))
-    in_buckets = in_buckets and sharding.stage < 3
-    grown = units.grown if units else np.ceil(passed / max(whole, 1.0) * gradients) * (not in_buckets)
+    in_buckets = software.pools_gradients if units else in_buckets
+    grown = (units.grown if units else np.ceil(passed / max(whole, 1.0) * gradients)) * (not in_buckets)
     always[GRADIENTS] = gradients if in_buckets else 0.0
     # Before the last micro-batch gradients stay where backward puts them; their sum is sent once. Stage 2 sends each.
     own = in_buckets and not flat_buffers and sharding.stage < 2
@@ -125,7 +125,7 @@ def count_states(
     moved = {"none": (), "optimizer": (OPTIMIZER, MASTER), "all": (PARAMETERS, OPTIMIZER, MASTER)}[sharding.offload]
     host = float(sum(always[kind] for kind in moved))
     always[list(moved)] = 0.0
-    if sharding.offload == "all":  # shards and their gradients live together
+    if sharding.offload == "all" or (software.hosts_gradients and moved and sharding.stage > 1):  # and their gradients
         host, always[GRADIENTS], grown = host + gradients, 0.0, np.zeros(len(passed))
     return States(always, grown, unsent, arriving, int(np.ceil(host)))
 

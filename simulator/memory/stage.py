@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan import PLAIN, Layer, Plan, Software, Workload
+from distlab.plan import PLAIN, Layer, Plan, Product, Software, Workload
 from distlab.plan.work import COLUMNS, kinds_of
 from simulator.memory.model_states import (
     ACTIVATIONS,
@@ -131,11 +132,11 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     largest = np.minimum(table["largest_parameter"], parameters)
     num_layers, num_kinds = cut[1] - cut[0], len(KINDS)
     full = recomputed(workload, plan, cut)
-    kept, again = _kept(table, plan, widths.activations, full, software)
+    kept, again = _kept(_with_gates(table, workload, cut, software), plan, widths.activations, full, software)
     forward = np.zeros((num_layers, num_kinds))
     backward = np.zeros((num_layers, num_kinds))
     base = _add_unpacked(layers, plan, forward, backward)
-    _add_temporary(table, plan, widths, again, (forward, backward), software.parallel_loss_copies)
+    _add_temporary(table, plan, widths, again, (forward, backward), software)
     between = np.zeros(num_kinds)
     kept_on_host = _offload(kept, table["input_bytes"] > 0, forward, backward) if plan.offload_activations else 0.0
     if plan.sharding.stage == 3:
@@ -153,6 +154,8 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
     states = count_states(own, (parameters, experts), plan, widths, units, float(base.sum()), software=software)
     states.always[PARAMETERS] += table["frozen_bytes"].sum()
+    if software.keeps_messages and plan.pipeline > 1:
+        states.always[BUFFERS] += _messages(table, plan, widths, is_last=cut[1] == len(workload.layers))
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]
     return StageBytes(
@@ -191,6 +194,8 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
         in_8_bits = table["whole_inputs"] / along + table["divided_inputs"] / inside
         kept_of_each = SCALED.get(plan.float8, (0.0, 1.0))[1]  # of the two bytes of an element
         everything -= width * (2 - kept_of_each) * in_8_bits * (table["input_bytes"] > 0)
+    if software.fused_gate:
+        everything -= width * (table["gate_bytes"] / inside + table["expert_gate_bytes"] / along)
     inputs, operators = width * table["input_bytes"] / along, width * table["operator_bytes"] / inside
     kept = np.zeros((len(logits), len(KINDS)))
     kept[:, ACTIVATIONS] = np.where(full, np.minimum(inputs, everything), everything)
@@ -204,17 +209,42 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
     again = everything - kept[:, ACTIVATIONS]
     for layer in np.flatnonzero(later):
         again[layer] += again[layer - 1]
-    kept[:, LOGITS] = logits / inside  # the loss is computed in its own type, whatever the layers' is
+    kept[:, LOGITS] = software.loss_copies[0] * logits / inside  # in the loss's own type, whatever the layers' is
     return kept, again
 
 
 def kept_by_layers(workload: Workload, plan: Plan, software: Software) -> Floats:
     """Return the bytes of a micro-batch that each layer of a whole model keeps for backward on a rank [L]."""
-    table = dict(zip(COLUMNS, workload.columns, strict=True))
-    full = recomputed(workload, plan, (0, len(workload.layers)))
-    return np.asarray(
-        _kept(table, plan, widths_of(workload, plan).activations, full, software)[0].sum(axis=1), np.float64
-    )
+    whole = (0, len(workload.layers))
+    table = _with_gates(dict(zip(COLUMNS, workload.columns, strict=True)), workload, whole, software)
+    width, full = widths_of(workload, plan).activations, recomputed(workload, plan, whole)
+    return np.asarray(_kept(table, plan, width, full, software)[0].sum(axis=1), np.float64)
+
+
+def _with_gates(
+    table: dict[str, Floats], workload: Workload, cut: tuple[int, int], software: Software
+) -> dict[str, Floats]:
+    """Return the table with bytes that a kernel which makes a gate and its activation at once does not keep [L].
+
+    They are what the activation makes of the gate; of experts also what comes out of them, where their weights are in
+    the kernel too. A product that makes a gate has twice the columns that go into the next one.
+    """
+    if not software.fused_gate:
+        return table
+    known: dict[int, tuple[float, float]] = {}
+    kinds = workload.kinds[cut[0] : cut[1]]
+    for kind, layer in zip(kinds, workload.layers[cut[0] : cut[1]], strict=True):
+        if kind not in known:
+            inside = sum(_gated(region.products) for region in layer.regions if region.attention is None)
+            experts = layer.experts
+            each = _gated(experts.products) * experts.num_experts if experts else 0
+            known[kind] = (2.0 * inside, 2.0 * each + (experts.row_bytes if experts and each else 0))
+    gates = np.array([known[kind] for kind in kinds], np.float64).T
+    return table | {"gate_bytes": gates[0], "expert_gate_bytes": gates[1]}
+
+
+def _gated(products: Sequence[Product]) -> int:
+    return sum(last.rows * last.depth for first, last in pairwise(products) if first.columns == 2 * last.depth)
 
 
 def _offload(kept: Floats, blocks: Bools, forward: Floats, backward: Floats) -> float:
@@ -250,7 +280,12 @@ def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan
 
 
 def _add_temporary(
-    table: dict[str, Floats], plan: Plan, widths: Widths, again: Floats, passes: tuple[Floats, Floats], copies: int
+    table: dict[str, Floats],
+    plan: Plan,
+    widths: Widths,
+    again: Floats,
+    passes: tuple[Floats, Floats],
+    software: Software,
 ) -> None:
     """Add what lives for less than a pass: outputs, gradients, and what the loss makes of the logits.
 
@@ -259,9 +294,9 @@ def _add_temporary(
     log-softmax at the end of forward; in backward the latter, its gradient, and that of the logits, as torch's
     cross-entropy does. A fused loss holds less. A forward that keeps nothing holds what goes into its widest operator,
     and what comes out. Where ranks hold parts of the sequence, a layer's input is whole while its products need it, and
-    in backward its gradient too. Of logits that ranks divide, backward holds `copies` besides the log-softmax.
+    in backward its gradient too. `Software.loss_copies` says how many copies of the logits software holds.
     """
-    forward, backward = passes
+    (forward, backward), copies = passes, software.loss_copies
     along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     outputs = widths.activations * table["output_bytes"] / along
     widest = widths.activations * table["widest_bytes"] / (plan.context * plan.tensor)
@@ -271,9 +306,17 @@ def _add_temporary(
     forward[:, TEMPORARY] += (
         whole + outputs + (again if plan.recompute == "selective" else np.minimum(again, 2 * widest))
     )
-    forward[:, LOGITS] += logits
-    widest = np.maximum(np.maximum(inputs, widest), (copies if plan.tensor > 1 else 2) * logits)
+    forward[:, LOGITS] += copies[1] * logits
+    widest = np.maximum(np.maximum(inputs, widest), copies[3 if plan.tensor > 1 else 2] * logits)
     backward[:, TEMPORARY] += 2 * whole + again + outputs + widest
+
+
+def _messages(table: dict[str, Floats], plan: Plan, widths: Widths, *, is_last: bool) -> float:
+    """Return what stays of a step's messages: of each micro-batch output and gradient, or its logits in 16 bits."""
+    along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
+    both = 2 * widths.activations * table["output_bytes"][-1] / along
+    each = table["logits_bytes"][-1] / 2 / (plan.context * plan.tensor) if is_last else both
+    return float(plan.num_microbatches * each)
 
 
 def _update(largest: Floats, plan: Plan, widths: Widths, always: Floats) -> Floats:

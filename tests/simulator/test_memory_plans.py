@@ -16,15 +16,14 @@ from simulator.units import format_bytes
 
 GPT = gpt_workload(hidden_size=96, num_layers=5, num_heads=4, sequence_length=40, vocab_size=311, microbatch_size=4)
 PSI = GPT.num_parameters
+HOSTED, POOLED = Software(hosts_gradients=True), Software(scatters_each=True, pools_gradients=True, keeps_messages=True)
+FUSED = Software(fused_gate=True, loss_copies=(0.5, 0.0, 0.0, 0.0))
 A, B = KINDS.index("activations"), KINDS.index("buffers")
 
 
-def layer(num_parameters, **sizes):
-    return Layer("layer", (num_parameters,), Work(1.0), Work(1.0), Work(1.0), **sizes)
-
-
 def workload_of(*sizes, **options):
-    return Workload("w", tuple(layer(size, activation_bytes=1000) for size in sizes), **options)
+    own = (Work(1.0), Work(1.0), Work(1.0), 1000)  # bytes of activations
+    return Workload("w", tuple(Layer("layer", (size,), *own) for size in sizes), **options)
 
 
 def held(plan, workload=GPT):
@@ -43,13 +42,11 @@ def test_each_stage_of_sharding_divides_what_it_says(ranks):
         assert memory.of("parameters") == pytest.approx(2 * (shard if stage == 3 else PSI), abs=spare)
 
 
-@pytest.mark.parametrize(("precision", "per_parameter"), [
-    (None, 2 + 2 + 8 + 4), (Precision(), 4 + 4 + 8), (Precision("bfloat16"), 2 + 4 + 8 + 4),
-    (Precision("float16", master=False, gradients="float16"), 2 + 2 + 4),
-    (Precision("float64", gradients="float64"), 8 + 8 + 16),
-])  # fmt: skip
-def test_precision_counts_bytes_a_parameter(precision, per_parameter):
-    assert sum(map(held(Plan(precision=precision)).of, KINDS[:4])) == per_parameter * PSI
+def test_precision_counts_bytes_a_parameter():
+    half = Precision("float16", master=False, gradients="float16")
+    types = (None, Precision(), Precision("bfloat16"), half, Precision("float64", gradients="float64"))
+    counted = [sum(map(held(Plan(precision=precision)).of, KINDS[:4])) / PSI for precision in types]
+    assert counted == [2 + 2 + 8 + 4, 4 + 4 + 8, 2 + 4 + 8 + 4, 2 + 2 + 4, 8 + 8 + 16]
 
 
 def test_recompute_keeps_inputs_and_makes_the_rest_of_one_layer_again():
@@ -92,8 +89,7 @@ def test_gathered_units_come_and_go_and_prefetch_takes_one_more():
         assert forward.tolist() == gathered
         sent = [4000 + 3000 if unit < 7 else 0 for unit in range(8)]  # the last unit's gradients, and what arrives
         assert backward.tolist() == [g + s for g, s in zip(reversed(gathered), sent, strict=True)]
-        _, rows = memory.over_time()
-        assert rows[-1, B] == 0
+        assert memory.over_time()[1][-1, B] == 0
     wide = held(Plan(data=4, sharding=Sharding(3, unit_layers=4, prefetch=0)), workload)
     assert wide.stages[0].forward[:, B].tolist() == [16000] * 8
 
@@ -110,11 +106,9 @@ def test_without_reshard_the_model_is_whole_when_backward_begins():
 def test_stage_two_fills_one_bucket_while_another_travels():
     workload = workload_of(*[1000] * 50, bytes_per_parameter=4)
     memory = held(Plan(data=4, sharding=Sharding(2), bucket_bytes=20_000), workload)
-    arriving = 20_000 * 3 // 4
     assert memory.stages[0].always[B] == 40_000
-    assert memory.of("buffers") == 40_000 + 2 * arriving
-    one = held(Plan(data=4, sharding=Sharding(2)), workload)
-    assert one.of("buffers") == 200_000 + 150_000  # no more than there are
+    assert memory.of("buffers") == 40_000 + 2 * 20_000 * 3 // 4  # those that arrive
+    assert held(Plan(data=4, sharding=Sharding(2)), workload).of("buffers") == 350_000  # no more than there are
 
 
 def test_offload_moves_bytes_to_the_host():
@@ -129,6 +123,8 @@ def test_offload_moves_bytes_to_the_host():
     assert everything.host_bytes == pytest.approx(sum(states), abs=8)
     assert [everything.of(kind) for kind in KINDS[:4]] == [0, 0, 0, 0]
     assert everything.of("buffers") == stays.of("buffers")
+    deepspeed = memory_of(GPT, Plan(data=4, sharding=Sharding(3, offload="optimizer")), software=HOSTED)
+    assert (deepspeed.of("gradients"), deepspeed.host_bytes) == (0, optimizer.host_bytes + states[1])
 
 
 def test_micro_batches_before_the_last_keep_gradients_beside_the_buckets():
@@ -227,17 +223,19 @@ def test_the_fullest_stage_and_its_ranks_are_named():
     assert str(refusal(Plan(pipeline=4), device(1000), workload)).startswith("rank 2 (stage 2)")
 
 
-@pytest.mark.parametrize("wanted", [
-    {"sharding": Sharding(2)}, {"recompute": "selective"}, {"recompute": "selective", "sharding": Sharding(2)},
-    {"recompute": "full", "sharding": Sharding(3)},
-])  # fmt: skip
+SOME, FULL = {"recompute": "selective"}, {"recompute": "full"}
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"sharding": Sharding(2)}, SOME, SOME | {"sharding": Sharding(2)}, {**FULL, "sharding": Sharding(3)}]
+)
 def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
     """With exactly the room that the wanted plan takes, the answer fits and no cheaper candidate does."""
     room = size_of(data=8, **wanted)
     found = smallest_change(WORKLOAD, Plan(data=8), device(room))
     assert found is not None
     assert memory_of(WORKLOAD, found).max_bytes <= room
-    if wanted != {"recompute": "selective"}:  # a stage of sharding alone may be leaner, and costs less
+    if wanted != SOME:  # a stage of sharding alone may be leaner, and costs less
         assert found == Plan(data=8, **wanted)
 
 
@@ -345,8 +343,12 @@ def test_what_a_step_holds_is_what_does_not_fit():
 
 def test_beside_a_pipeline_whole_sums_stay_and_parameters_where_software_gathers_once():
     plan = Plan(data=4, pipeline=2, num_microbatches=4, sharding=Sharding(3), precision=Precision("bfloat16"))
-    ways = (Software(), Software(gathers_once=True), Software(scatters_each=True))
-    each, once, sharded = (memory_of(GPT, plan, software=software) for software in ways)
+    ways = (Software(), Software(gathers_once=True), Software(scatters_each=True), POOLED)
+    each, once, sharded, pooled = (memory_of(GPT, plan, software=software) for software in ways)
+    stays = [memory.stages[0].always[KINDS.index("gradients")] for memory in (sharded, pooled)]
+    messages = [stage.always[B] for stage in pooled.stages]
+    assert messages == [4 * 2 * GPT.layers[1].output_bytes, 4 * 2 * 40 * 4 * 311], "outputs, gradients; 16-bit logits"
+    assert (stays, pooled.of("gradients")) == ([0, sharded.of("gradients")], sharded.of("gradients"))
     assert once.of("gradients") == each.of("gradients") == pytest.approx(4 * sharded.of("gradients"), rel=1e-3)
     assert once.stages[0].always[B] == 2 * 4 * sharded.of("gradients") / 4, "16 bits of each parameter of the stage"
     assert each.stages[0].always[B] == 0
@@ -361,10 +363,18 @@ def test_inputs_of_products_are_kept_in_8_bits_by_transformer_engine_and_in_16_b
         memory_of(GPT, Plan(float8=float8), software=Software(casts_twice=twice)).of("activations")
         for float8, twice in (("none", 0), ("products", 0), ("products", 1), ("mxfp8", 0), ("nvfp4", 0))
     ]
-    # of queries, keys and values; of the output; of both in the feed-forward
-    inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)
+    inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)  # of attention, its output, and both products of the feed-forward
     assert (kept[0] - kept[1], kept[2]) == (inputs, kept[0])
     assert [(kept[0] - each) / inputs for each in kept[3:]] == [1 - 1 / 32, 3 / 2 - 1 / 16]
+
+
+def test_software_says_what_a_loss_and_a_gate_keep():
+    sizes = sim.LlamaSizes(64, 2, 4, 4, 96, 311)
+    for mixture, kept in ((None, 2 * 96), (sim.Mixture(4, top_k=2), 2 * 2 * 96 + 2 * 2 * 64)):  # of a token and a layer
+        model = sim.llama_workload(replace(sizes, mixture=mixture), sequence_length=40)
+        plain, fused = (memory_of(model, Plan(), software=own) for own in (Software(), FUSED))
+        assert plain.of("activations") - fused.of("activations") == 2 * 40 * kept
+        assert (plain.of("logits"), fused.of("logits")) == (2 * 4 * 40 * 311, 2 * 40 * 311), "32 bits twice, and 16"
 
 
 # Published gibibytes: MooreThreads/SimuMax@4dcaae51, b200_release_v1.2_summary.md, 405B of 4 layers.
