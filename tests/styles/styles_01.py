@@ -70,14 +70,6 @@ def fit_with_weights(sizes_bytes, times_s):
     return alpha.item(), 1 / slope.item()
 
 
-def fit_with_torch(sizes_bytes, times_s):
-    times = torch.tensor(times_s, dtype=torch.float64)
-    sizes = torch.tensor(sizes_bytes, dtype=torch.float64) / 1e6  # megabytes: numbers of one size
-    rows = torch.stack([times.reciprocal(), sizes / times], dim=1)
-    alpha, per_megabyte = torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten()
-    return [float(alpha), 1e6 / float(per_megabyte)]
-
-
 def gather_from_the_last(tensor, root):
     n, found = dist.get_world_size(), {root: tensor.clone()}
     if dist.get_rank() != root:
@@ -119,16 +111,6 @@ def _stop(loss, threshold, op):
     each = loss / dist.get_world_size()
     dist.all_reduce(each, op)
     return each.item() < threshold
-
-
-def shift_waits_for_the_send_first(tensor):
-    n, rank, received = dist.get_world_size(), dist.get_rank(), torch.empty_like(tensor)
-    if n == 1:
-        return received.copy_(tensor)
-    ops = [dist.P2POp(dist.irecv, received, (rank - 1) % n), dist.P2POp(dist.isend, tensor, (rank + 1) % n)]
-    for work in reversed(dist.batch_isend_irecv(ops)):
-        work.wait()
-    return received
 
 
 repair_of_a_partial = functools.partial(_stop, op=dist.ReduceOp.SUM)

@@ -33,19 +33,6 @@ def ring_reduce_scatter_to_the_left(tensor, group=None):
     return parts[rank]
 
 
-def ring_reduce_scatter_by_list(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    chunks = tensor.tensor_split(n)
-    order = [chunks[(rank - step) % n] for step in range(1, n + 1)]
-    for mine, next_one in pairwise(order):
-        buffer = torch.empty_like(next_one)
-        moving = start(Receive(buffer, (rank - 1) % n), Send(mine, (rank + 1) % n), group=group)
-        moving.wait_received()
-        next_one += buffer
-        moving.wait()
-    return order[-1]
-
-
 def ring_all_gather_by_list(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = tensor.tensor_split(n)
@@ -63,15 +50,6 @@ def ring_all_gather_through_a_buffer(tensor, group=None):
         landing = torch.empty_like(chunks[at])
         exchange(Receive(landing, (rank - 1) % n), Send(chunks[known], (rank + 1) % n), group=group)
         chunks[at][:] = landing
-    return tensor
-
-
-def ring_all_gather_to_the_left(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    chunks = tensor.tensor_split(n)
-    for step in range(n - 1):
-        known, unknown = chunks[(rank - step) % n], chunks[(rank - 1 - step) % n]
-        start(Send(known, (rank + 1) % n), Receive(unknown, (rank + n - 1) % n), group=group).wait()
     return tensor
 
 
@@ -96,18 +74,6 @@ def tree_broadcast_far_first(tensor, root=0, group=None):
         elif place % (2 * bit) == bit:
             exchange(Receive(tensor, (me - bit) % n), group=group)
         bit >>= 1
-    return tensor
-
-
-def tree_broadcast_by_parent(tensor, root=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place = (rank - root) % n
-    if place:
-        parent = place - (1 << (place.bit_length() - 1))
-        start(Receive(tensor, (parent + root) % n), group=group).wait()
-    child_bits = [1 << level for level in range(place.bit_length(), n.bit_length()) if place + (1 << level) < n]
-    for bit in child_bits:
-        start(Send(tensor, (place + bit + root) % n), group=group).wait()
     return tensor
 
 
@@ -179,15 +145,6 @@ def times_by_counts(num_bytes, n, latency_s, bytes_per_s):
     levels, part = math.ceil(math.log(n, 2) - 1e-9), num_bytes * (1 - 1 / n)
     counts = {"ring": (n - 1, part), "tree": (levels, levels * num_bytes), "halving_doubling": (levels, part)}
     return {name: 2 * (steps * latency_s + sent / bytes_per_s) for name, (steps, sent) in counts.items()}
-
-
-def times_as_tensors(num_bytes, n, latency_s, bytes_per_s):
-    levels = next(k for k in range(64) if 2**k >= n)
-    steps = torch.tensor([2 * (n - 1), 2 * levels, 2 * levels], dtype=torch.float64)
-    share = 2 * (n - 1) / n * num_bytes
-    sent = torch.tensor([share, 2 * levels * num_bytes, share], dtype=torch.float64)
-    times = (steps * latency_s + sent / bytes_per_s).tolist()
-    return dict(zip(("ring", "tree", "halving_doubling"), times, strict=True))
 
 
 def repair_with_a_fresh_buffer(tensor, group=None):

@@ -27,15 +27,6 @@ def broadcast_by_summing(module):
         dist.all_reduce(data)
 
 
-def broadcast_by_name(module):
-    seen = dict(module.named_parameters()) | dict(module.named_buffers())
-    with torch.no_grad():
-        for name in sorted(seen):
-            copy = seen[name].detach().clone()
-            dist.broadcast(copy, src=0)
-            seen[name].copy_(copy)
-
-
 def average_from_the_last(module):
     size = dist.get_world_size()
     for parameter in reversed(list(module.parameters())):
@@ -228,30 +219,10 @@ def repair_by_partial(module):
     assert len(handles) <= len(list(module.parameters()))
 
 
-def repair_with_new_tensors(module):
-    def hook(parameter):
-        mean = parameter.grad / dist.get_world_size()
-        dist.all_reduce(mean)
-        parameter.grad = mean
-
-    for _, parameter in module.named_parameters():
-        _ = parameter.requires_grad and parameter.register_post_accumulate_grad_hook(hook)
-
-
 def uneven_by_int32(num_tokens):
     total = torch.tensor([sum(num_tokens)], dtype=torch.int32)
     dist.all_reduce(total)
     return [dist.get_world_size() * count / total.item() for count in num_tokens]
-
-
-def average_in_place_in_batches(module):
-    works, n = [], dist.get_world_size()
-    for parameter in reversed([each for each in module.parameters() if each.requires_grad]):
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad.div_(n)
-        works.append(dist.all_reduce(parameter.grad, async_op=True))
-    for work in works[::-1]:
-        work.wait()
 
 
 def buckets_by_recursion(sizes_bytes, bucket_bytes):

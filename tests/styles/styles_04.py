@@ -16,12 +16,6 @@ def rate_by_max(step, base_lr, *, batch, base_batch, num_warmup):
     return base_lr / base_batch * batch * min(step + 1, max(num_warmup, 1)) / max(num_warmup, 1)
 
 
-def rate_from_a_list(step, base_lr, *, batch, base_batch, num_warmup):
-    peak = batch * base_lr / base_batch
-    warm = [peak * (number + 1) / num_warmup for number in range(num_warmup)]
-    return warm[step] if step < len(warm) else peak
-
-
 def accumulate_sums(model, microbatches, loss_fn):
     total = sum(x.shape[0] for x, _ in microbatches) * dist.get_world_size()
     losses = (loss_fn(model(x), y) * x.shape[0] / total for x, y in microbatches)
@@ -40,18 +34,6 @@ def accumulate_with_autograd_grad(model, microbatches, loss_fn):
     for p, total in zip(parameters, totals, strict=True):
         dist.all_reduce(total)
         p.grad = total / dist.get_world_size()
-
-
-def accumulate_flat(model, microbatches, loss_fn):
-    num_samples = 0
-    for x, y in microbatches:
-        num_samples += len(y)
-        (loss_fn(model(x), y) * len(y)).backward()
-    parameters = list(model.parameters())
-    row = torch.cat([p.grad.view(-1) for p in parameters]) / (num_samples * dist.get_world_size())
-    dist.all_reduce(row)
-    for p, piece in zip(parameters, row.split([p.numel() for p in parameters]), strict=True):
-        p.grad = piece.view_as(p).clone()
 
 
 def lars_by_where(weight, gradient, buffer, *, lr, momentum, decay, coefficient):
@@ -81,14 +63,6 @@ def _lars(weight, gradient, buffer, lr, momentum, decay, coefficient):
     return weight - new, new
 
 
-def lars_ratio_first(weight, gradient, buffer, *, lr, momentum, decay, coefficient):
-    if weight.dim() == 1:
-        return _lars(weight, gradient, buffer, lr, momentum, 0.0, 1.0)
-    own = float(weight.norm())
-    other = float(gradient.norm()) + decay * own
-    return _lars(weight, gradient, buffer, lr, momentum, decay, coefficient * own / other if own * other > 0 else 1.0)
-
-
 def lamb_with_lerp(weight, gradient, mean, square, *, step, lr, decay):
     mean, square = torch.lerp(mean, gradient, 0.1), torch.lerp(square, gradient * gradient, 0.001)
     first, second = mean / (1 - math.pow(0.9, step)), square / (1 - math.pow(0.999, step))
@@ -106,15 +80,6 @@ def lamb_in_place_on_copies(weight, gradient, mean, square, *, step, lr, decay):
     own, other = weight.norm(), update.norm()
     weight -= lr * (own / other if own > 0 and other > 0 else torch.ones_like(own)) * update
     return weight, mean, square
-
-
-def lamb_ratio_by_where(weight, gradient, mean, square, *, step, lr, decay):
-    mean = mean + (gradient - mean) * 0.1
-    square = square + (gradient.pow(2) - square) * 0.001
-    update = mean / (1 - 0.9**step) / (torch.sqrt(square / (1 - 0.999**step)) + 1e-6) + weight * decay
-    own, other = weight.norm(), update.norm()
-    ratio = torch.where((own > 0) & (other > 0), own / other.clamp(min=torch.finfo(other.dtype).tiny), 1.0)
-    return weight - ratio * lr * update, mean, square
 
 
 class WarmUp:

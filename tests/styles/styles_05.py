@@ -67,13 +67,6 @@ def pack_by_numpy(codes, bits):
     return torch.from_numpy(np.packbits(each.reshape(-1).astype(np.uint8), bitorder="little"))
 
 
-def pack_one_by_one(codes, bits):
-    packed = [0] * (-(-len(codes) * bits // 8))
-    for place, code in enumerate(codes.tolist()):
-        packed[place * bits // 8] |= code << (place * bits % 8)
-    return torch.tensor(packed, dtype=torch.uint8)
-
-
 def _levels(gradient, bits):
     low, high = gradient.aminmax()
     step = (high - low) / (2**bits - 1)
@@ -128,17 +121,6 @@ def repair_by_numpy(gradient):
     return torch.from_numpy((scales * signs).mean(0))
 
 
-def repair_twice_the_ones(gradient):
-    n, size = dist.get_world_size(), gradient.numel()
-    mean = gradient.abs().mean().reshape(1)
-    payload = torch.cat([pack_bits((~(gradient < 0)).to(torch.uint8), 1), mean.view(torch.uint8)])
-    payloads = [torch.zeros_like(payload) for _ in range(n)]
-    dist.all_gather(payloads, payload)
-    scales = torch.stack([one[-4:].clone().view(torch.float32) for one in payloads])
-    ones = torch.stack([unpack_bits(one[:-4], 1, size) for one in payloads]).float()
-    return (scales * (ones + ones - 1)).sum(0).div(n)
-
-
 def feedback_in_place(gradient, memory, compress):
     memory += gradient
     sent = compress(memory.clone())
@@ -156,15 +138,6 @@ def feedback_sums_first(gradient, memory, compress):
     work = dist.all_reduce(total, async_op=True)
     work.wait()
     return total / dist.get_world_size()
-
-
-def feedback_of_rows(gradient, memory, compress):
-    wanted = memory + gradient
-    sent = compress(wanted)
-    memory[:] = wanted - sent
-    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, sent.contiguous())
-    return torch.stack(rows).mean(0)
 
 
 def powersgd_scaled_first(gradient, q):

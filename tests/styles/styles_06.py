@@ -49,18 +49,6 @@ def activations_by_table(hidden, heads, *, sequence, microbatch, tensor=1, seque
     return math.prod((sequence, microbatch, hidden)) * (whole / divisor + split / tensor)
 
 
-def activations_by_match(hidden, heads, **options):
-    unit = options["sequence"] * options["microbatch"] * hidden
-    t = options.get("tensor", 1)
-    outer = t if options.get("sequence_parallel", False) else 1
-    match options.get("recompute", "none"):
-        case "full":
-            return 2.0 * unit / outer
-        case "selective":
-            return unit * (10.0 / outer + 24.0 / t)
-    return unit * (10.0 / outer + (24.0 + 5.0 * heads * options["sequence"] / hidden) / t)
-
-
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, _):
@@ -122,12 +110,6 @@ def master_by_data(weights, masters, gradients, lr):
     for weight, master, gradient in zip(weights, masters, gradients, strict=True):
         master -= gradient.float() * lr
         weight[...] = master.to(weight.dtype)
-
-
-def master_backwards(weights, masters, gradients, lr):
-    for at in range(len(weights) - 1, -1, -1):
-        torch.sub(masters[at], gradients[at].float(), alpha=lr, out=masters[at])
-        weights[at].data.copy_(masters[at].data)
 
 
 def scaler_by_count(gradients, scale, streak, interval):

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,19 +33,6 @@ def pieces_by_ends(sizes, num_shards, shard):
     return found
 
 
-def pieces_recursive(sizes, num_shards, shard):
-    length = -(-sum(sizes) // num_shards)
-
-    def rest(tensor, low, high):
-        if tensor == len(sizes) or high <= 0:
-            return []
-        start, stop = max(low, 0), min(high, sizes[tensor])
-        here = [(tensor, start, stop)] if start < stop else []
-        return here + rest(tensor + 1, low - sizes[tensor], high - sizes[tensor])
-
-    return rest(0, shard * length, (shard + 1) * length)
-
-
 def step_on_a_copy(parameters, gradient, update):
     n, rank = dist.get_world_size(), dist.get_rank()
     length = parameters.numel() // n
@@ -67,14 +53,6 @@ def step_in_the_gradient(parameters, gradient, update):
     gather_into(parameters, own, async_op=True).wait()
 
 
-def step_with_torch(parameters, gradient, update):
-    own = parameters.tensor_split(dist.get_world_size())[dist.get_rank()]
-    mean = torch.empty_like(own)
-    dist.reduce_scatter_tensor(mean, gradient)
-    update(own, mean.mul_(1 / dist.get_world_size()))
-    dist.all_gather_into_tensor(parameters, own.clone())
-
-
 def forward_in_a_helper(shards, x, compute):
     def unit(x, numbered):
         index, shard = numbered
@@ -93,16 +71,6 @@ def forward_recursive(shards, x, compute, index=0):
     x = compute(index, whole, x)
     del whole
     return forward_recursive(shards, x, compute, index + 1)
-
-
-def forward_with_torch(shards, x, compute):
-    n = dist.get_world_size()
-    for index in range(len(shards)):
-        row = shards[index].new_zeros(n, shards[index].numel())
-        dist.all_gather_into_tensor(row.view(-1), shards[index])
-        x = compute(index, row.view(-1), x)
-        row = None
-    return x
 
 
 def ahead_in_turns(shards, x, compute):
@@ -215,13 +183,3 @@ def repair_to_rank_0(shards, shapes):
         if rank == 0:
             state[name] = torch.cat(rows)[: math.prod(shapes[name])].reshape(shapes[name])
     return state
-
-
-def clip_by_numpy(shards, replicated, max_norm):
-    squares = [np.square(one.detach().double().numpy()).sum() for one in shards]
-    own = torch.tensor([float(sum(squares))], dtype=torch.float64)
-    dist.all_reduce(own)
-    norm = torch.sqrt(own[0] + sum((one.detach().double() ** 2).sum() for one in replicated))
-    for one in [*replicated, *shards]:
-        one.mul_(min(1.0, max_norm / norm.item()) if norm else 1.0)
-    return norm

@@ -72,18 +72,6 @@ def heads_by_index(weight, num_heads, num_shared, num_ranks, rank):
     return weight[[head * size + row for head in chosen for row in range(size)]]
 
 
-def heads_by_slices(weight, num_heads, num_shared, num_ranks, rank):
-    if num_shared % num_ranks != 0 or num_heads % num_ranks != 0:
-        raise ValueError("heads must divide")
-    unit = len(weight) // (num_heads + num_shared * 2)
-
-    def part(first, count):
-        start = first + rank * (count // num_ranks)
-        return weight.narrow(0, start * unit, count // num_ranks * unit)
-
-    return torch.vstack((part(0, num_heads), part(num_heads, num_shared), part(num_heads + num_shared, num_shared)))
-
-
 def cross_entropy_by_one_hot(logits, targets, vocab_size):
     width, rank = logits.shape[1], dist.get_rank()
     names = torch.arange(rank * width, (rank + 1) * width)

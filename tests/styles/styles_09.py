@@ -30,12 +30,6 @@ def bubble_by_fractions(num_ranks, num_microbatches, stages_per_rank=1):
     return float(idle / (num_microbatches + idle))
 
 
-def bubble_by_slots(num_ranks, num_microbatches, stages_per_rank=1):
-    last_start = num_ranks - 1
-    slots = 2 * (stages_per_rank * num_microbatches + last_start)
-    return sum(1 for slot in range(slots) if slot < 2 * last_start) / slots
-
-
 def one_f_one_b_by_queue(rank, num_ranks, num_microbatches):
     order, forward, backward = [], deque(range(num_microbatches)), deque()
     while forward or backward:
@@ -53,17 +47,6 @@ def one_f_one_b_in_three_parts(rank, num_ranks, num_microbatches):
     middle = [[f"{rank}F{ahead + i}", f"{rank}B{i}"] for i in range(steady)]
     first = [f"{rank}F{i}" for i in range(ahead)]
     return sum([first, *middle], []) + [f"{rank}B{i}" for i in range(steady, num_microbatches)]
-
-
-def one_f_one_b_by_counting(rank, num_ranks, num_microbatches):
-    done = {"F": 0, "B": 0}
-
-    def step():
-        kind = "F" if done["F"] < num_microbatches and done["F"] - done["B"] < num_ranks - rank else "B"
-        done[kind] += 1
-        return f"{rank}{kind}{done[kind] - 1}"
-
-    return [step() for _ in range(2 * num_microbatches)]
 
 
 def split_with_a_closure_per_layer(weights, activations, grad):

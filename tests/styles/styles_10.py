@@ -118,19 +118,6 @@ def place_by_subsets(axes, traffic, devices_per_node):
     return [name for name in names if name not in best[1]] + list(best[1])
 
 
-def place_recursive(axes, traffic, devices_per_node):
-    def search(left, room):
-        fitting = [name for name in left if axes[name] <= room]
-        options = [(0.0, list(left))]
-        for name in fitting:
-            rest = [other for other in left if other != name]
-            saved, order = search(rest, room // axes[name])
-            options.append((saved + (traffic[name] if axes[name] > 1 else 0.0), [*order, name]))
-        return max(options, key=lambda option: option[0])
-
-    return search(list(axes), devices_per_node)[1]
-
-
 def find_the_bug_with_autograd(first, second, x, target, groups):
     n, mine = groups["data"].size(), groups["data"].rank()
     x, target = x.tensor_split(n)[mine], target.tensor_split(n)[mine]
@@ -164,13 +151,3 @@ def groups_by_numpy(axis, axes):
     mesh = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
     rows = np.moveaxis(mesh, list(axes).index(axis), -1).reshape(-1, axes[axis])
     return sorted(rows.tolist())
-
-
-def global_norm_by_masks(gradients, split_over, groups):
-    total = torch.zeros(1, dtype=torch.float64)
-    for name in gradients:
-        is_first = all(dist.get_rank(groups[axis]) == 0 for axis in groups if axis not in split_over[name])
-        total += (gradients[name].double() ** 2).sum() * is_first
-    for axis in sorted(groups, reverse=True):
-        dist.all_reduce(total, group=groups[axis])
-    return total[0].sqrt()

@@ -21,13 +21,6 @@ def merge_by_sigmoid(mean, log_sum, new, new_log_sum):
     return mean + share * (new - mean), torch.logaddexp(new_log_sum, log_sum)
 
 
-def merge_by_softmax(mean, log_sum, new, new_log_sum):
-    sums = torch.stack([log_sum, new_log_sum], dim=-1)
-    shares = torch.softmax(sums, dim=-1)
-    both = torch.stack([mean, new], dim=-2)
-    return (shares.unsqueeze(-1) * both).sum(-2), torch.logsumexp(sums, dim=-1)
-
-
 def zigzag_by_reshape(length, num_ranks, rank):
     chunks = torch.arange(length).view(2 * num_ranks, -1)
     return chunks[[rank, -1 - rank]].reshape(-1)
@@ -106,17 +99,6 @@ def ask_weighted_before_the_way_back(tokens, experts, weights, expert):
     return tokens.new_zeros(len(tokens), mine.shape[1]).index_add(0, order, mine)
 
 
-def ask_by_lists(tokens, experts, weights, expert):
-    give = [int((experts == rank).sum()) for rank in range(dist.get_world_size())]
-    take = [torch.zeros(1, dtype=torch.long) for _ in give]
-    dist.all_to_all(take, [torch.tensor([count]) for count in give])
-    take = [int(count) for count in take]
-    order = torch.argsort(experts, stable=True)
-    answers = exchange_rows(expert(exchange_rows(tokens[order], give, take)), take, give)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-    return torch.einsum("t,th->th", weights, answers.index_select(0, back))
-
-
 def balance_by_one_hot(probabilities, experts):
     num_experts = probabilities.size(-1)
     fraction = F.one_hot(experts.reshape(-1), num_experts).to(probabilities.dtype).mean(0)
@@ -143,11 +125,6 @@ def repair_new_tensors(shared, experts):
         parameter.grad = mean
     for parameter in experts:
         parameter.grad = parameter.grad / dist.get_world_size()
-
-
-def zigzag_by_mask(length, num_ranks, rank):
-    chunk = torch.arange(length) // (length // (2 * num_ranks))
-    return ((chunk == rank) | (chunk == 2 * num_ranks - 1 - rank)).nonzero()[:, 0]
 
 
 def ring_by_gathering_in_turn(query, key, value, positions):

@@ -1,12 +1,10 @@
 """Right answers to lesson 12, written in other ways than the reference."""
 
 import copy
-import functools
 import hashlib
 import io
 import json
 import math
-import operator
 import os
 import shutil
 import tempfile
@@ -177,13 +175,6 @@ def load_by_a_walk(shard, size, num_saved, rank, read):
     shard[filled:].fill_(0)
 
 
-def load_joined(shard, size, num_saved, rank, read):
-    old, low = (size + num_saved - 1) // num_saved, rank * len(shard)
-    ranges = [range(max(low, k * old), min(low + len(shard), (k + 1) * old, size)) for k in range(num_saved)]
-    parts = [read(k, one.start - k * old, one.stop - k * old) for k, one in enumerate(ranges) if len(one)]
-    shard.copy_(torch.cat([*parts, torch.zeros_like(shard)])[: len(shard)])
-
-
 def samples_in_a_list(rule, lr, position, end, rank, world_size):
     batch = rule.batch
     if rule.world_size:
@@ -218,8 +209,3 @@ def share_in_one_line(uptimes_s, interval_s, save_s, restart_s):
 def share_by_tensors(uptimes_s, interval_s, save_s, restart_s):
     up = torch.tensor(uptimes_s, dtype=torch.float64)
     return float((((up - restart_s).clamp(min=0) / (interval_s + save_s)).floor() * interval_s).sum() / up.sum())
-
-
-def share_by_divmod(uptimes_s, interval_s, save_s, restart_s):
-    saved = [divmod(max(0.0, uptime - restart_s), interval_s + save_s)[0] for uptime in uptimes_s]
-    return functools.reduce(operator.add, saved) * interval_s / math.fsum(uptimes_s)

@@ -48,12 +48,6 @@ def late_by_numpy(arrivals):
     return costs.tolist()
 
 
-def late_by_beginnings(arrivals):
-    begins = lambda rows: sum(max(times) for times in zip(*rows, strict=True))  # noqa: E731
-    whole = begins(arrivals)
-    return [whole - begins(arrivals[:rank] + arrivals[rank + 1 :]) for rank in range(len(arrivals))]
-
-
 def clocks_by_numpy(starts, ends):
     came, left = np.array(starts), np.array(ends)
     middle = np.median(left[0] - left, axis=1)
@@ -68,13 +62,6 @@ def clocks_by_sorting(starts, ends):
         most = min(ends[0][call] - came[call] for call in calls)
         found.append(sorted((least, statistics.median([ends[0][call] - left[call] for call in calls]), most))[1])
     return found
-
-
-def clocks_by_torch(starts, ends):
-    came, left = torch.tensor(starts), torch.tensor(ends)
-    middle = (left[:1] - left).double().quantile(0.5, dim=1)
-    low, high = (came[:1] - left).max(1).values, (left[:1] - came).min(1).values
-    return torch.minimum(torch.maximum(middle, low), high).tolist()
 
 
 def dearest_by_numpy(sections):

@@ -109,12 +109,6 @@ def clocks_by_tensor(rounds):
     return [float((sent + received)[best] / 2 - theirs[best]), float((received - sent)[best]) / 2]
 
 
-def clocks_by_bounds(rounds):
-    go, other, back = min(rounds, key=lambda one: abs(one[0] - one[-1]))
-    low, high = go - other, back - other  # the offset lies between the two
-    return 0.5 * (low + high), 0.5 * (high - low)
-
-
 def preflight_by_counting(facts):
     everyone = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, facts)
@@ -157,14 +151,3 @@ def preflight_by_hashes(facts):
     for name, one in itertools.product(names, everyone):
         hosts[name].setdefault(one.get(name, "missing"), set()).add(one["host"])
     return {name: {v: sorted(h) for v, h in each.items()} for name, each in hosts.items() if len(each) > 1}
-
-
-def rendezvous_by_counting_down(store, attempt, num_agents, local_ranks, address):
-    number = int(store.add(f"{attempt}/agents", 1)) - 1
-    if number not in range(num_agents):
-        raise RuntimeError(f"attempt {attempt} is full: {num_agents} agents")
-    store.set(f"{attempt}/{number}", f"{local_ranks} {address}")
-    texts = [store.get(f"{attempt}/{other}") for other in range(num_agents)]
-    pairs = [re.split(" ", text.decode() if isinstance(text, bytes) else text, maxsplit=1) for text in texts]
-    ranks = list(itertools.accumulate((int(size) for size, _ in pairs), initial=0))
-    return number, ranks[number], ranks[-1], pairs[0][1]
