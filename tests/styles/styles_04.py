@@ -58,11 +58,6 @@ def lars_on_copies(weight, gradient, buffer, *, lr, momentum, decay, coefficient
     return weight.sub_(buffer), buffer
 
 
-def _lars(weight, gradient, buffer, lr, momentum, decay, coefficient):
-    new = momentum * buffer + lr * coefficient * (gradient + decay * weight)
-    return weight - new, new
-
-
 def lamb_with_lerp(weight, gradient, mean, square, *, step, lr, decay):
     mean, square = torch.lerp(mean, gradient, 0.1), torch.lerp(square, gradient * gradient, 0.001)
     first, second = mean / (1 - math.pow(0.9, step)), square / (1 - math.pow(0.999, step))
