@@ -86,7 +86,8 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
         gc.freeze()
 
 
-LONGEST = ("test_mutants.py", "test_zoo.py")  # a worker has one file at a time: begun last, these would run on alone
+# A worker has one file at a time: begun last, these would run on alone.
+LONGEST = ("test_mutants.py", "test_bodies.py", "test_equal.py", "test_panel.py", "test_wheel.py", "test_zoo.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

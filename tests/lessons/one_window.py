@@ -7,7 +7,7 @@ notebooks as they are given out hold those of whole measurements. tests/measure 
 import functools
 
 from distlab.measure.machine import speed
-from distlab.measure.runs import calibrate, run, windows
+from distlab.measure.runs import calibrate, calls, run, windows
 
 beside_whole, round_whole = windows.time_beside, speed.measure_round
 calibration_whole = calibrate.CalibrationOfRun.measure
@@ -19,7 +19,7 @@ def time_beside(step, calibrate, spans, **_):
 
 
 def time_window_of_run(*arguments, **options):
-    return beside_whole(*arguments, **options | {"num_windows": 1, "budget_s": 0.0})
+    return beside_whole(*arguments, **options | {"num_windows": 1, "steps_per_window": 2, "budget_s": 0.0})
 
 
 def measure_round(device, *, works=None, nodes=None):
@@ -40,4 +40,5 @@ windows.time_beside = time_beside
 run.time_beside = time_window_of_run
 speed.measure_round = calibrate.measure_round = measure_round
 calibrate.CalibrationOfRun.measure = measure
-speed.REPEATS = calibrate.REPEATS = 1
+speed.REPEATS = calibrate.REPEATS = calls.BUCKET_REPEATS = 1
+calls.IN_A_ROW = 3

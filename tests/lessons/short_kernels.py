@@ -29,6 +29,8 @@ SMALLER = {
     },
     "05": {
         "NUM_STEPS = 80": "NUM_STEPS = 40",
+        "SPEEDS = (5e6, 20e6, 80e6, 320e6)": "SPEEDS = (20e6, 320e6)",
+        "rounds.append(pair.run(lambda: calibration(QUANTIZE).measure())[0])": "rounds.append(ROUND)",
         "compression, num_steps=7)": "compression, num_steps=4)",
         "def side_by_side(name, num_steps=12)": "def side_by_side(name, num_steps=5)",
     },
@@ -42,14 +44,24 @@ SMALLER = {
         'block.compile(backend="aot_eager")': 'block.compile(backend="eager")',
     },
     "08": {"def seconds_alone(num_steps=8)": "def seconds_alone(num_steps=3)", "num_steps=12": "num_steps=4"},
-    "09": {"for _ in range(8)]  # in turns": "for _ in range(2)]  # in turns"},
+    "09": {
+        "for _ in range(8)]  # in turns": "for _ in range(2)]  # in turns",
+        "schedule, 2, WIDE_BATCH, 5)": "schedule, 1, WIDE_BATCH, 5)",
+        "def shortest(step, num_steps=2)": "def shortest(step, num_steps=1)",
+        "def turn_by_turn(name, num_steps=3)": "def turn_by_turn(name, num_steps=2)",
+    },
     "10": {
         "def step_seconds(order, num_steps=6)": "def step_seconds(order, num_steps=2)",
         "def turn_by_turn(num_steps=6)": "def turn_by_turn(num_steps=2)",
     },
-    "11": {"def side_by_side(num_steps=5)": "def side_by_side(num_steps=2)"},
+    "11": {
+        "def side_by_side(num_steps=5)": "def side_by_side(num_steps=2)",
+        "SIZE = (1, 8, 1024, 32)": "SIZE = (1, 8, 256, 32)",
+        "LONGER = GPTConfig(context=512,": "LONGER = GPTConfig(context=128,",
+    },
     "12": {"real_run(interval, mtbf_s, 1.2,": "real_run(interval, mtbf_s, 0.05,"},
     "14": {
+        ', ("no file", ["-c", SPAWNED])):': ",):",
         '{"missing": [], "elsewhere": ["--rdzv-endpoint", f"127.0.0.1:{free_port}"]}': '{"missing": []}',
         '("missing", "elsewhere", "early", "late")': '("missing", "early", "late")',
         'took["elsewhere: until it gives up"]': 'took["missing: until it gives up"]',

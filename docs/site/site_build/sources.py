@@ -24,7 +24,8 @@ code differs from its source.
 
 def named(path: Path) -> Iterator[tuple[str, str]]:
     """Yield what has a source in a file, and the source."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if "Source: " in text else ():
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
             for found in SOURCE.findall(text):
                 yield getattr(node, "name", ""), " ".join(found.split())
