@@ -23,7 +23,7 @@ MOST_PASSES = 2_000_000
 """A step of at most this many ranks, or passes, is simulated within a minute."""
 MANY_PASSES = 200_000
 """From this number on, the user is told that it takes seconds."""
-MOST_RESERVED = 1.13  # over what is counted: 2410.06511, tables 1 to 3, 2024
+MOST_RESERVED = 1.13  # over what tensors take: between the least and the most of logs of Megatron-Bridge, 2025
 TOOLS = ("deepspeed", "fsdp2", "torchtitan", "megatron", "accelerate", "torchrun", "slurm", "pytorchjob", "jobset")
 
 
@@ -154,8 +154,8 @@ def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:
     notes = list(notes_on(plan, found.get("mfu", 0.0), workload))
     if found["fits"] and found["max_memory_bytes"] * MOST_RESERVED > found["device_memory_bytes"]:
         notes.append(
-            "near the device's memory: published runs of torchtitan reserved 3 to 13 % more than is counted, which "
-            "leaves out fragments and libraries"
+            "near the device's memory: published runs reserved 3 to 19 % more than their tensors took; fragments and "
+            "libraries are not counted"
         )
     return notes
 
