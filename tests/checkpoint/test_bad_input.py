@@ -200,5 +200,4 @@ def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path, 
             assert words in text
             assert text.startswith("cannot save step 2 in ")
             assert "\n" not in text
-    assert one["loaded"] == 1
-    assert said["left"] == ["step-0000000001"]
+    assert (one["loaded"], said["left"]) == (1, ["step-0000000001"])

@@ -211,10 +211,7 @@ def test_foreign_manifests_are_refused_and_none_points_outside_its_directory(tmp
     facts = files.read_manifest(path)
     outside = manifest.FileRecord("../secret", 1, "0" * 64)
     forged = manifest.Manifest(1, 2, (*facts.files[:2], outside)).to_bytes()
-    for data, words in [
-        *((text.encode("latin-1"), "is not a manifest") for text in FOREIGN),
-        (forged, "lists other files"),
-    ]:
+    for data, words in [*((one.encode("latin-1"), "is not a manifest") for one in FOREIGN), (forged, "lists other")]:
         (path / "manifest.json").write_bytes(data)
         with pytest.raises(ValueError, match=f"step-0000000001/manifest.json {words}"):
             files.verified(path)
@@ -245,8 +242,7 @@ def test_a_disk_that_refuses_is_reported_and_loses_nothing(tmp_path, operation):
     words = r"cannot save step 2 in .*: rank 0: .*No space left on device"
     with DiskThat(files, **{operation: refuse}), pytest.raises(CheckpointError, match=words):
         save(tmp_path, 2, parts={"model": torch.nn.Linear(800, 800)})  # torch.save itself meets the error
-    assert os.listdir(tmp_path) == ["step-0000000001"]
-    assert newest(tmp_path).step == 1
+    assert (os.listdir(tmp_path), newest(tmp_path).step) == (["step-0000000001"], 1)
 
 
 def test_a_file_system_that_cannot_flush_directories_is_used_all_the_same(tmp_path):

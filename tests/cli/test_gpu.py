@@ -82,8 +82,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_says_where_it_s
 
     monkeypatch.setattr(run, "_wait", wait_for_stack)
     outcome = run.run_part(Part("hang", 6.0, "fake_part", "hang"), replace(job, seconds=6.0))
-    assert outcome.status == "out of time"
-    assert len(outcome.findings) == 1
+    assert (outcome.status, len(outcome.findings)) == ("out of time", 1)
     assert "fake_part.py" in outcome.output
     assert "in findings" in outcome.output
     assert len(seen[0]) == 1, "the process that the part had started, in a session of its own"
@@ -92,8 +91,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_says_where_it_s
 
 def test_a_second_run_goes_on_where_the_first_ended(use_fakes, tmp_path, capsys):
     use_fakes("rows", "raise")
-    assert gpu(tmp_path, "--minutes", "0.001") == 0
-    assert kept(tmp_path)["not_run"].keys() == {"rows", "raise"}
+    assert (gpu(tmp_path, "--minutes", "0.001"), kept(tmp_path)["not_run"].keys()) == (0, {"rows", "raise"})
     assert "- rows: no time was left" in (tmp_path / "GPU.md").read_text()
     assert gpu(tmp_path, "--only", "rows") == 0
     first = kept(tmp_path)["parts"]["rows"]
@@ -103,8 +101,7 @@ def test_a_second_run_goes_on_where_the_first_ended(use_fakes, tmp_path, capsys)
     assert "1 parts are done (rows)" in said
     assert "raise: up to" in said
     assert "rows: up to" not in said
-    assert kept(tmp_path)["parts"]["rows"] == first
-    assert kept(tmp_path)["not_run"] == {}
+    assert (kept(tmp_path)["parts"]["rows"], kept(tmp_path)["not_run"]) == (first, {})
 
 
 def test_results_of_a_different_machine_or_program_are_not_mixed(use_fakes, said, refused, tmp_path):

@@ -207,8 +207,7 @@ def test_a_plan_file_says_what_flags_say(said, facts, capsys, tmp_path):
     for tool in TOOLS:
         assert main(["export", str(path), "--to", tool]) == 0
         from_file = capsys.readouterr()
-        assert main(["export", "--to", tool, *flags]) == 0
-        assert capsys.readouterr() == from_file
+        assert (main(["export", "--to", tool, *flags]), capsys.readouterr()) == (0, from_file)
         assert from_file.out.endswith("\n")
     plan = ["--data=64", "--sharding=3", "--microbatches=4", "--replicas=8", "--max-norm=1", "--precision=bfloat16"]
     assert main(["export", "--to", "deepspeed", *plan, "--microbatch=2", "--offload=optimizer"]) == 0

@@ -29,8 +29,7 @@ def test_after_a_failure_the_next_call_has_fresh_ranks_and_the_records_stay():
         before = pool.run(os.getpid)
         with pytest.raises(RankError, match=r"rank [01] of 2 raised KeyError: 'gone'"):
             pool.run(fail)
-        assert pool.pids == ()
-        assert pool.records().ops(0) == ("barrier",)
+        assert (pool.pids, pool.records().ops(0)) == ((), ("barrier",))
         assert not set(before) & set(pool.run(os.getpid))
         os.kill(pool.pids[1], signal.SIGKILL)
         time.sleep(0.2)
@@ -74,8 +73,7 @@ def pair():
 
 
 def test_text_is_executed_in_a_namespace_that_stays(pair):
-    assert pair.execute("import math\nx = rank + 1") == [None, None]
-    assert pair.execute("x * 10") == ["10", "20"]
+    assert (pair.execute("import math\nx = rank + 1"), pair.execute("x * 10")) == ([None, None], ["10", "20"])
     assert pair.execute("x = 100\nx", ranks=[1]) == ["100"]
     assert pair.execute("dist.barrier()\n(x, world_size)") == ["(1, 2)", "(100, 2)"]
     with pytest.raises(ValueError, match="there is no rank 2: ranks are 0 to 1"):

@@ -28,11 +28,9 @@ def test_totals_count_what_the_ring_has_overwritten(tmp_path):
     for _ in range(10):
         writer.begin(known(writer, "send", num_bytes=5, ring_bytes=0), False)
     records = read_records(tmp_path)
-    assert records.num_calls() == 40
-    assert records.num_calls("all_reduce") == 30
+    assert (records.num_calls(), records.num_calls("all_reduce")) == (40, 30)
     assert records.payload_bytes(0) == records.payload_bytes(0, "all_reduce") == 240
-    assert records.ring_equivalent_bytes(0) == 180
-    assert records.sent_bytes(0) == 50
+    assert (records.ring_equivalent_bytes(0), records.sent_bytes(0)) == (180, 50)
     assert records.ops(0) == ("send",) * 8
     assert records.dropped(0) == 32
 
@@ -89,8 +87,7 @@ def test_trace_has_the_calls_and_the_time_blocked_in_wait(tmp_path):
 
 
 def test_wrong_questions_say_what_there_is(tmp_path):
-    assert read_records(tmp_path).ranks == ()
-    assert len(read_records(tmp_path).to_trace()) == 0
+    assert (read_records(tmp_path).ranks, len(read_records(tmp_path).to_trace())) == ((), 0)
     RecordWriter(tmp_path, 1, 8)
     records = read_records(tmp_path)
     assert records.ranks == (1,)

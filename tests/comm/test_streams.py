@@ -40,9 +40,7 @@ def data_parallel(gpu, **options):
     replicas = DataParallel(model, bucket_bytes=200, first_bucket_bytes=200, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(5, 6)
-    found = steps(
-        gpu, lambda: model(x).square().mean(), replicas.synchronize, optimizer.step, lambda: optimizer.zero_grad()
-    )
+    found = steps(gpu, lambda: model(x).square().mean(), replicas.synchronize, optimizer.step, optimizer.zero_grad)
     return found | {"buckets": replicas.num_buckets}
 
 

@@ -59,9 +59,7 @@ def test_calls_and_bytes_are_as_documented():
         model = mixed_model()
         with recorded() as construction:
             if way == "data_parallel":
-                synchronize = data_parallel.DataParallel(
-                    model, bucket_bytes=4_000, first_bucket_bytes=1_000
-                ).synchronize
+                synchronize = data_parallel.DataParallel(model, bucket_bytes=4000, first_bucket_bytes=1000).synchronize
             else:
                 data_parallel.broadcast_parameters(model)
                 synchronize = averaging(way, model, 4_000)

@@ -41,16 +41,14 @@ def test_agents_with_unequal_ranks_meet_on_loopback_tell_a_fault_and_end_with_th
         both = [agents.start(f"m{n}", tmp_path / "faulty.py", ranks=n, flags=flags) for n in (1, 2)]
         stays = agents.start("stays", tmp_path / "stays.py", flags=["--nnodes", "1", "--rdzv-id", "stays"])
         listening = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.laddr.port == agents.port]
-        assert set(listening) == {"127.0.0.1"}
-        assert [agent.wait(250) != 0 for agent in both] == [True, True]
+        assert (set(listening), [agent.wait(250) != 0 for agent in both]) == ({"127.0.0.1"}, [True, True])
         while not told_by(stays):
             assert stays.process.poll() is None, stays.text
         told = told_by(*both)
         family = psutil.Process(stays.process.pid).children(recursive=True)
         texts = [agent.text for agent in both]
     assert sorted(one["RANK"] for one in told) == [0, 1, 2]
-    assert [one["LOCAL_WORLD_SIZE"] for one in told] == [1, 2, 2]
-    assert {one["WORLD_SIZE"] for one in told} == {3}
+    assert ([one["LOCAL_WORLD_SIZE"] for one in told], {one["WORLD_SIZE"] for one in told}) == ([1, 2, 2], {3})
     for text in texts:
         assert "6" in text, text
         assert "faulty.py" in text, text

@@ -39,8 +39,7 @@ def test_capacity_takes_first_choices_first_and_then_earlier_tokens():
     assert free.counts == free.choices == (4, 3, 1)
     assert free.tokens.tolist() == [0, 1, 2, 3, 3, 0, 2, 1]  # token 3's second choice comes last at expert 0
     tight = assign(routing, 0.75)  # two rows an expert
-    assert capacity_of(4, 3, top_k=2, factor=0.75) == 2
-    assert tight.counts == (2, 2, 1)
+    assert (capacity_of(4, 3, top_k=2, factor=0.75), tight.counts) == (2, (2, 2, 1))
     assert tight.tokens.tolist() == [0, 1, 3, 0, 1]
     assert tight.dropped_tokens == 1  # token 2 lost both
     outputs = combine(torch.ones(5, 2), tight, routing)

@@ -94,17 +94,11 @@ class Program(NamedTuple):
 NUM_UNITS = NUM_LAYERS  # the root of the net has no parameters of its own
 STEPS = {
     "DataParallel": Program(_training(_replicas), 1, "the flag of the last bucket is read before the update"),
-    "DataParallel, NaN not looked for": Program(
-        _training(_replicas, check_finite=False), 0, "the hosts tell each other by gloo"
-    ),
+    "DataParallel, NaN not looked for": Program(_training(_replicas, check_finite=False), 0, "the hosts talk by gloo"),
     "FullyShard": Program(_training(_shards), 0, "nothing is read"),
-    "FullyShard, offloaded": Program(
-        _training(_shards, offload=True), NUM_UNITS, "the host updates what must have arrived"
-    ),
+    "FullyShard, offloaded": Program(_training(_shards, offload=True), NUM_UNITS, "the host updates what arrived"),
     **{
-        f"ZeRO-{stage}": Program(
-            _training(_zero, stage=stage), None, "what became of each gradient is read in every step"
-        )
+        f"ZeRO-{stage}": Program(_training(_zero, stage=stage), None, "what became of gradients is read in every step")
         for stage in (1, 2)
     },
     "pipeline": Program(_pipeline, None, "the step returns its loss as a number"),

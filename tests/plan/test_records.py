@@ -38,8 +38,7 @@ LAYER = Layer("linear", (12, 4), Work(1, 2, 3), Work(1), Work(1))
 @given(MESHES, st.integers(1, 9))
 def test_coordinates_and_ranks_are_inverses_and_groups_partition_the_ranks(mesh, per_node):
     for rank in range(mesh.size):
-        assert mesh.rank(**mesh.coordinates(rank)) == rank
-        assert tuple(mesh.coordinates(rank)) == mesh.names
+        assert (mesh.rank(**mesh.coordinates(rank)), tuple(mesh.coordinates(rank))) == (rank, mesh.names)
     for axis in mesh.names:
         groups = mesh.groups(axis)
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))

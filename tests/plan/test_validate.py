@@ -99,8 +99,7 @@ def test_the_error_carries_its_parts():
         plan.validate(plan.parse_schedule("0F0 0B0\n1B0 1F0"))
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
         assert (error.rank, error.step, str(error.action)) == (1, 0, "1B0")
-        assert error.expected == "1F0 before it"
-        assert error.got == "1F0 at step 1"
+        assert (error.expected, error.got) == ("1F0 before it", "1F0 at step 1")
         assert error.advice == "move 1F0 to before step 0"
         assert "<-- rank 1: 1B0" in error.grid
 

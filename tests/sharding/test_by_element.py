@@ -95,8 +95,7 @@ def test_what_an_optimizer_needs_is_found_by_trying_it():
 def test_a_rate_of_zero_hides_nothing_and_what_cannot_be_tried_is_refused_with_the_reason():
     optimizer = SCALED["ByHand"]([nn.Parameter(torch.ones(3, 2))])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)
-    assert optimizer.param_groups[0]["lr"] == 0
-    assert what_it_needs(optimizer) == "tensors"
+    assert (optimizer.param_groups[0]["lr"], what_it_needs(optimizer)) == (0, "tensors")
 
     class Strange(Written):
         def step(self, closure=None):

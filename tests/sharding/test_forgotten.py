@@ -122,12 +122,7 @@ def other_ways_to_a_gradient():
 
 def test_a_unit_whose_gradients_are_on_their_way_says_so_and_its_own_zero_grad_forgets_them(ranks):
     def all_of_it():
-        return (
-            too_early(),
-            given_up(True),
-            [computed_again(True, True), computed_again(True, False)],
-            other_ways_to_a_gradient(),
-        )
+        return too_early(), given_up(True), [computed_again(True, x) for x in (True, False)], other_ways_to_a_gradient()
 
     for rank, ((texts, unmoved, right), forgotten, again, (others, goes_on)) in enumerate(ranks(2).run(all_of_it)):
         assert all(f"rank {rank}: " in text for text in (*texts, *others))

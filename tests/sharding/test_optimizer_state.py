@@ -28,9 +28,7 @@ def count_a_step(forms):
         with recorded() as seen:
             run_steps(model, optimizer, [1])
         optimizer.close()
-        sizes = [
-            (bucket.num_bytes, bucket.layout.num_elements * bucket.kind[0].itemsize) for bucket in optimizer.buckets
-        ]
+        sizes = [(one.num_bytes, one.layout.num_elements * one.kind[0].itemsize) for one in optimizer.buckets]
         names = [(span.lane, span.name) for span in spans.trace()]
         calls = [(call.op, call.num_bytes, call.peer) for call in seen.records.calls(rank)]
         found[stage, split] = calls, sizes, names, model.num_wanting

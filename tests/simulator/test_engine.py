@@ -169,9 +169,7 @@ def test_a_pipeline_of_two_ends_when_its_work_is_done(plan, schedule):
     assert together.sent_bytes_by_axis == apart.sent_bytes_by_axis
 
 
-@pytest.mark.parametrize(
-    "plan", [plans.Plan(tensor=2, context=2), plans.Plan(data=4, sharding=plans.Sharding(stage=3))]
-)
+@pytest.mark.parametrize("plan", [plans.Plan(tensor=2, context=2), plans.Plan(data=4, sharding=plans.Sharding(3))])
 def test_ranks_that_all_do_the_same_share_cores_evenly_from_start_to_end(plan):
     assert shares(plan, 1).duration_s == shares(plan, None).duration_s
 

@@ -193,8 +193,7 @@ def test_a_file_is_the_step_that_its_words_say(tmp_path):
     own = sim.simulate(workload, sim.cluster("dgx-h100", 16), plan, order=order)
     step = found.simulate()
     assert (step.duration_s, step.steady_s) == (own.duration_s, own.steady_s)
-    assert step.memory.max_bytes == own.memory.max_bytes
-    assert sim.plan_of_text(found.text()) == found
+    assert (step.memory.max_bytes, sim.plan_of_text(found.text())) == (own.memory.max_bytes, found)
 
 
 def test_a_run_stands_in_the_file_and_reads_back():
@@ -227,8 +226,7 @@ def test_figures_of_ones_own_replace_the_presets():
     assert (machine.devices_per_node, machine.num_devices) == (4, 8)
     assert machine.device.memory_bytes == 40e9
     assert machine.device.memory_bytes_per_s == sim.cluster("dgx-a100", stack="best-case").device.memory_bytes_per_s
-    assert machine.intra_node.name == "nvlink2"
-    assert machine.inter_node.protocols[0].bytes_per_s == 10e9
+    assert (machine.intra_node.name, machine.inter_node.protocols[0].bytes_per_s) == ("nvlink2", 10e9)
     slower = sim.PlanFile(found.workload, sim.ClusterDescription(stack="megatron", device=OwnDevice(1e14)), found.plan)
     own = slower.cluster.cluster(8).device
     assert own.matmul_flops_per_s == pytest.approx(sim.stack("megatron").matmul_fraction * 1e14)
@@ -301,9 +299,7 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
 }
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "text"), [(before, *row) for before, rows in WRONG.items() for row in rows]
-)
+@pytest.mark.parametrize(("before", "after", "text"), [(old, *row) for old, rows in WRONG.items() for row in rows])
 def test_what_is_wrong_is_told_in_one_line(tmp_path, before, after, text):
     assert before in TEXT
     path = tmp_path / "plan.toml"

@@ -95,8 +95,7 @@ def test_optimizer_states_that_are_sharded_scatter_in_backward_and_gather_at_the
     update = spans_of(step, "compute")[-1]
     assert update.end_ns - update.start_ns == to_ns(8e7 / 4 / 1e11)
     gathers = spans_of(step, "gather")
-    assert gathers[0].start_ns == update.end_ns
-    assert to_ns(step.duration_s) == gathers[-1].end_ns
+    assert (gathers[0].start_ns, to_ns(step.duration_s)) == (update.end_ns, gathers[-1].end_ns)
     told = 2 * 3 / 4 * 6 * 3  # 6 bytes for each of three parameters
     assert step.sent_bytes_per_rank == pytest.approx([plain.sent_bytes_per_rank[0] + told] * 4)  # two halves are one
 
@@ -174,8 +173,7 @@ def test_offload_copies_shards_over_the_hosts_link(stage, offload):
         for copy, gather in zip(up, spans_of(step, "gather"), strict=True):
             assert copy.end_ns <= gather.start_ns
     else:
-        assert len(up) == 2
-        assert min(span.start_ns for span in up) == update.end_ns
+        assert (len(up), min(span.start_ns for span in up)) == (2, update.end_ns)
     assert to_ns(step.duration_s) == max(span.end_ns for span in step.layer_trace)
 
 

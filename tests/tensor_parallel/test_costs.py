@@ -102,9 +102,7 @@ def test_functions_and_layers_send_what_they_say(ranks, world_size):
 
 def of_a_model():
     """Return the calls of norms and states, and how many parameters are split."""
-    model = tensor_parallel.parallelize(
-        GPT(GPTConfig(vocab_size=V, context=S, num_layers=1, num_heads=6, hidden_size=H))
-    )
+    model = tensor_parallel.parallelize(GPT(GPTConfig(V, context=S, num_layers=1, num_heads=6, hidden_size=H)))
     tokens, sent = torch.randint(V, (B, S), generator=generator(0, 0, "tokens")), []
     model.loss(model(tokens), tokens).backward()
     for call in (lambda one: tensor_parallel.clip_tensor_parallel_(one, 1.0), tensor_parallel.full_state_dict):
@@ -134,5 +132,4 @@ def exact():
 def test_models_norms_and_states_send_what_they_say_and_what_is_called_exact_is(ranks):
     for (clip, state), num_split in ranks(2).run(lambda: exact() or of_a_model()):
         assert clip == [("all_reduce", 8)]
-        assert {op for op, _ in state} == {"all_gather"}
-        assert len(state) == num_split
+        assert ({op for op, _ in state}, len(state)) == ({"all_gather"}, num_split)

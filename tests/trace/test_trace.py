@@ -132,8 +132,7 @@ def test_what_perfetto_reads(tmp_path):
     assert sorted(processes.values()) == ["measured rank 0", "measured rank 1", "predicted rank 0", "predicted rank 1"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     complete = [e for e in events if e["ph"] == "X"]
-    assert len(complete) == 6
-    assert {e["ph"] for e in events} == {"M", "X"}
+    assert (len(complete), {e["ph"] for e in events}) == (6, {"M", "X"})
     for event in complete:
         assert event["pid"] in processes
         assert (event["pid"], event["tid"]) in threads
@@ -198,8 +197,7 @@ TWO = tr.Trace.from_spans([tr.Span(0, "compute", "forward", "F", 5, 9), tr.Span(
 @given(ANY_SPANS)
 def test_spans_in_spans_out(rows):
     trace = tr.Trace.from_spans(rows)
-    assert list(trace) == rows
-    assert [trace[index] for index in range(len(trace))] == rows
+    assert (list(trace), [trace[index] for index in range(len(trace))]) == (rows, rows)
 
 
 @given(ANY_SPANS, ANY_SPANS)
@@ -239,8 +237,7 @@ def test_pick_and_move():
     assert list(TWO.select(TWO.is_word("kind", "F"))) == [TWO[0]]
     assert list(TWO.select(lambda span: span.num_bytes > 0)) == [TWO[1]]
     assert list(TWO.take(np.array([1, 0]))) == [TWO[1], TWO[0]]
-    assert TWO.from_zero()[1].start_ns == 0
-    assert TWO.shifted(10)[0].end_ns == 19
+    assert (TWO.from_zero()[1].start_ns, TWO.shifted(10)[0].end_ns) == (0, 19)
     assert TWO[0].duration_s == pytest.approx(4e-9)
     assert tr.Trace.from_spans([]).from_zero().duration_s == 0
 

@@ -112,9 +112,7 @@ LLAMA = {
     "lm_head": "vocabulary",
 }
 BERT = {"words": "vocabulary", "decoder": "vocabulary", "layer.*.linear1": "column", "layer.*.linear2": "row"}
-T5 = {
-    f"{part}.*.{layer}": style for part in ("encoder", "decoder") for layer, style in (("wi", "column"), ("wo", "row"))
-}
+T5 = {f"{part}.*.{one}": how for part in ("encoder", "decoder") for one, how in (("wi", "column"), ("wo", "row"))}
 MIXTRAL = {"embed": "vocabulary", "head": "vocabulary"}
 POOLER = {"unused": True, "units": ("layer.0", "layer.1", "pooler")}
 EXPERTS = {"unused": True, "units": ("gates.0", "gates.1")}  # which experts run, each rank's tokens say

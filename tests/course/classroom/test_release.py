@@ -22,9 +22,7 @@ def lines_of_bodies(path: Path) -> set[str]:
     """Return the longer lines of the last statement of each function: what a copy must not show."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     lines = path.read_text().splitlines()
-    found = {
-        lines[number - 1].strip() for node in functions for number in range(node.body[-1].lineno, node.end_lineno + 1)
-    }
+    found = {lines[n - 1].strip() for node in functions for n in range(node.body[-1].lineno, node.end_lineno + 1)}
     return {line for line in found if len(line) > 40 and not line.startswith(('"""', "#", "return {", "raise"))}
 
 
@@ -103,9 +101,7 @@ def test_what_cannot_be_released_is_said_in_one_line(tmp_path, capsys):
 
 def test_a_sealed_module_defines_what_its_text_does_and_damage_is_named():
     namespace: dict[str, object] = {}
-    sealed = seal(
-        "from __future__ import annotations\nx = 3\ndef double(n: None): return 2 * n\n", "checks of lesson 99"
-    )
+    sealed = seal("from __future__ import annotations\nx = 3\ndef double(n: None): return 2 * n\n", "lesson 99")
     exec(sealed, namespace)
     assert namespace["double"](namespace["x"]) == 6
     assert "double" not in sealed

@@ -74,12 +74,7 @@ CASES = [
         *("dist.recv(torch.ones(1), 0) if dist.get_rank() else dist.isend(torch.ones(1), 1)", 2, "not waited"),
         r"right result, but by luck: rank 0 starts send to rank 1 at .* isend",
     ),
-    (
-        "dist.all_reduce(torch.ones(1), async_op=True)",
-        2,
-        "not waited",
-        "half summed; keep what dist.all_reduce returns",
-    ),
+    ("dist.all_reduce(torch.ones(1), async_op=True)", 2, "not waited", "keep what dist.all_reduce returns"),
     ("dist.all_reduce(torch.ones(1 + dist.get_rank()))", 2, "mismatch", r"float32\[1\].*float32\[2\]"),
     (FILLS_THE_DISK, 1, "raised", r"OSError: \[Errno 27\] File too large .* in mean"),
 ]
@@ -110,9 +105,7 @@ def test_right_on_some_numbers_of_ranks(mean_exercise):
     assert report.passed, str(report)
     assert report.function is starts_threads
     assert report.budget == ("sent 800 bytes a rank (a ring needs 800 bytes)",)
-    report = examine(
-        mean_exercise, lambda tensor: right(tensor) * dist.get_world_size() / min(dist.get_world_size(), 2)
-    )
+    report = examine(mean_exercise, lambda x: right(x) * dist.get_world_size() / min(dist.get_world_size(), 2))
     assert (report.fault, report.worlds) == ("scale", (1, 2))
     assert report.message.startswith("right on 1 and 2 ranks, wrong on 3: rank 0's result is 1.5x too large")
 

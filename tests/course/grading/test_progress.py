@@ -44,8 +44,7 @@ def test_what_is_kept(work, lesson):
     data = json.loads((work / progress.FILE).read_text())
     assert (data["schema"], set(data["exercises"])) == (1, {"91.mean", "91.double"})
     names = {"attempts", "first_passed", "last_passed", "budget", "seconds", "failed", "hints", "solution_seen"}
-    assert set(data["exercises"]["91.mean"]) == names
-    assert data["predictions"] == {"How long? (ms)": 200.0}
+    assert (set(data["exercises"]["91.mean"]), data["predictions"]) == (names, {"How long? (ms)": 200.0})
 
 
 ENTRY = '{"attempts": 1, "first_passed": "", "last_passed": "", "budget": [], "seconds": 0, "hints": "two"}'
@@ -82,8 +81,7 @@ def test_a_folder_that_cannot_be_written(work, lesson, monkeypatch):
     before = (work / progress.FILE).read_bytes()
     monkeypatch.setattr("os.fsync", full)
     said = f"Your progress is not kept: {work / progress.FILE} cannot be written (No space left on device)."
-    assert progress.keep(report(lesson), work) == said
-    assert (work / progress.FILE).read_bytes() == before
+    assert (progress.keep(report(lesson), work), (work / progress.FILE).read_bytes()) == (said, before)
     assert {path.name for path in work.iterdir()} == {progress.MARKER, progress.FILE, "91_trial"}
 
 

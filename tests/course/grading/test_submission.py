@@ -89,8 +89,7 @@ def test_notebook_runs_what_the_functions_need_and_nothing_else(folder, lesson):
     assert "has no function mean" in functions["91.mean"].absent
     assert "syntax error" in functions["91.mean"].absent
     loaded = load_submission(impl, lesson)
-    assert set(loaded) == {"91.double"}
-    assert loaded["91.double"]([3.0], times=3) == [9.0]
+    assert (set(loaded), loaded["91.double"]([3.0], times=3)) == ({"91.double"}, [9.0])
 
 
 def test_what_a_notebook_lacks_is_told(folder, capsys):
@@ -159,8 +158,7 @@ def test_a_file_that_misbehaves_while_it_is_loaded(folder, capsys, monkeypatch, 
         monkeypatch.setattr("distlab.course.grading.answer.submission.LOAD_TIMEOUT_S", 3.0)
     (folder / "answers.py").write_text(text + GOOD)
     code, out, _ = run(capsys, "91", "--impl", "answers.py")
-    assert code == 1
-    assert out.count("answers.py cannot be loaded: ") == 1
+    assert (code, out.count("answers.py cannot be loaded: ")) == (1, 1)
     assert says in out
     assert out.count("Wrong, as above.") == 2
 

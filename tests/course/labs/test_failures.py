@@ -76,10 +76,7 @@ def test_what_exits_is_told(failed, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [
-        (signal.SIGINT, 130),
-        *(pytest.param(one, -one, marks=pytest.mark.soak) for one in (signal.SIGTERM, signal.SIGKILL)),
-    ],
+    [(signal.SIGINT, 130), *(pytest.param(s, -s, marks=pytest.mark.soak) for s in (signal.SIGTERM, signal.SIGKILL))],
 )
 def test_nothing_is_left_when_it_is_ended_from_outside(tmp_path, number, code):
     process = subprocess.Popen(

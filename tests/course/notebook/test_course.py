@@ -86,8 +86,7 @@ def test_the_page_says_what_was_passed_when_and_with_what_help():
 
 def test_the_page_is_written_anew_by_the_command_and_by_start_and_nothing_outside(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert repr(progress_page()) == OUTSIDE
-    assert list(tmp_path.iterdir()) == []
+    assert (repr(progress_page()), list(tmp_path.iterdir())) == (OUTSIDE, [])
     work = work_with(tmp_path, {})
     assert f'href="{PAGE}"' in progress_page()._repr_html_()
     before = (work / PAGE).read_text()

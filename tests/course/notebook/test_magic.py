@@ -22,9 +22,7 @@ class Notebook:
     """A kernel, and what its cells show."""
 
     def __init__(self) -> None:
-        self.manager = KernelManager(
-            kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[KERNELS])
-        )
+        self.manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[KERNELS]))
         self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels()

@@ -48,8 +48,7 @@ def test_a_dry_run_of_each_file_starts_sixteen_ranks_at_one_address(dry_run):
     job = {"SLURM_JOB_NODELIST": "node[08-09]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "4711"}
     flags = flags_of(dry_run(["bash"], (DEPLOY / "slurm.sbatch").read_text(), **job))
     assert flags == flags_of(dry_run(["bash", str(DEPLOY / "torchrun.sh")], HEAD="node08")) | {"rdzv-id": "4711"}
-    assert int(flags["nnodes"]) * int(flags["nproc-per-node"]) == 16
-    assert flags["rdzv-endpoint"] == "node08:29500"
+    assert (int(flags["nnodes"]) * int(flags["nproc-per-node"]), flags["rdzv-endpoint"]) == (16, "node08:29500")
     (jobs,) = json.loads((DEPLOY / "jobset.json").read_text())["spec"]["replicatedJobs"]
     spec = jobs["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]

@@ -33,9 +33,7 @@ def train(files, num_steps=4):
         model = code.shard(TASK.make(0), "cpu") if fully else code.shard(TASK.make(0))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if fully else code.make_optimizer(model, 1e-2)
         batches = [microbatches(step, num, rank, world_size) for step in range(num_steps)]
-        found[name] = [
-            code.train_step(model, optimizer, batch, lambda out, y: GPT.loss(out.double(), y)) for batch in batches
-        ]
+        found[name] = [code.train_step(model, optimizer, x, lambda out, y: GPT.loss(out.double(), y)) for x in batches]
     return found
 
 

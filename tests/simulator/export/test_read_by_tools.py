@@ -158,8 +158,7 @@ def test_torchruns_own_parser_reads_the_command(own):
     _, *words = shlex.split(export(own, "torchrun", Options(script="train.py --name 'a b'")).text)
     read = torchrun.parse_args(words)
     nodes, most = torchrun.parse_min_max_nnodes(read.nnodes)
-    assert nodes == most
-    assert nodes * int(read.nproc_per_node) == own.plan.world_size
+    assert (nodes, nodes * int(read.nproc_per_node)) == (most, own.plan.world_size)
     assert (read.training_script, read.training_script_args) == ("train.py", ["--name", "a b"])
     (job,) = json.loads(export(own, "jobset").text)["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
