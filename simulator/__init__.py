@@ -75,7 +75,6 @@ from simulator.pipeline.schedule_arrays import arrays_of as arrays_of, peak_in_f
 from simulator.pipeline.simulate_schedule import PipelineRun as PipelineRun, simulate_schedule as simulate_schedule
 from simulator.plan_file import PlanFile as PlanFile, plan_of_text as plan_of_text, read_plan_file as read_plan_file
 from simulator.runs.failures import (
-    RATES as RATES,
     Failures as Failures,
     Goodput as Goodput,
     best_s as best_s,
@@ -96,6 +95,7 @@ from simulator.runs.money import (
     curve as curve,
     spread as spread,
 )
+from simulator.runs.published import RATES as RATES, STORES as STORES
 from simulator.step.simulate import (
     Measured as Measured,
     Step as Step,

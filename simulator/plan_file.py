@@ -18,7 +18,7 @@
     [run]                           # may be left out; fields of `Run`
     num_tokens = 15e12
     price = 2.5                     # dollars for a device and an hour
-    failures = { rate = "llama-3", restart_s = 600 }
+    failures = { rate = "llama-3", restart_s = 600, storage_bytes_per_s = "bloom-2022", asynchronous = true }
 
     step = read_plan_file("plan.toml").simulate()
 

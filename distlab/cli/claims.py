@@ -122,6 +122,7 @@ def gpu(arguments: argparse.Namespace) -> int:
 
 @flag("--json", action="store_true", help="print scores and rows as JSON")
 @flag("--page", type=Path, metavar="FILE", help="write them as a page (.md), its pictures beside it")
+@flag("--errors", type=Path, metavar="FILE", help="write what answers say of their error, as CSV")
 @flag("--refit", action="store_true", help="print each stack's constants, fitted again, and stop")
 def validate(arguments: argparse.Namespace) -> int:
     """Derive published steps, memory, bubbles and collectives again, and print how near the simulator comes.
@@ -134,7 +135,8 @@ def validate(arguments: argparse.Namespace) -> int:
     def tell(name: str) -> None:
         print(f"predicting {name} ...", file=sys.stderr, flush=True)
 
-    check_output("--page", arguments.page)
+    for name in ("page", "errors"):
+        check_output(f"--{name}", getattr(arguments, name))
     if arguments.refit:
         for stack in report.refit(tell):
             fitted = (f"{name} = {getattr(stack, name):.4g}" for name in report.FITTED[stack.name])
@@ -145,5 +147,7 @@ def validate(arguments: argparse.Namespace) -> int:
     tables = report.derived()
     if arguments.page:
         report.write_page(arguments.page, families, tables)
+    if arguments.errors:
+        arguments.errors.write_text(report.text_of_errors(families), encoding="utf-8")
     print(json.dumps(report.facts(families, tables), indent=2) if arguments.json else report.text(families, tables))
     return 0

@@ -33,7 +33,7 @@ def _rate(text: str) -> str | float:
         return text
 
 
-FAILED = "failures of a device in an hour: llama-3, llama-3-all, none, or a number such as 2e-5"
+FAILED = "failures of a device in an hour: llama-3, llama-3-all, b200-504, opt-175b, none, or a number such as 2e-5"
 FAILURES = flag("--failures", type=_rate, metavar="RATE", help=FAILED)
 CLUSTERS = "a cluster of the presets, with dollars for a device and an hour; give the flag again for more"
 WHOLE = "leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run"
@@ -175,19 +175,20 @@ def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bi
 def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
     """Return the plans, the reasons and the cost curve as JSON-ready values."""
     from simulator import curve, near_fit, reasons, words_of
+    from simulator.validation.confidence import words_on_plans
 
     def row(bill: Bill) -> dict[str, Any]:
         step, machine = bill.step, bill.step.cluster
         said: dict[str, Any] = {"cluster": machine.name, "devices": machine.num_devices}
         said |= {"plan": words_of(step.plan, step.workload.samples), "step_s": step.steady_s, "mfu": step.mfu}
         said["max_memory_bytes"] = step.memory.max_bytes
-        if bill.run.failures:
-            said["goodput"] = bill.goodput.useful
+        said |= {"goodput": bill.goodput.useful, "goodput_range": bill.goodput_range} if bill.run.failures else {}
         return said | ({"days": bill.days, "dollars": bill.dollars} if has_tokens else {})
 
     best = next(choice for choice in own.choices if choice.step is ranked[0].step)
     said: dict[str, Any] = {"model": best.step.workload.name, "searched": len(own.found)}
     said |= {"simulated": own.num_simulated, "is_complete": own.is_complete, "plans": [row(bill) for bill in ranked]}
+    said["error"] = words_on_plans([bill.step for bill in ranked])
     said |= {"why": [reason._asdict() for reason in reasons(own, best)], "nearly_fits": near_fit(own)}
     return said | (curve_facts(curve(bests), row) if len(bests) > 1 else {})
 
@@ -200,7 +201,7 @@ def _text(said: dict[str, Any]) -> str:
         parts = [f"{row['devices']} x {row['cluster']}: {format_s(row['step_s'])}, MFU {row['mfu']:.1%}"]
         parts.append(f"{format_bytes(row['max_memory_bytes'])} held")
         if "goodput" in row:
-            parts.append(f"goodput {row['goodput']:.1%}")
+            parts.append("goodput {:.1%} ({:.1%} to {:.1%})".format(row["goodput"], *row["goodput_range"]))
         if "days" in row:
             parts.append(f"{row['days']:.3g} days" + (f", {row['dollars']:,.0f} dollars" if row["dollars"] else ""))
         return "; ".join(parts)
@@ -208,12 +209,10 @@ def _text(said: dict[str, Any]) -> str:
     lines = [f"{said['model']}: {said['searched']:,} plans on this cluster, {said['simulated']} of them simulated"]
     for place, row in enumerate(said["plans"], 1):
         lines += [f"{place}. {row['plan']}", f"   {line(row)}"]
-    if said["why"]:
-        lines.append("why the first")
+    lines += [f"error of these times: {said['error']}", *(["why the first"] if said["why"] else [])]
     for reason in said["why"]:
         lines += [f"   {reason['part']}: {reason['instead']}".rstrip(": "), f"      {reason['rule']}"]
-    if said["nearly_fits"]:
-        lines.append(f"faster, if it fitted: {said['nearly_fits']}")
+    lines += [f"faster, if it fitted: {said['nearly_fits']}"] if said["nearly_fits"] else []
     if "curve" in said:
         lines.append("the best plan of each")
         lines += [f"   {line(row)}{mark}" for row, mark in marked(said)]
@@ -236,6 +235,7 @@ def cost(arguments: argparse.Namespace) -> int:
     """
     from simulator import bill, counts_of, curve, read_plan_file, spread
     from simulator.plan_file import told_of
+    from simulator.validation.confidence import words_on_plans
     from simulator.viz import draw_cost_curve
 
     check_output("--curve", arguments.curve, picture=True)
@@ -262,6 +262,7 @@ def cost(arguments: argparse.Namespace) -> int:
     if arguments.curve:
         draw_cost_curve(costs).figure.savefig(arguments.curve, dpi=150)
     told = {"model": chosen.step.workload.name, "cluster": chosen.step.cluster.name, "tokens": run.num_tokens}
+    told["error"] = words_on_plans([chosen.step])
     told |= _cost_row(chosen) | {"price": run.price, "failures": run.failures and _failures(chosen)}
     told |= curve_facts(costs, _cost_row) | {"left_out": {str(count): why for count, why in left_out.items()}}
     print(json.dumps(told, indent=2) if arguments.json else _cost_text(told))
@@ -308,20 +309,19 @@ def _failures(chosen: Bill) -> dict[str, Any]:
 
     failures, good = chosen.run.failures, chosen.goodput
     assert failures is not None, "the caller has looked"
-    rate = failures.published
-    said: dict[str, Any] = {"per_device_hour": rate.per_device_hour, "source": rate.source, "save_s": good.save_s}
-    said |= {"restart_s": failures.restart_s, "expected": 0.0, "mtbf_s": None, "interval_s": None}
-    said |= {name: getattr(good, name) for name in ("useful", "saving", "lost", "restarting")}
+    said: dict[str, Any] = failures.published._asdict() | good._asdict() | {"restart_s": failures.restart_s}
+    said |= {"range": chosen.goodput_range, "store": failures.store.source}
     if math.isinf(good.mtbf_s):
-        return said
+        return said | {"expected": 0.0, "mtbf_s": None, "interval_s": None}
     both, seconds = (good.save_s, good.mtbf_s), chosen.days * 24 * 3600
     expected = seconds / good.mtbf_s
     best = {"exact": best_s(*both), "young": young_s(*both), "daly": daly_s(*both)}
     num_runs = int(np.clip(DRAWN / expected, 50, 1000))
-    works: dict[str, Any] = {"save_s": good.save_s, "restart_s": failures.restart_s, "num_runs": num_runs}
+    lost_s = failures.restart_s + failures.lag_s(chosen.step.workload, chosen.step.plan)
+    works: dict[str, Any] = {"save_s": good.save_s, "restart_s": lost_s, "num_runs": num_runs}
     ends = draw_runs(seconds * good.useful, good.mtbf_s, good.interval_s, **works) / 86_400
     low, high = np.percentile(ends, [10, 90])
-    said |= {"mtbf_s": good.mtbf_s, "interval_s": good.interval_s, "expected": expected, "best_interval_s": best}
+    said |= {"expected": expected, "best_interval_s": best}
     return said | {"drawn_days": {"runs": num_runs, "mean": ends.mean(), "low": low, "high": high}}
 
 
@@ -335,6 +335,7 @@ def _cost_text(said: dict[str, Any]) -> str:
         ("run", f"{said['model']}, {tokens} tokens, on {devices}"),
         ("steps", f"{said['num_steps']:,} steps of {format_s(said['step_s'])}, MFU {said['mfu']:.1%}"),
         ("time", f"{format_span(86_400 * said['days'])}{paid}"),
+        ("error", said["error"]),
     ]
     rows += _failure_rows(said["failures"]) if said["failures"] else []
     lines = [*(f"{name:<14} {value}" for name, value in rows), "the same plan and batch on other numbers of devices"]
@@ -353,12 +354,14 @@ def _failure_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("goodput", f"{said['useful']:.1%} of the time{f': {parts}' if parts else ''}")]
     if said["mtbf_s"] is None:
         return [*rows, ("failures", said["source"])]
+    rows.append(("", "{:.1%} to {:.1%} by published failures and stores of such clusters".format(*said["range"])))
     best = ", ".join(f"{name} {format_span(each)}" for name, each in said["best_interval_s"].items())
     drawn = said["drawn_days"]
     return [
         *rows,
         ("failures", f"{said['expected']:,.3g}, one in {format_span(said['mtbf_s'])}; {said['source']}"),
         ("checkpoints", f"after {format_span(said['interval_s'])} of training, {format_span(said['save_s'])} each"),
+        ("store", said["store"]),
         ("best interval", best),
         ("drawn runs", f"{drawn['low']:.4g} to {drawn['high']:.4g} days in 8 of 10, {drawn['mean']:.4g} on average"),
     ]

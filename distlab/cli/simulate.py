@@ -18,11 +18,8 @@ if TYPE_CHECKING:
     from simulator.memory.advice import Run
 
 SHOWN = 8
-MOST_RANKS = 1_000_000
-MOST_PASSES = 2_000_000
-"""A step of at most this many ranks, or passes, is simulated within a minute."""
-MANY_PASSES = 200_000
-"""From this number on, the user is told that it takes seconds."""
+MOST_RANKS, MOST_PASSES = 1_000_000, 2_000_000  # a step of so many is simulated within a minute
+MANY_PASSES = 200_000  # from here on the user is told that it takes seconds
 MOST_RESERVED = 1.13  # over what tensors take: between the least and the most of logs of Megatron-Bridge, 2025
 TOOLS = ("deepspeed", "fsdp2", "torchtitan", "megatron", "accelerate", "torchrun", "slurm", "pytorchjob", "jobset")
 
@@ -54,6 +51,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from simulator import memory_of, simulate, why_not_timed
     from simulator.memory.memory import KINDS
     from simulator.plan_file import told_of
+    from simulator.validation.confidence import words_on_step
 
     if arguments.list:
         print(presets())
@@ -79,6 +77,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     found |= {"fits": memory.fits(cluster.device), "verdict": memory.verdict(cluster.device)}
     found["why_not"] = "" if found["fits"] else _why_not(said, workload, cluster, arguments.file)
     found["notes"] = _notes(workload, plan, found)
+    found |= words_on_step(workload, plan, cluster, memory.max_bytes)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
@@ -176,9 +175,9 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
     elif not found["fits"]:
         rows.append(("step", f"would take {format_s(step.duration_s)} if it fitted"))
     else:
-        rows += _rows_of(step)
+        rows += _rows_of(step, found["error_of_time"])
     told = {"tight": "TIGHT, less than 5% is free", "does not fit": "DOES NOT FIT"}.get(found["verdict"], "fits")
-    rows.append(("memory, fullest rank", f"{used}: {told}"))
+    rows += [("memory, fullest rank", f"{used}: {told}"), ("error of the memory", found["error_of_memory"])]
     by_kind = sorted(found["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
     rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]
     if found["host_memory_bytes"]:
@@ -186,7 +185,7 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
     return rows
 
 
-def _rows_of(step: Step) -> list[tuple[str, str]]:
+def _rows_of(step: Step, error: str) -> list[tuple[str, str]]:
     """Return the rows about a step's time, its rates and what it sends."""
     from simulator.units import counted, format_bytes, format_flops_per_s, format_s
 
@@ -199,6 +198,7 @@ def _rows_of(step: Step) -> list[tuple[str, str]]:
     rows.append(("step", f"{format_s(step.duration_s)}, {step.samples_per_s:.4g} samples per second"))
     if step.steady_s < 0.999 * step.duration_s:
         rows.append(("step in a run", f"{format_s(step.steady_s)}, where no rank waits for the others between steps"))
+    rows.append(("error of the time", error))
     rows.append(("bubble", f"{step.bubble_fraction:.1%} of the compute lanes"))
     if device.peak_flops_per_s is not None:
         peak = format_flops_per_s(device.peak_flops_per_s)

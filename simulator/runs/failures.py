@@ -11,15 +11,15 @@ Source: Young 1974 (doi 10.1145/361147.361115); Daly 2006 (doi 10.1016/j.future.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Plan, Workload
+from simulator.runs.published import HOST_COPY, RATES, STORES, Rate, Store, stores_of_size
 from simulator.units import widths_of
 
 SECONDS_AN_HOUR = 3600
@@ -115,25 +115,6 @@ def _check(save_s: float, mtbf_s: float, interval_s: float = 1.0) -> None:
             raise ValueError(f"{name} is {value!r}; pass a time above 0")
 
 
-class Rate(NamedTuple):
-    """How often a device fails, and where that is from."""
-
-    per_device_hour: float
-    source: str
-
-
-_LLAMA_3 = 54 * 24 * 16_384  # device-hours
-RATES: Mapping[str, Rate] = MappingProxyType(
-    {
-        "llama-3": Rate(
-            419 / _LLAMA_3, "2407.21783, Table 5 (July 2024): 419 unexpected interruptions of 16,384 H100s in 54 days"
-        ),
-        "llama-3-all": Rate(466 / _LLAMA_3, "2407.21783, section 3.3.4: the same with 47 planned interruptions"),
-        "none": Rate(0.0, "no failures"),
-    }
-)
-
-
 @dataclass(frozen=True)
 class Failures:
     """What interrupts a run, and what each interruption and each checkpoint takes.
@@ -144,23 +125,28 @@ class Failures:
         rate: failures of a device in an hour: the name of a published rate (RATES), or a number.
         restart_s: from a failure to the first step after it: notice, replace, start, load. 600 is an assumption.
         save_s: training waits so long for a checkpoint; None: until the store has taken all of its bytes.
-        storage_bytes_per_s: what the store takes from all ranks together; 273e9 is what 1T parameters were saved with
-            on 3,072 GPUs (2104.04473, section 5.10).
+        storage_bytes_per_s: what the store takes from all ranks together: a published store (STORES), or a number. By
+            default it is a large cluster's, whatever the run's size: `goodput_range` has those of its size.
         interval_s: of training between checkpoints; None: the best one.
+        asynchronous: training waits for the copy to the host alone, and the store takes it beside training: a failure
+            meanwhile goes back to the checkpoint before, and the next one waits for its end.
 
     Raises:
-        ValueError: a rate is unknown or negative, or a time is not positive.
+        ValueError: a rate or a store is unknown or negative, or a time is not positive.
     """
 
     rate: str | float = "llama-3"
     restart_s: float = 600.0
     save_s: float | None = None
-    storage_bytes_per_s: float = 273e9
+    storage_bytes_per_s: str | float = "megatron-2021-whole"
     interval_s: float | None = None
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.rate, str) and self.rate not in RATES:
-            raise ValueError(f"rate is {self.rate!r}; write a number, or one of {', '.join(RATES)}")
+        for name, known in (("rate", RATES), ("storage_bytes_per_s", STORES)):
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in known:
+                raise ValueError(f"{name} is {value!r}; write a number, or one of {', '.join(known)}")
         for each in fields(self):
             value = getattr(self, each.name)
             if value is None or isinstance(value, str):
@@ -179,17 +165,61 @@ class Failures:
         hourly = self.published.per_device_hour * num_devices
         return SECONDS_AN_HOUR / hourly if hourly > RARE else math.inf
 
+    @property
+    def store(self) -> Store:
+        """What takes the checkpoints, and its source."""
+        given = self.storage_bytes_per_s
+        return STORES[given] if isinstance(given, str) else Store(given, "as given")
+
+    def writes_s(self, workload: Workload, plan: Plan) -> float:
+        """Return how long the store takes for one checkpoint."""
+        return checkpoint_bytes(workload, plan) / self.store.bytes_per_s(plan.world_size)
+
     def waits_s(self, workload: Workload, plan: Plan) -> float:
         """Return how long training waits for one checkpoint."""
-        return self.save_s if self.save_s is not None else checkpoint_bytes(workload, plan) / self.storage_bytes_per_s
+        if self.save_s is not None:
+            return self.save_s
+        copied_s = checkpoint_bytes(workload, plan) / HOST_COPY.bytes_per_s(plan.world_size)
+        written_s = self.writes_s(workload, plan)
+        return min(copied_s, written_s) if self.asynchronous else written_s
 
-    def goodput(self, num_devices: int, save_s: float) -> Goodput:
-        """Return where the time of a number of devices goes, with checkpoints of a given duration.
+    def lag_s(self, workload: Workload, plan: Plan) -> float:
+        """Return how long a checkpoint is not there yet while training goes on: 0 where training waits for it."""
+        return self.writes_s(workload, plan) if self.asynchronous else 0.0
+
+    def goodput(self, num_devices: int, save_s: float, lag_s: float = 0.0) -> Goodput:
+        """Return where the time of a number of devices goes, with checkpoints of a given duration, there so much later.
 
         Raises:
             ValueError: failures leave almost no time.
         """
-        return goodput(save_s, self.mtbf_s(num_devices), restart_s=self.restart_s, interval_s=self.interval_s)
+        mtbf_s, interval_s = self.mtbf_s(num_devices), self.interval_s
+        if lag_s and not math.isinf(mtbf_s):
+            interval_s = max(best_s(save_s, mtbf_s) if interval_s is None else interval_s, lag_s)
+        found = goodput(save_s, mtbf_s, restart_s=self.restart_s + lag_s, interval_s=interval_s)
+        late = found.restarting + math.expm1(-self.restart_s / mtbf_s)  # what the lag undoes is lost
+        return found._replace(lost=found.lost + late, restarting=found.restarting - late) if lag_s else found
+
+    def goodput_range(self, workload: Workload, plan: Plan) -> tuple[float, float]:
+        """Return the least and the largest goodput by published rates, its store and those of clusters of its size.
+
+        From an early cluster that saves to the slowest store to the best rate and the fastest. What is said as a
+        number, and a rate of "none", is not varied. The least is 0 where failures leave almost no time.
+        """
+        fails = isinstance(self.rate, str) and self.rate != "none"
+        rates = [name for name, rate in RATES.items() if rate.per_device_hour] if fails else [self.rate]
+        stores: list[str | float] = [self.storage_bytes_per_s]
+        if isinstance(self.storage_bytes_per_s, str) and self.save_s is None:
+            stores += stores_of_size(plan.world_size)
+        found = []
+        for rate, store in product(rates, stores):
+            one = replace(self, rate=rate, storage_bytes_per_s=store)
+            try:
+                good = one.goodput(plan.world_size, one.waits_s(workload, plan), one.lag_s(workload, plan))
+                found.append(good.useful)
+            except ValueError:
+                found.append(0.0)
+        return min(found), max(found)
 
 
 MOST = 1e15

@@ -76,6 +76,12 @@ class Bill(NamedTuple):
         """Dollars, or device-hours where there is no price."""
         return self.days * HOURS_A_DAY * self.num_devices if self.dollars is None else self.dollars
 
+    @property
+    def goodput_range(self) -> tuple[float, float]:
+        """The least and the largest goodput by what is published; see `Failures.goodput_range`."""
+        useful, failures = self.goodput.useful, self.run.failures
+        return failures.goodput_range(self.step.workload, self.step.plan) if failures else (useful, useful)
+
 
 class Curve(NamedTuple):
     """Bills of one run on several clusters, and the three that stand out.
@@ -107,7 +113,8 @@ def bill(step: Step, run: Run) -> Bill:
     num_steps = math.ceil(run.num_tokens / (batch_of(step) * tokens_of(step.workload)))
     found = Goodput(math.inf, 0.0, math.inf, 1.0)
     if run.failures is not None:
-        found = run.failures.goodput(step.plan.world_size, run.failures.waits_s(step.workload, step.plan))
+        how = (step.workload, step.plan)
+        found = run.failures.goodput(step.plan.world_size, run.failures.waits_s(*how), run.failures.lag_s(*how))
     hours = num_steps * step.steady_s / found.useful / SECONDS_AN_HOUR
     dollars = None if run.price is None else hours * step.plan.world_size * run.price
     return Bill(step, run, num_steps, found, hours / HOURS_A_DAY, dollars)

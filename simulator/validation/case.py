@@ -9,13 +9,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from distlab.plan import Plan, Precision, Workload
+from distlab.plan import Cluster, Plan, Precision, Workload
 from simulator.hardware.presets import Stack, cluster, stack as stack_named
 from simulator.models.gpt import gpt_workload
+from simulator.step.result import Step
 from simulator.step.simulate import simulate
 
 Row = Mapping[str, Any]
-FSDP = Precision("bfloat16", gradients="bfloat16", reduce="float32")  # gathers in 16 bits, scatters in 32
 MEGATRON = Precision("bfloat16", gradients="float32")
 SIXTEEN_BITS = Precision("bfloat16", gradients="bfloat16", reduce="bfloat16")
 
@@ -27,13 +27,15 @@ class Case:
     Attributes:
         family: the table that it is from.
         label: what tells it from the others of its family.
-        structure: what it shares with those that are left out together with it: a size, a cluster, a schedule.
+        structure: what it shares with those that are left out together with it: a size, a cluster, a schedule; "": no
+            constant was fitted to it.
         workload: the model.
         plan: how it ran.
-        cluster: the preset that it ran on.
+        cluster: the preset that it ran on, or, with figures in place of the preset's, all of it.
         stack: the preset of its software.
         measured_s: the published time of a step, or what follows from the published rate.
         choice: cases with one name here are alternatives for one model and batch; "": none.
+        memory_gib: what the fullest rank was published to hold; 0: not said.
     """
 
     family: str
@@ -41,10 +43,11 @@ class Case:
     structure: str
     workload: Workload
     plan: Plan
-    cluster: str
+    cluster: str | Cluster
     stack: str
     measured_s: float
     choice: str = ""
+    memory_gib: float = 0.0
 
     def predict_s(self, stack: Stack | None = None, *, measured: bool = True) -> float:
         """Return the predicted time of each step in a run (`Step.steady_s`).
@@ -53,11 +56,19 @@ class Case:
             stack: in place of the case's own.
             measured: False: by the data sheet alone.
         """
-        chosen = stack or stack_named(self.stack)
+        return self.step(self.machine(stack, measured=measured)).steady_s
+
+    def step(self, machine: Cluster | None = None) -> Step:
+        """Simulate the step, on its own cluster or on a different one."""
+        return simulate(self.workload, machine or self.machine(), self.plan)
+
+    def machine(self, stack: Stack | None = None, *, measured: bool = True) -> Cluster:
+        """Return the cluster in whole nodes, driven by the case's stack or a different one; see `predict_s`."""
+        if isinstance(self.cluster, Cluster):
+            return self.cluster
         per_node = cluster(self.cluster).devices_per_node
         num_devices = -(-self.plan.world_size // per_node) * per_node
-        machine = cluster(self.cluster, num_devices, measured=measured, stack=chosen)
-        return simulate(self.workload, machine, self.plan).steady_s
+        return cluster(self.cluster, num_devices, measured=measured, stack=stack or stack_named(self.stack))
 
 
 @cache

@@ -18,7 +18,6 @@ from simulator.stage.products import slowdown
 from simulator.step.simulate import simulate
 from simulator.units import GB, GIB, TB
 from simulator.validation.case import MEGATRON, Row, gpt, read_table
-from simulator.validation.steps import zero_bubble
 
 LARGE_BYTES = 64 * 2**20
 SECONDS_A_DAY = 86_400
@@ -98,13 +97,6 @@ def profiled_layers() -> Iterator[Derived]:
         both = (stage.forward_ns[1] + stage.backward_ns[1]) / 1e6
         label = f"{micro} samples, {tensor} ranks"
         yield Derived("vTrain, ms of a profiled layer", label, both, (deep - shallow) / 24)
-
-
-def pipeline_memory() -> Iterator[Derived]:
-    """Derive the memory of the fullest rank; the table prints GiB as GB (2401.10241, Table 4)."""
-    for case, row in zip(zero_bubble(), read_table("zerobubble_table4_throughput_memory"), strict=True):
-        held = memory_of(case.workload, case.plan).max_bytes / GIB
-        yield Derived("zero-bubble Table 4, GiB", case.label, held, float(row["memory_gb"]))
 
 
 HEADS_HIDDEN = {"1.5B": (24, 2304), "6.2B": (32, 4096)}
@@ -191,6 +183,6 @@ def checkpoints() -> Iterator[Derived]:
 
 
 EXACT: tuple[Callable[[], Iterator[Derived]], ...] = (
-    *(zero_states, activations, layer_times, profiled_layers, pipeline_memory, bubbles),
+    *(zero_states, activations, layer_times, profiled_layers, bubbles),
     *(products, collectives, training_days, checkpoints),
 )

@@ -10,6 +10,7 @@ left out are then simulated with the constants found.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -139,18 +140,25 @@ def fit_stack(cases: Sequence[Case], stack: Stack, constants: Sequence[Constant]
     return stack
 
 
-def leave_out(cases: Sequence[Case], stack: Stack, constants: Sequence[Constant]) -> list[float]:
-    """Predict each case by constants fitted without all cases of its structure.
+def leave_out(cases: Sequence[Case], stack: Stack, constants: Sequence[Constant]) -> tuple[list[float], list[float]]:
+    """Predict each case by constants fitted without all cases of its structure, and without all of its family.
 
-    Cost: one simulation per case and constant, and one more per case.
+    The second are no numbers where no other family has the stack.
+
+    Cost: one simulation per case and constant, and two more per case.
     """
     slopes = measure_slopes(cases, stack, constants)
-    keys = [(case.family, case.structure) for case in cases]
-    predicted = [0.0] * len(cases)
-    for key in dict.fromkeys(keys):
-        keep = np.array([other != key for other in keys], np.float64)
-        without = solve(slopes, stack, constants, keep)
-        for index, other in enumerate(keys):
-            if other == key:
-                predicted[index] = cases[index].predict_s(without)
-    return predicted
+
+    def without(keys: Sequence[Any]) -> list[float]:
+        predicted = [math.nan] * len(cases)
+        for key in dict.fromkeys(keys):
+            keep = np.array([other != key for other in keys], np.float64)
+            fitted = solve(slopes, stack, constants, keep)
+            for index, other in enumerate(keys):
+                if other == key:
+                    predicted[index] = cases[index].predict_s(fitted)
+        return predicted
+
+    families = [case.family for case in cases]
+    alone = [math.nan] * len(cases) if len(set(families)) == 1 else None
+    return without([(case.family, case.structure) for case in cases]), alone or without(families)

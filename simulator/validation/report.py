@@ -6,6 +6,7 @@ A score has errors, biases, rank correlations and the cost of a choice, of predi
 from __future__ import annotations
 
 import csv
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
@@ -16,8 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.hardware.presets import Stack, stack
+from simulator.units import GIB
 from simulator.validation.case import Case
+from simulator.validation.confidence import errors_from, like_of, text_of
 from simulator.validation.exact import EXACT, Derived
+from simulator.validation.plan_rows import plan_cases
 from simulator.validation.refit import CONSTANTS, FITS, Constant, fit_stack, leave_out
 from simulator.validation.steps import FAMILIES
 
@@ -31,6 +35,7 @@ MIN_ALTERNATIVES = 2
 MODES = {  # the colour of each in the picture, and what it is
     "calibrated": ("#0072B2", "constants fitted to these steps"),
     "left out": ("#D55E00", "fitted without the step's own like"),
+    "family left out": ("#009E73", "fitted without the whole table, or never to it"),
     "data sheet": ("#666666", "nothing fitted"),
 }
 
@@ -116,15 +121,23 @@ class RowFamily(NamedTuple):
     Attributes:
         name: of the table.
         cases: its rows.
-        predicted: seconds of each row in each of MODES.
+        predicted: seconds of each row in those of MODES that it has: a table that no constant was fitted to has one, a
+            table whose stack no other one has lacks "family left out".
     """
 
     name: str
     cases: tuple[Case, ...]
     predicted: dict[str, tuple[float, ...]]
 
-    def score(self, mode: str) -> Score:
-        """Return the score of the predictions of one of MODES."""
+    @property
+    def blind(self) -> str:
+        """The mode of MODES that saw least of these rows and has a value for each."""
+        return "left out" if "left out" in self.predicted else "family left out"
+
+    def score(self, mode: str) -> Score | None:
+        """Return the score of the predictions of one of MODES; None: there are none."""
+        if mode not in self.predicted:
+            return None
         return score(
             self.predicted[mode], [case.measured_s for case in self.cases], [case.choice for case in self.cases]
         )
@@ -132,7 +145,7 @@ class RowFamily(NamedTuple):
 
 def all_cases() -> list[Case]:
     """Return every published step."""
-    return [case for make in FAMILIES for case in make()]
+    return [case for make in (*FAMILIES, plan_cases) for case in make()]
 
 
 def constants_of(name: str) -> list[Constant]:
@@ -141,26 +154,46 @@ def constants_of(name: str) -> list[Constant]:
 
 
 def validate(progress: Callable[[str], None] = lambda _: None) -> list[RowFamily]:
-    """Predict every published step: with the package's constants, with its structure left out, from data sheets alone.
+    """Predict every published step: by the package's constants, without its like or its table, by data sheets alone.
 
     Args:
         progress: called with each stack's name before its cases are predicted.
 
-    Cost: about eight simulations per case.
+    Cost: about nine simulations per case, one where no constant was fitted to it.
     """
-    families: dict[str, list[Case]] = {}
-    for case in (cases := all_cases()):
-        families.setdefault(case.family, []).append(case)
-    found: dict[Case, tuple[float, ...]] = {}
+    cases, found = all_cases(), dict[Case, dict[str, float]]()
     for name in FITTED:
         progress(name)
-        own = [case for case in cases if case.stack == name]
-        for case, left_out in zip(own, leave_out(own, stack(name), constants_of(name)), strict=True):
-            found[case] = case.predict_s(), left_out, case.predict_s(measured=False)
+        own = [case for case in cases if case.stack == name and case.structure]
+        left = leave_out(own, stack(name), constants_of(name))
+        for case, structure, family in zip(own, *left, strict=True):
+            times = (case.predict_s(), structure, family, case.predict_s(measured=False))
+            found[case] = {mode: time for mode, time in zip(MODES, times, strict=True) if not math.isnan(time)}
+    progress("steps that no constant was fitted to")
+    for case in cases:
+        if not case.structure and case.measured_s:
+            found[case] = {"family left out": case.predict_s()}
+    families = dict.fromkeys(case.family for case in found)
+    members = {name: tuple(case for case in cases if case in found and case.family == name) for name in families}
     return [
-        RowFamily(name, tuple(own), {mode: tuple(found[case][k] for case in own) for k, mode in enumerate(MODES)})
-        for name, own in families.items()
+        RowFamily(name, own, {mode: tuple(found[case][mode] for case in own) for mode in found[own[0]]})
+        for name, own in members.items()
     ]
+
+
+def text_of_errors(families: Sequence[RowFamily]) -> str:
+    """Return the text of `errors.csv`: what answers say of their error, for all sets of steps that are alike."""
+    times = [
+        (like_of(case.workload, case.plan, case.machine()), predicted / case.measured_s - 1)
+        for family in families
+        for case, predicted in zip(family.cases, family.predicted[family.blind], strict=True)
+    ]
+    memory = [
+        (like_of(case.workload, case.plan, case.machine()), case.step().memory.max_bytes / GIB / case.memory_gib - 1)
+        for case in all_cases()
+        if case.memory_gib
+    ]
+    return text_of([*errors_from("time", times), *errors_from("memory", memory)])
 
 
 def refit(progress: Callable[[str], None] = lambda _: None) -> Iterator[Stack]:
@@ -168,13 +201,23 @@ def refit(progress: Callable[[str], None] = lambda _: None) -> Iterator[Stack]:
     cases = all_cases()
     for name in FITTED:
         progress(name)
-        yield fit_stack([case for case in cases if case.stack == name], stack(name), constants_of(name))
+        yield fit_stack(
+            [case for case in cases if case.stack == name and case.structure], stack(name), constants_of(name)
+        )
+
+
+def _memory() -> Iterator[Derived]:
+    """Derive the bytes that the fullest ranks of steps were published to hold, in GiB."""
+    for case in all_cases():
+        if case.memory_gib:
+            held = case.step().memory.max_bytes / GIB
+            yield Derived(f"{case.family}, GiB", case.label, held, case.memory_gib)
 
 
 def derived() -> dict[str, list[Derived]]:
     """Return the tables of memory, bubbles and collectives, by name."""
     tables: dict[str, list[Derived]] = {}
-    for make in EXACT:
+    for make in (*EXACT, _memory):
         for row in make():
             tables.setdefault(row.table, []).append(row)
     return tables
@@ -184,11 +227,11 @@ def scores_of(families: Sequence[RowFamily]) -> list[list[str]]:
     """Return the scores as rows of texts, the heading first."""
     rows = [["steps", "rows", *(f"{mode}: error, bias" for mode in MODES), "choice", "tau"]]
     for family in families:
-        scores = [family.score(mode) for mode in MODES]
-        left = scores[1]
-        choice = "" if left.choice_cost is None else f"{left.choice_cost:.1%}"
-        tau = "" if left.order_tau is None else f"{left.order_tau:.2f}"
-        cells = (f"{each.error:.1%}, {each.bias:+.1%}" for each in scores)
+        scores = {mode: family.score(mode) for mode in MODES}
+        left = scores[family.blind]
+        choice = "" if left is None or left.choice_cost is None else f"{left.choice_cost:.1%}"
+        tau = "" if left is None or left.order_tau is None else f"{left.order_tau:.2f}"
+        cells = ("" if each is None else f"{each.error:.1%}, {each.bias:+.1%}" for each in scores.values())
         rows.append([family.name, str(len(family.cases)), *cells, choice, tau])
     return rows
 
@@ -229,7 +272,8 @@ def errors_of(table: str, rows: Sequence[Derived]) -> Floats:
 
 def verdict(family: RowFamily) -> str:
     """Say which bars a family misses with its structure left out, or that it meets them."""
-    found = family.score("left out")
+    found = family.score(family.blind)
+    assert found is not None, "each family has a mode"
     bar = BARS["same" if family.cases[0].cluster in FITTED_ON else "other"]
     short = []
     if found.error > bar:
@@ -256,16 +300,17 @@ def short_tables(tables: dict[str, list[Derived]]) -> list[str]:
 
 def facts(families: Sequence[RowFamily], tables: dict[str, list[Derived]]) -> dict[str, Any]:
     """Return all of it as JSON-ready values."""
-    found: dict[str, Any] = {}
+    all_found: dict[str, Any] = {}
     for family in families:
         rows = [
             {"label": case.label, "structure": case.structure, "measured_s": case.measured_s}
-            | {f"{mode.replace(' ', '_')}_s": family.predicted[mode][place] for mode in MODES}
+            | {f"{mode.replace(' ', '_')}_s": times[place] for mode, times in family.predicted.items()}
             for place, case in enumerate(family.cases)
         ]
-        found[family.name] = {"scores": {mode: family.score(mode)._asdict() for mode in MODES}, "rows": rows}
+        scores = {mode: found._asdict() for mode in MODES if (found := family.score(mode))}
+        all_found[family.name] = {"scores": scores, "rows": rows}
     derived_rows = {name: [row._asdict() for row in rows] for name, rows in tables.items()}
-    return {"bars": BARS, "families": found, "tables": derived_rows}
+    return {"bars": BARS, "families": all_found, "tables": derived_rows}
 
 
 def words_of(section: str) -> list[tuple[str, str]]:
@@ -288,16 +333,17 @@ def write_page(path: Path, families: Sequence[RowFamily], tables: dict[str, list
 
 PAGE = """# How near the simulator comes to published measurements
 
-`distlab validate --page FILE` writes this page: {rows} published steps and {tables} tables, predicted.
+`distlab validate --page FILE` writes this page: {rows:,} published steps and {tables} tables, predicted.
 
-*Calibrated*: with the constants of the package, which were fitted to these rows. *Left out*: each row with
-constants fitted without its structure (a size, a cluster, a schedule). What sources do not say was chosen
-with all rows in view, so that errors on rows never seen may be larger: see below.
+*Calibrated*: with the constants of the package, which were fitted to these rows; a table without such figures was
+never fitted to. *Left out*: each row with constants fitted without its structure (a size, a cluster, a schedule);
+*family left out*: without its whole table, where a second one has its stack. What sources do not say was chosen
+with the fitted rows in view, so that errors on rows never seen may be larger: see below.
 *Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of
 |predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the
 shortest prediction takes in addition to the fastest measured plan, for one model and batch.
 
-![Predicted against measured times of all steps, calibrated, left out and from data sheets]({picture})
+![Predicted against measured times of all steps, calibrated, left out in two ways and from data sheets]({picture})
 """
 
 
@@ -337,18 +383,23 @@ def draw(path: Path, families: Sequence[RowFamily]) -> None:
     """Draw predicted over measured time: a row for each family, and in it a line of strokes for each way to predict."""
     from matplotlib.figure import Figure
 
+    others = [family for family in families if "calibrated" not in family.predicted]
+    once = {"family left out": tuple(time for family in others for time in family.predicted["family left out"])}
+    families = [family for family in families if "calibrated" in family.predicted]
+    families += [RowFamily("never fitted to", sum((family.cases for family in others), ()), once)] if others else []
     figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
     axes.axvspan(0.95, 1.05, color="0.9")
     for place, (mode, (colour, words)) in enumerate(MODES.items()):
+        label: str | None = f"{mode}: {words}"
         for row, family in enumerate(families):
-            shares = np.array(family.predicted[mode]) / [case.measured_s for case in family.cases]
-            label = None if row else f"{mode}: {words}"
-            axes.plot(
-                shares, np.full(len(shares), row + 0.26 * (place - 1)), "|", color=colour, ms=7, alpha=0.7, label=label
-            )
-    axes.set(xlim=(0, 1.3), ylim=(len(families) - 0.4, -0.6), xlabel="predicted over measured; grey: within 5 %")
+            if mode in family.predicted:
+                shares = np.array(family.predicted[mode]) / [case.measured_s for case in family.cases]
+                height = np.full(len(shares), row + 0.2 * (place - 1.5))
+                axes.plot(shares, height, "|", color=colour, ms=6, alpha=0.7, label=label)
+                label = None
+    axes.set(xlim=(0, 1.9), ylim=(len(families) - 0.4, -0.6), xlabel="predicted over measured; grey: within 5 %")
     axes.set_yticks(range(len(families)), [f"{family.name} ({len(family.cases)})" for family in families])
-    axes.hlines(np.arange(len(families) - 1) + 0.5, 0, 1.3, color="0.85", lw=0.6)
+    axes.hlines(np.arange(len(families) - 1) + 0.5, 0, 1.9, color="0.85", lw=0.6)
     figure.legend(loc="outside upper left", frameon=False)
     figure.savefig(path, dpi=120)

@@ -1,8 +1,8 @@
 """Published steps as cases, each family with what its source does not say and is assumed here, and the reason.
 
-On A100s: Megatron-LM, Korthikanti, zero-bubble, BLOOM, vTrain, MosaicML, ZeRO-3 and FSDP. Models have a vocabulary of
-51,200 unless the source says otherwise. Megatron-LM of those years sums gradients in float32 behind the last backward
-("flat"). On H100s: Megatron-Core, NeMo, Llama 3, torchtitan and nanotron. All use flash attention.
+On A100s, with plain attention: Megatron-LM, zero-bubble, BLOOM and vTrain. Models have a vocabulary of 51,200 unless
+the source says otherwise. Megatron-LM of those years sums gradients in float32 behind the
+last backward ("flat"). Steps that a plan file can say stand in `plan_rows.json`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from distlab.plan import Plan, Sharding, Workload
-from simulator.models.attention_kernel import fuse_attention
-from simulator.models.by_name import LLAMA
+from distlab.plan import Plan, Sharding
 from simulator.models.gpt import gpt_step_flops
-from simulator.models.llama import LlamaSizes, llama_workload
-from simulator.validation.case import FSDP, MEGATRON, SIXTEEN_BITS, Case, Row, gpt, plan_of, read_table
+from simulator.validation.case import MEGATRON, SIXTEEN_BITS, Case, Row, gpt, plan_of, read_table
 
 DEEPSPEED = "megatron-deepspeed"
 FULL_FLAT: dict[str, Any] = {"recompute": "full", "gradient_sync": "flat"}
@@ -33,35 +30,13 @@ def sc21() -> Iterator[Case]:
         plan = plan_of(row["global_batch"], micro, stages=stages, precision=MEGATRON, **degrees, **FULL_FLAT)
         workload = gpt(row["hidden"], row["layers"], row["heads"], 2048, micro)
         steps.append((f"{row['params_b']}B", workload, plan, row["derived_iter_time_s"]))
-    row, seconds = _table_2("PTD-P")
+    row = next(row for row in read_table("megatron_sc21_table2_ptdp_vs_zero3") if row["scheme"] == "PTD-P")
+    flops = gpt_step_flops(*GPT_3[:2], 2048, 51200, row["global_batch"], recompute="full")
+    seconds = flops / row["gpus"] / (row["achieved_tflops_per_gpu"] * 1e12)
     plan = plan_of(row["global_batch"], 1, data=4, pipeline=12, tensor=8, precision=MEGATRON, **FULL_FLAT)
     steps.append(("175B", gpt(*GPT_3, 1), plan, seconds))
     for size, workload, plan, seconds in steps:
         yield Case("Megatron-LM SC21", size, size, workload, plan, "dgx-a100", "megatron", seconds)
-
-
-def _table_2(scheme: str) -> tuple[Row, float]:
-    """Return a row of Table 2, and its step's time by equation 3."""
-    row = next(row for row in read_table("megatron_sc21_table2_ptdp_vs_zero3") if row["scheme"] == scheme)
-    flops = gpt_step_flops(12288, 96, 2048, 51200, row["global_batch"], recompute="full")
-    return row, flops / row["gpus"] / (row["achieved_tflops_per_gpu"] * 1e12)
-
-
-def korthikanti() -> Iterator[Case]:
-    """Yield steps of 22B and 175B with full, or with selective recompute and sequences split (2205.05198)."""
-    for row in read_table("korthikanti_table3_5_iteration_time"):
-        micro, model = row["micro_batch"], row["model"]
-        workload = gpt(row["hidden"], row["layers"], row["heads"], row["seq"], micro)
-        degrees = {"pipeline": row["pp"], "tensor": row["tp"], "stages": row["interleave_m"]}
-        for name, recompute, time in (
-            ("full", "full", "full_recompute_s"),
-            ("seqpar_selective", "selective", "seqpar_selective_s"),
-        ):
-            splits = recompute == "selective"
-            own = {"recompute": recompute, "sequence_parallel": splits, "precision": MEGATRON, **degrees}
-            where = ("dgx-a100", "megatron", row[time], model)
-            plan = plan_of(row["global_batch"], micro, **own)
-            yield Case("Korthikanti", f"{model} {name}", model, workload, plan, *where)
 
 
 SCHEDULE_OF = {"1F1B": "one_f_one_b", "ZB-1p": "zb_1p", "ZB-2p": "zb_2p", "1F1B-I": "interleaved"}
@@ -76,7 +51,8 @@ def zero_bubble() -> Iterator[Case]:
         plan = Plan(pipeline=ranks, num_microbatches=count, schedule=schedule, precision=MEGATRON, cut="blocks")
         seconds = micro * count / (row["samples_per_gpu_per_s"] * ranks)
         where = ("dgx-a100", "megatron", seconds, f"{model} m={count}")
-        yield Case("zero-bubble", f"{model} {row['schedule']} m={count}", model, workload, plan, *where)
+        label, held = f"{model} {row['schedule']} m={count}", float(row["memory_gb"])
+        yield Case("zero-bubble", label, model, workload, plan, *where, memory_gib=held)
 
 
 def bloom() -> Iterator[Case]:
@@ -135,167 +111,4 @@ def _vtrain(row: Row, family: str, recompute: str, stack: str) -> Case:
     return Case(family, label, structure, workload, plan, *where)
 
 
-def zero_three() -> Iterator[Case]:
-    """Yield 175B by ZeRO's stage 3 over 48 nodes: DeepSpeed of 2021, full recompute (2104.04473, Table 2)."""
-    row, seconds = _table_2("ZeRO-3")
-    micro, sharding = row["micro_batch"], Sharding(3)
-    plan = plan_of(row["global_batch"], micro, data=row["gpus"], recompute="full", sharding=sharding, cut="time")
-    yield Case("SC21 ZeRO-3", "175B", "175B", gpt(*GPT_3, micro), plan, "dgx-a100", DEEPSPEED, seconds)
-
-
-def fsdp_paper() -> Iterator[Case]:
-    """Yield 175B by FSDP, 1 and 2 samples per GPU: plain attention, a vocabulary of 50,000 (2304.11277, section 5.4).
-
-    The rates hold on 128 to 512 GPUs; 256 are taken. The rates count what full recompute runs again.
-    """
-    rates = {row["what"]: row["value"] for row in read_table("fsdp_ddp_scalars")}
-    for micro, what in ((1, "FSDP GPT-175B A100 128-512 GPUs batch 1"), (2, "FSDP GPT-175B batch 2")):
-        seconds = gpt_step_flops(12288, 96, 2048, 50000, micro, recompute="full") / (rates[what] * 1e12)
-        plan, label = Plan(data=256, recompute="full", sharding=Sharding(3)), f"175B, {micro} per GPU"
-        where = ("dgx-a100", "fsdp-plain", seconds)
-        yield Case("FSDP paper", label, label, gpt(*GPT_3, micro, 50000), plan, *where)
-
-
-def mosaicml() -> Iterator[Case]:
-    """Yield MPT 7B and 13B by FSDP on one node: flash attention, a vocabulary of 50,368 (llm-foundry).
-
-    Every micro-batch scatters its gradients, in float32: mosaicml/composer, mixed_precision "DEFAULT", 2023.
-    """
-    for row in read_table("mosaicml_llmfoundry_fsdp_throughput"):
-        sequence, ranks, micro = row["seqlen_(t)"], row["#_gpus"], row["microbatchsize"]
-        layers, hidden = (32, 4096) if row["model"] == "7b" else (40, 5120)
-        workload = fuse_attention(gpt(hidden, layers, hidden // 128, sequence, micro, 50368))
-        recompute = "full" if row["activation_checkpointing"] == "True" else "none"
-        own: dict[str, Any] = {"sharding": Sharding(3), "precision": FSDP, "recompute": recompute}
-        plan = Plan(data=ranks, num_microbatches=row["gradaccum"], **own)
-        where = ("dgx-a100", "fsdp", row["globalbatchsize_(t)"] / (row["throughput_(t/s/gpu)"] * ranks))
-        yield Case("MosaicML", f"{row['model']} s={sequence}", f"s={sequence}", workload, plan, *where)
-
-
-PEAK = 989.4e12
-
-
-def _llama(sizes: LlamaSizes, sequence: int, samples: int) -> Workload:
-    return fuse_attention(llama_workload(sizes, sequence_length=sequence, microbatch_size=samples))
-
-
-def _seconds(workload: Workload, plan: Plan, mfu: float) -> float:
-    """Return the time of a step from its published MFU."""
-    counted = workload.counted_flops * plan.num_microbatches * plan.num_replicas
-    return counted / (mfu * PEAK * plan.world_size)
-
-
-def megatron_core() -> Iterator[Case]:
-    """Yield weak scaling at a vocabulary of 131,072 with a distributed optimizer and overlapped exchanges.
-
-    Not said: micro-batches (assumed: all that a replica has; with a pipeline one sample), stages per rank of the
-    pipeline (assumed: four), how attention is counted (assumed: all pairs).
-    """
-    for row in read_table("megatron_core_h100_weak_scaling"):
-        data, batch, tensor, pipeline = (row[key] for key in ("dp", "global_batch", "tp", "pp"))
-        micro, stages = (1, 4) if pipeline > 1 else (batch // data, 1)
-        workload = fuse_attention(gpt(row["hidden"], row["layers"], row["heads"], 4096, micro, 131072))
-        degrees = {"data": data, "pipeline": pipeline, "tensor": tensor, "sequence_parallel": tensor > 1}
-        plan = plan_of(batch, micro, stages=stages, sharding=Sharding(1), precision=MEGATRON, **degrees)
-        measured = _seconds(workload, plan, row["tflops_per_gpu"] * 1e12 / PEAK)
-        stack, size = "transformer-engine", row["model"]
-        yield Case("Megatron-Core", size, size, workload, plan, "dgx-h100", stack, measured)
-
-
-# Sizes of NVIDIA's benchmarks: their published operations per token fit them to 0.5 %. Nemotron's have no gates.
-NEMO_GPT = {"GPT3-5B": (4096, 24, 32), "GPT3-20B": (6144, 44, 48), "GPT3-175B": (12288, 96, 96)}
-NEMO_LLAMA = {
-    "LLAMA2-7B": LLAMA["llama-2-7b"],
-    "LLAMA2-13B": LLAMA["llama-2-13b"],
-    "LLAMA2-70B": LLAMA["llama-2-70b"],
-    "LLAMA3-8B": LLAMA["llama-3-8b"],
-    "LLAMA3-70B": LLAMA["llama-3-70b"],
-    "Nemotron-8B": LlamaSizes(4096, 32, 32, 32, 16384, 256000, is_gated=False),
-    "Nemotron-15B": LlamaSizes(6144, 32, 48, 8, 24576, 256000, is_gated=False),
-    "Nemotron-22B": LlamaSizes(6144, 40, 48, 48, 24576, 256000, is_gated=False),
-    "Nemotron-340B": LlamaSizes(18432, 96, 96, 8, 73728, 256000, is_gated=False),
-}
-
-
-def nemo() -> Iterator[Case]:
-    """Yield NVIDIA's own benchmarks of NeMo in 16 and 8 bits, on 8 to 2,048 GPUs: nothing recomputed.
-
-    Gradients are summed and kept in 16 bits, as its launch scripts say (NVIDIA/NeMo-Framework-Launcher, examples,
-    optim.grad_sync_dtype=bf16, 2024): with 32 bits 15B and 20B would not fit.
-    """
-    for row in read_table("nemo_h100_steps"):
-        model, micro, gpus, batch, sequence = (
-            row[key] for key in ("model", "micro_batch", "gpus", "global_batch", "seq_len")
-        )
-        degrees = {"pipeline": row["pp"], "tensor": row["tp"], "context": row["cp"], "sequence_parallel": row["tp"] > 1}
-        if model in NEMO_LLAMA:
-            workload = _llama(NEMO_LLAMA[model], sequence, micro)
-        else:
-            workload = fuse_attention(gpt(*NEMO_GPT[model], sequence, micro))
-        float8 = "products" if row["precision"] == "fp8" else "none"
-        own: dict[str, Any] = {"sharding": Sharding(1), "precision": SIXTEEN_BITS, "float8": float8, **degrees}
-        plan = plan_of(batch, micro, data=gpus // (row["tp"] * row["pp"] * row["cp"]), stages=row["vp"], **own)
-        measured = float(row["step_s"] or batch * sequence / gpus / row["tokens_per_s_per_gpu"])
-        label = f"{model} {row['precision']} on {gpus}"
-        yield Case("NeMo", label, model, workload, plan, "dgx-h100", "nemo", measured)
-
-
-def llama3() -> Iterator[Case]:
-    """Yield the step of Llama 3 405B on 8,192 GPUs at 8,192 positions: nothing recomputed (2407.21783, Table 4).
-
-    Stages per rank: four. The source's first chunk has the embedding alone, which means eight: 2.3 points shorter.
-    """
-    row = read_table("llama3_table4_mfu")[0]
-    workload = _llama(LLAMA["llama-3-405b"], row["seq_len"], 1)
-    degrees = {"data": row["dp"], "pipeline": row["pp"], "tensor": row["tp"], "sequence_parallel": True}
-    batch = row["batch_per_dp"] * row["dp"]
-    plan = plan_of(batch, 1, stages=4, sharding=Sharding(1), precision=MEGATRON, **degrees)
-    measured = _seconds(workload, plan, row["tflops_per_gpu"] * 1e12 / PEAK)
-    yield Case("Llama 3", "405B", "405B", workload, plan, "dgx-h100", "transformer-engine", measured)
-
-
-def torchtitan() -> Iterator[Case]:
-    """Yield Llama 3.1 8B by FSDP, eager and compiled, in 16 and 8 bits, on the 500 W part (2410.06511, Tables 1 to 3).
-
-    Recompute is per operator, at 32,768 positions full. In 8 bits parameters are gathered so too (assumed: the source
-    says that Float8 is on). Gradients are scattered in float32, torchtitan's default. The row of Table 2 has no context
-    parallelism.
-    """
-    for row in read_table("torchtitan_published"):
-        samples, sequence, gpus, config = row["local_batch"], row["seq_len"], row["gpus"], row["config"]
-        workload = _llama(LLAMA["llama-3-8b"], sequence, samples)
-        recompute = "full" if row["act_ckpt"] == "full" else "operators"
-        float8 = "gathers" if "Float8" in config else "none"
-        plan = Plan(data=gpus, sharding=Sharding(3), precision=FSDP, recompute=recompute, float8=float8)
-        measured = sequence * samples / row["tokens_per_s_per_gpu"]
-        where = ("h100-500w", "compiled-fsdp" if "compile" in config else "eager-fsdp", measured)
-        structure = f"{gpus}, s={sequence}"
-        yield Case("torchtitan", f"{config} on {gpus}", structure, workload, plan, *where)
-
-
-# 1.34 and 8.86 billion: nanotron, scripts/scaling_benchmarks.py, 2025; embedding and head tied in the smaller.
-NANOTRON = {
-    1.34: LlamaSizes(2048, 16, 32, 32, 8192, 131072, ties_embedding=True),
-    8.86: LlamaSizes(4096, 32, 32, 32, 14336, 131072),
-}
-
-
-def nanotron() -> Iterator[Case]:
-    """Yield the best plans of nanotron for two sizes on 8 to 256 GPUs: a million tokens per step, sequences of 4,096.
-
-    Not said: whether anything is recomputed (assumed: nothing).
-    """
-    for row in read_table("nanotron_ultrascale_best_configs"):
-        size, gpus, tensor = row["model_params_b"], row["gpus"], row["tp"]
-        workload = _llama(NANOTRON[size], 4096, row["micro_batch"])
-        degrees = {"data": row["dp"], "pipeline": row["pp"], "tensor": tensor, "sequence_parallel": tensor > 1}
-        sharding = Sharding(row["zero_stage"])
-        plan = Plan(num_microbatches=row["grad_accum"], sharding=sharding, precision=MEGATRON, **degrees)
-        where = ("dgx-h100", "nanotron", _seconds(workload, plan, row["mfu_pct"] / 100))
-        yield Case("nanotron", f"{size}B on {gpus}", f"{gpus} GPUs", workload, plan, *where)
-
-
-FAMILIES = (
-    *(sc21, korthikanti, zero_bubble, bloom, vtrain_many_nodes, vtrain_one_node, mosaicml, zero_three, fsdp_paper),
-    *(megatron_core, nemo, llama3, torchtitan, nanotron),
-)
+FAMILIES = (sc21, zero_bubble, bloom, vtrain_many_nodes, vtrain_one_node)

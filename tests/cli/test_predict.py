@@ -96,6 +96,7 @@ def test_presets_and_a_plan_that_fits(said):
     assert re.search(r"MFU +\d+\.\d% of the data sheet's 312 TFLOP/s per rank", found)
     assert re.search(r"of achievable products +\d+\.\d% of \d+ TFLOP/s", found)
     assert re.search(r"step +.* samples per second", found)
+    assert re.search(r"error of the time +\d.* published steps like it .*\n(.*\n)*error of the memory +\d", found)
 
 
 PIPELINES = "--tensor 8 --pipeline 8 --data 1 --microbatches 64 --schedule interleaved --stages-per-rank 2"
@@ -245,7 +246,7 @@ def test_a_curve_over_clusters_and_counts_with_days_and_dollars_and_failures(sai
     days = [row["days"] for row in plain["curve"]]
     assert len(facts(*flags, "--days", sorted(days)[1])["curve"]) == 2
     shown = said(*flags, "--failures", "llama-3")
-    assert all(words in shown for words in ("dollars", "sweet spot", "1. ", "goodput"))
+    assert all(words in shown for words in ("dollars", "sweet spot", "1. ", "goodput", "error of these times: "))
     found = facts(*flags, "--failures", "1e-2", "--curve", picture, "--save", path)
     for row, other in zip(plain["curve"], found["curve"], strict=True):
         assert other["goodput"] < 1
@@ -297,7 +298,7 @@ def test_a_run_its_goodput_and_its_curve(facts, path):
 def test_a_run_in_words_and_pictures_and_what_flags_say_that_the_file_does_not(said, facts, path, tmp_path):
     picture = tmp_path / "curve.png"
     text = said("cost", path, "--gpus", "2,4,6", "--curve", picture)
-    for words in ("goodput", "one in 10.4 days", "checkpoints", "<- shortest"):
+    for words in ("goodput", "by published failures and stores", "error  ", "one in 10.4 days", "<- shortest"):
         assert words in text, words
     assert "nan" not in text
     assert "6 devices  left out: 3 replicas do not divide the batch of 16 micro-batches" in text

@@ -1,90 +1,28 @@
 """Published steps that no constant was fitted to: how near predictions come to what they have not seen.
 
-`held_out.json` has them as plan files: what rows share ("common"), what each row has, its source and its bars. What a
-source does not say is left at its default.
-
-MosaicML's rows on H100 showed that attention and products reach less of that device, and that collectives slow what
-runs beside them; rows of torchtitan on A100 and H200, what power leaves the 500 W part; rows in 8 bits, how dear
-quantising is. That every micro-batch scatters gradients is in MosaicML's code. How much comes from elsewhere: see
-`presets.toml` and the page of `distlab validate`.
-
-Of NVIDIA's benchmarks half of the rows, drawn at random, were predicted once, after the simulator's mixtures of experts
-had been changed. Errors of those halves: dense models 1.6 to 5.0 %, Grok-1 5.0 % (8.2 % before), other mixtures 18 %
-(26 % before). Grok-1 ran with experts that tensor ranks divide, which the simulator does not have: its steps are 6 %
-too short. Of dropless and dropping experts are on all tensor ranks too ("folded"), so that one expert rank stands for
-as many here.
-
-Of one node of B200, and of DeepSpeed on A100, half of the rows were predicted once before anything was changed and once
-after: dense models on B200 24 % before and 8 % after, mixtures of experts 16 and 9 %, long sequences 12 and 9 %. Every
-step on B200 is too short by some 8 %. Left out are rows of DeepSpeed that looked at 8,192 positions of 34B and 70B: by
-their source's own figures they reach 145 to 166 TFLOP/s where four times the positions reach 209 to 240 with as many
-tokens on each GPU.
+`simulator/validation/plan_rows.json` has them with their sources. Those that had been looked at before constants or
+mechanisms were chosen have a bar; `distlab validate` reports all, and its page says what was looked at.
 """
 
-import json
-from dataclasses import fields, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from simulator import simulate
-from simulator.models.parts import tokens_of
-from simulator.plan_file import TABLES, plan_of_tables
+from simulator.validation.plan_rows import PLAN_FAMILIES, plan_cases
 
-HELD_OUT = json.loads(Path(__file__).with_name("held_out.json").read_text(encoding="utf-8"))
-FAMILIES = {family["name"]: family for family in HELD_OUT["families"]}
+WITH_BARS = [name for name, family in PLAN_FAMILIES.items() if "error" in family]
 
 
-def plan_file(values, folder):
-    """Return a row as a plan file; a model may be one of the file's own, by sizes or as a configuration."""
-    if (model := values.get("model")) in HELD_OUT["models"]:
-        values = values | {"model": None} | HELD_OUT["models"][model]
-    if config := values.get("config"):
-        values["config"] = str(folder / "config.json")
-        (folder / "config.json").write_text(json.dumps(config))
-    return plan_of_tables(
-        {
-            table: {each.name: values[each.name] for each in fields(kind) if values.get(each.name) is not None}
-            for table, kind in TABLES.items()
-            if table != "run"
-        }
-    )
+@pytest.mark.parametrize("name", WITH_BARS)
+def test_steps_that_were_never_fitted_are_near(name):
+    errors = [case.predict_s() / case.measured_s - 1 for case in plan_cases(name)]
+    assert sum(map(abs, errors)) / len(errors) < PLAN_FAMILIES[name]["error"]
+    assert abs(sum(errors) / len(errors)) < PLAN_FAMILIES[name]["bias"]
 
 
-@cache
-def steps_of(name, folder):
-    """Return predicted and measured seconds of each row of a family."""
-    family, found = FAMILIES[name], []
-    for row in family["rows"]:
-        values = family["common"] | dict(zip(family["columns"], row, strict=True))
-        said = plan_file(values, folder)
-        workload, machine = said.made()
-        machine = replace(machine, software=replace(machine.software, **values.get("software", {})))
-        plan = said.plan
-        tokens = tokens_of(workload) * workload.samples * plan.num_microbatches * plan.num_replicas
-        measured = values.get("seconds") or values.get("milliseconds", 0) / 1e3
-        measured = measured or tokens / plan.world_size / values["rate"]
-        found.append((simulate(workload, machine, plan).steady_s, measured))
-    return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("configs")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_steps_that_were_never_fitted_are_near(name, folder):
-    errors = [predicted / measured - 1 for predicted, measured in steps_of(name, folder)]
-    assert sum(map(abs, errors)) / len(errors) < FAMILIES[name]["error"]
-    assert abs(sum(errors) / len(errors)) < FAMILIES[name]["bias"]
-
-
-def test_steps_of_nemotron_on_2048_gpus_do_not_wait_for_the_latencies_of_small_buckets(folder):
+def test_steps_of_nemotron_on_2048_gpus_do_not_wait_for_the_latencies_of_small_buckets():
     """Buckets of 25 MB were 300 in number and their steps 15 % too long; Megatron-Core makes them for the copies."""
-    family = FAMILIES["nemotron_15b"]
-    said = plan_file(family["common"] | dict(zip(family["columns"], family["rows"][-1], strict=True)), folder)
-    assert (said.plan.world_size, said.plan.float8) == (2048, "products")
-    small = replace(said, plan=replace(said.plan, bucket_bytes=25_000_001))
-    assert small.simulate().steady_s > 1.2 * said.simulate().steady_s
+    *_, case = plan_cases("NeMo, Nemotron 15B")
+    assert (case.plan.world_size, case.plan.float8) == (2048, "products")
+    small = replace(case, plan=replace(case.plan, bucket_bytes=25_000_001))
+    assert small.predict_s() > 1.2 * case.predict_s()

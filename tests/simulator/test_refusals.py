@@ -127,6 +127,7 @@ ROWS = [
      lambda: sim.sweep_compression(WORKLOAD, cluster_of(2), Plan(), compressions=[Compression("sign")])),
     ("write a number, or one of llama-3", lambda: sim.Failures("weekly")),
     ("rate is -1.0", lambda: sim.Failures(-1.0)),
+    ("storage_bytes_per_s is 'tape'; write a number, or one of meg", lambda: sim.Failures(storage_bytes_per_s="tape")),
     ("restart_s is -1.0; write a number of at least 0", lambda: sim.Failures(restart_s=-1.0)),
     ("save_s is 0.0; write a number above 0", lambda: sim.Failures(save_s=0.0)),
     ("the run has 0 tokens", lambda: sim.Run(0)),

@@ -13,12 +13,12 @@ from typing import Any
 
 from distlab.plan import Cluster, Link, Plan, Workload, parse_schedule
 from distlab.plan.work import COLUMNS
-from simulator import cluster, gpt_workload
+from simulator import RATES, cluster, gpt_workload
 from simulator.hardware import presets as hardware
 from simulator.models.by_name import model_by_name
 from simulator.models.parts import tokens_of
 from simulator.pipeline.schedule_arrays import B, F
-from simulator.runs.failures import RATES, Failures
+from simulator.runs.failures import Failures
 from simulator.runs.money import Run, batch_of, bill, curve
 from simulator.step.simulate import simulate
 from simulator.units import widths_of

@@ -18,8 +18,9 @@ from simulator.hardware import presets as hardware
 from simulator.memory.advice import DoesNotFitError, check_fit
 from simulator.memory.memory import memory_of
 from simulator.models.by_name import model_by_name
-from simulator.runs.failures import RATES, Failures, checkpoint_bytes
+from simulator.runs.failures import Failures, checkpoint_bytes
 from simulator.runs.money import Run, bill, counts_of, spread
+from simulator.runs.published import RATES
 from simulator.step.simulate import Step, simulate
 from simulator.sweeps.fsdp_units import sweep_units, unit_sizes, with_unit_layers
 from simulator.units import capitalised, format_s, in_words
