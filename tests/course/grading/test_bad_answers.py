@@ -4,7 +4,9 @@ import functools
 import re
 import threading
 import time
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,56 +30,7 @@ def right(tensor):
     dist.all_reduce(total)
     return total / dist.get_world_size()
 """
-FILLS_THE_DISK = """
-with open(f"/tmp/distlab-test-{os.getpid()}", "wb") as file:
-    os.unlink(file.name)
-    file.truncate(1 << 30)"""
-# The lines before `return right(tensor)`, the number of ranks, the fault, and what is said.
-CASES = [
-    (
-        *("if dist.get_rank() == 0:\n    dist.all_reduce(tensor.clone())\nreturn tensor", 2, "deadlock"),
-        "rank 0 waits in all_reduce .* rank 1 has returned without it",
-    ),
-    ("while True:\n    pass", 1, "hang", "did not finish in 3 s .* in mean: (while True:|pass)"),
-    ("signal.raise_signal(signal.SIGSTOP)", 1, "hang", "stopped by a signal"),
-    ("os.kill(os.getppid(), signal.SIGKILL)", 1, "signal", "it sends signal 9 to process .* in mean: os.kill"),
-    ("os.killpg(0, signal.SIGTERM)", 1, "signal", "it sends signal 15 to process 0; a check ends its ranks itself"),
-    ("with contextlib.suppress(Exception):\n    os.fork()", 1, "forked", r"starts a process \(os.fork\).* in mean: "),
-    (
-        *("while True:\n    print('all work and no play' * 50)", 1, "output"),
-        "rank 0 printed more than 10 MB and was stopped.* in mean: ",
-    ),
-    ("sys.exit(3)", 1, "exited", r"exited with status 3 .* in mean: sys.exit\(3\)"),
-    ("os._exit(0)", 1, "exited", "exited with status 0 before it returned"),
-    ("ctypes.string_at(0)", 1, "killed", "was killed by SIGSEGV .* in mean: ctypes.string_at"),
-    (
-        *("kept = []\nwhile True:\n    kept.append(torch.ones(32 << 20))", 1, "memory"),
-        "more memory than a check gives .* in mean: kept.append",
-    ),
-    (
-        *("kept = {}\nwhile True:\n    kept[len(kept)] = torch.ones(50)", 2, "memory"),  # none is left to tell it
-        r"more memory than a check gives .* in mean: kept\[len",
-    ),
-    (
-        *("if dist.get_rank() == 2:\n    raise KeyError('layer 7')", 3, "raised"),
-        "on rank 2 of 3: it raised KeyError: 'layer 7' .*raise KeyError",
-    ),
-    ("return (right(tensor) for _ in range(1))", 1, "returned", "an object of class generator, which is not a plain"),
-    ("return None", 1, "returned", "got None"),
-    ("dist.destroy_process_group()\nreturn tensor", 1, "left the group", "destroyed or replaced the process group"),
-    ("sys.stdout.close()", 1, "state left behind", "it closed or replaced sys.stdout"),
-    (
-        *("mine = tensor.clone()\ndist.all_reduce(tensor, async_op=True)\nreturn mine", 2, "not communicated"),
-        r"rank 0 starts all_reduce at \S*answers.py:\d+ and never waits for it",
-    ),
-    (
-        *("dist.recv(torch.ones(1), 0) if dist.get_rank() else dist.isend(torch.ones(1), 1)", 2, "not waited"),
-        r"right result, but by luck: rank 0 starts send to rank 1 at .* isend",
-    ),
-    ("dist.all_reduce(torch.ones(1), async_op=True)", 2, "not waited", "keep what dist.all_reduce returns"),
-    ("dist.all_reduce(torch.ones(1 + dist.get_rank()))", 2, "mismatch", r"float32\[1\].*float32\[2\]"),
-    (FILLS_THE_DISK, 1, "raised", r"OSError: \[Errno 27\] File too large .* in mean"),
-]
+CASES = tomllib.loads(Path(__file__).with_name("bad_answers.toml").read_text("utf-8"))["cases"]
 
 
 def text_of(report):
