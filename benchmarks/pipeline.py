@@ -22,7 +22,6 @@ from _blocks import by_value, slowest, take_turns
 from _rows import Row, compare, noise, single
 from _script import backend_of, run_script
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.comm import Ranks
@@ -32,11 +31,11 @@ from distlab.pipeline import Pipeline, split_gpt
 from distlab.plan import Schedule, make_schedule
 
 PEERS = {
-    "gpipe": schedules.ScheduleGPipe,
-    "one_f_one_b": schedules.Schedule1F1B,
-    "interleaved": schedules.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zb_v": schedules.ScheduleZBVZeroBubble,
+    "gpipe": "ScheduleGPipe",
+    "one_f_one_b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zb_v": "ScheduleZBVZeroBubble",
 }
 CONFIG = GPTConfig(context=64, num_layers=8, num_heads=4, hidden_size=128, tied=False)
 SAMPLES = 2  # in a micro-batch
@@ -94,11 +93,13 @@ def our_step(name: str, num_microbatches: int, device: torch.device, setup: Setu
 
 def torch_step(name: str, num_microbatches: int, device: torch.device, setup: Setup = SMALL) -> Step:
     """Build torch's pipeline with the same stages and return one training step of it."""
+    from torch.distributed.pipelining import PipelineStage, schedules  # loads torch's compiler for seconds
+
     plan = make_schedule(name, dist.get_world_size(), num_microbatches)
-    modules = stages_of(plan, device, setup)
+    modules, kind = stages_of(plan, device, setup), getattr(schedules, PEERS[name])
     stages = [PipelineStage(module, index, plan.num_stages, device) for index, module in modules.items()]
-    single = issubclass(PEERS[name], schedules.PipelineScheduleSingle)
-    schedule = PEERS[name](stages[0] if single else stages, num_microbatches, loss_fn=GPT.loss)
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    schedule = kind(stages[0] if single else stages, num_microbatches, loss_fn=GPT.loss)
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=LEARNING_RATE)
     inputs, targets = batch_of(num_microbatches, device, setup)
     arguments = (inputs,) if 0 in modules else ()
