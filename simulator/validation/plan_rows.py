@@ -1,7 +1,8 @@
 """Published steps in the words of a plan file, from `plan_rows.json`: what rows share, what each row has, its source.
 
-Families whose rows name a structure had constants fitted to them; no constant was fitted to the others. What a source
-does not say is at its default, or named in a family's "what".
+Families whose rows name a structure had constants fitted to them; no constant was fitted to the others, but for rows
+that are "seen": a constant was chosen with them in view, and they are a family apart. What a source does not say is at
+its default, or named in a family's "what".
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from simulator.plan_file import TABLES, PlanFile, plan_of_tables
 from simulator.validation.case import Case
 
 _READ = json.loads(resources.files("simulator.validation").joinpath("plan_rows.json").read_text(encoding="utf-8"))
+SEEN = ", seen"
 PLAN_FAMILIES: Mapping[str, Any] = {family["name"]: family for family in _READ["families"]}
 
 
@@ -43,6 +45,7 @@ def _case(family: str, values: dict[str, Any], folder: str) -> Case:
     label = values.get("label") or f"{workload.name} on {plan.world_size}"
     where = (machine if "structure" not in values else values["name"], machine.software.name, measured)
     more = (values.get("choice") or "", values.get("memory_gib") or 0.0)
+    family += SEEN if values.get("seen") else ""
     return Case(family, label, values.get("structure", ""), workload, plan, *where, *more)
 
 

@@ -21,7 +21,7 @@ from simulator.units import GIB
 from simulator.validation.case import Case
 from simulator.validation.confidence import errors_from, like_of, text_of
 from simulator.validation.exact import EXACT, Derived
-from simulator.validation.plan_rows import plan_cases
+from simulator.validation.plan_rows import SEEN, plan_cases
 from simulator.validation.refit import CONSTANTS, FITS, Constant, fit_stack, leave_out
 from simulator.validation.steps import FAMILIES
 
@@ -132,7 +132,7 @@ class RowFamily(NamedTuple):
     @property
     def blind(self) -> str:
         """The mode of MODES that saw least of these rows and has a value for each."""
-        return "left out" if "left out" in self.predicted else "family left out"
+        return next(mode for mode in ("left out", "family left out", "calibrated") if mode in self.predicted)
 
     def score(self, mode: str) -> Score | None:
         """Return the score of the predictions of one of MODES; None: there are none."""
@@ -172,7 +172,7 @@ def validate(progress: Callable[[str], None] = lambda _: None) -> list[RowFamily
     progress("steps that no constant was fitted to")
     for case in cases:
         if not case.structure and case.measured_s:
-            found[case] = {"family left out": case.predict_s()}
+            found[case] = {"calibrated" if case.family.endswith(SEEN) else "family left out": case.predict_s()}
     families = dict.fromkeys(case.family for case in found)
     members = {name: tuple(case for case in cases if case in found and case.family == name) for name in families}
     return [
@@ -186,6 +186,7 @@ def text_of_errors(families: Sequence[RowFamily]) -> str:
     times = [
         (like_of(case.workload, case.plan, case.machine()), predicted / case.measured_s - 1)
         for family in families
+        if family.blind != "calibrated"
         for case, predicted in zip(family.cases, family.predicted[family.blind], strict=True)
     ]
     memory = [
@@ -335,10 +336,10 @@ PAGE = """# How near the simulator comes to published measurements
 
 `distlab validate --page FILE` writes this page: {rows:,} published steps and {tables} tables, predicted.
 
-*Calibrated*: with the constants of the package, which were fitted to these rows; a table without such figures was
-never fitted to. *Left out*: each row with constants fitted without its structure (a size, a cluster, a schedule);
-*family left out*: without its whole table, where a second one has its stack. What sources do not say was chosen
-with the fitted rows in view, so that errors on rows never seen may be larger: see below.
+*Calibrated*: with the constants of the package, which were fitted to these rows, or chosen with them in view ("seen");
+a table without such figures was never fitted to. *Left out*: each row with constants fitted without its structure (a
+size, a cluster, a schedule); *family left out*: without its whole table, where a second one has its stack. What sources
+do not say was chosen with the fitted rows in view, so that errors on rows never seen may be larger: see below.
 *Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of
 |predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the
 shortest prediction takes in addition to the fastest measured plan, for one model and batch.
@@ -383,9 +384,9 @@ def draw(path: Path, families: Sequence[RowFamily]) -> None:
     """Draw predicted over measured time: a row for each family, and in it a line of strokes for each way to predict."""
     from matplotlib.figure import Figure
 
-    others = [family for family in families if "calibrated" not in family.predicted]
+    others = [family for family in families if family.blind == "family left out"]
     once = {"family left out": tuple(time for family in others for time in family.predicted["family left out"])}
-    families = [family for family in families if "calibrated" in family.predicted]
+    families = [family for family in families if family.blind != "family left out"]
     families += [RowFamily("never fitted to", sum((family.cases for family in others), ()), once)] if others else []
     figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()

@@ -27,7 +27,8 @@ TABLES = cache(report.derived)
 def few(monkeypatch):
     """Two cases of one stack and a table that was never fitted to, so that a run takes a second."""
     cases = [case for case in zero_bubble() if case.label.endswith("m=24")][:2]
-    cases += plan_cases("torchtune")
+    never, seen = plan_cases("torchtune")
+    cases += [never, replace(seen, family="torchtune, seen")]
     monkeypatch.setattr(report, "all_cases", lambda: cases)
     monkeypatch.setattr(report, "derived", TABLES)
     monkeypatch.setattr(report, "FITTED", {"megatron": ("matmul_fraction",)})
@@ -85,9 +86,12 @@ def test_validate_prints_scores_and_json(few, capsys, tmp_path):
     families = json.loads(written.out)["families"]
     own = families["zero-bubble"]
     assert set(own["scores"]) == {*report.MODES} - {"family left out"}
-    assert set(families["torchtune"]["scores"]) == {"family left out"}
+    assert [*families["torchtune"]["scores"], *families["torchtune, seen"]["scores"]] == [
+        "family left out",
+        "calibrated",
+    ]
     assert own["scores"]["calibrated"]["error"] < own["scores"]["data sheet"]["error"]
-    assert len(own["rows"]) + len(families["torchtune"]["rows"]) == len(few)
+    assert sum(len(each["rows"]) for each in families.values()) == len(few)
     text = page.read_text()
     assert "![Predicted against measured" in text
     assert "zero-bubble: " in text

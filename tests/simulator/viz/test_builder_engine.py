@@ -54,7 +54,7 @@ def expected(ran):
     return numbers, {(a, b): end[a] + wait for (a, b), wait in edges.items()}
 
 
-SEEDS = [(7, 900), *(pytest.param(seed, 6000, marks=pytest.mark.soak) for seed in (1, 2, 3))]
+SEEDS = [(7, 2100), *(pytest.param(seed, 6000, marks=pytest.mark.soak) for seed in (1, 2, 3))]
 
 
 @pytest.mark.parametrize(("seed", "count"), SEEDS)
