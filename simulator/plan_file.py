@@ -3,6 +3,7 @@
     [workload]                      # fields of `ModelDescription`
     model = "llama-3-70b"
     microbatch_size = 1
+    lora_rank = 16                  # may be left out, as optimizer, loss_chunks and others: `distlab simulate --help`
 
     [cluster]                       # fields of `ClusterDescription`
     name = "dgx-h100"

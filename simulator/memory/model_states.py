@@ -19,6 +19,7 @@ from simulator.gradients.fsdp_units import Unit, gathered_bytes, units_of
 from simulator.units import Widths
 
 Floats = NDArray[np.float64]
+Both = tuple[Floats, Floats]
 
 # The kinds in which memory is counted, and the column of each.
 KINDS = (
@@ -70,7 +71,7 @@ class States(NamedTuple):
 
 def count_states(
     layers: Sequence[Layer],
-    elements: tuple[Floats, Floats],
+    elements: Both,
     plan: Plan,
     widths: Widths,
     units: UnitBytes | None,
@@ -164,12 +165,7 @@ def _bucket_bytes(sizes: tuple[tuple[int, ...], ...], bucket_bytes: int, width: 
 
 
 def unit_bytes(
-    layers: Sequence[Layer],
-    elements: tuple[Floats, Floats],
-    largest: Floats,
-    plan: Plan,
-    widths: Widths,
-    software: Software,
+    layers: Sequence[Layer], elements: Both, largest: Floats, plan: Plan, widths: Widths, software: Software
 ) -> UnitBytes:
     """Count what the units of some layers hold.
 

@@ -27,7 +27,7 @@ An expert's products have the rows that an even load brings it from all expert r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -44,9 +44,7 @@ PASSES = ("forward", "input_gradient", "weight_gradient")
 SIDES = ((0, 1, 2), (0, 2, 1), (2, 1, 0))
 CAST_ONCE, CAST_TWICE, GATHERED = 4, 6, 2  # bytes of an element
 # Of the kinds with a scale for each few elements: bytes that quantising moves, and that are kept of an element.
-SCALED: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"mxfp8": (4 + 2 / 32, 1 + 1 / 32), "nvfp4": (5 + 2 / 16, 1 / 2 + 1 / 16)}
-)
+SCALED = MappingProxyType({"mxfp8": (4 + 2 / 32, 1 + 1 / 32), "nvfp4": (5 + 2 / 16, 1 / 2 + 1 / 16)})
 
 
 @lru_cache(maxsize=4096)

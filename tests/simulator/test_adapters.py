@@ -166,3 +166,13 @@ def test_what_blocks_keep_goes_to_the_host_and_comes_back():
     assert hidden[0] == hidden[1] < slow.duration_s
     with pytest.raises(ValueError, match=r"how much of its host's memory t4 may use; write host_memory_bytes in \[clu"):
         sim.simulate(made, sim.cluster("t4-server"), far)
+
+
+@pytest.mark.parametrize(("weights", "gib", "tokens_per_s"), [("bfloat16", 8.5, 8210), ("nf4", 4.6, 8035)])
+def test_a_fine_tuned_3b_takes_the_memory_and_the_time_that_torchtune_publishes(weights, gib, tokens_per_s):
+    """On one A100, compiled, recomputed and offloaded, rank 64: README of pytorch/torchtune, 2025."""
+    made = sim.ModelDescription(**TUNED, **CHUNKED, lora_rank=64, weights=weights).workload()
+    plan = Plan(precision=PURE, recompute="full", offload_activations=True)
+    step = sim.simulate(made, sim.cluster("dgx-a100", 1, stack="compiled-fsdp"), plan)
+    assert step.memory.max_bytes / 2**30 == pytest.approx(gib, rel=0.1)
+    assert 2 * 4096 / step.steady_s == pytest.approx(tokens_per_s, rel=0.1)

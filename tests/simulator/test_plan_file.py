@@ -18,6 +18,8 @@ from distlab.plan.sharding import DTYPE_BYTES, OFFLOADS
 from simulator.export import TOOLS, export
 from simulator.hardware import presets
 from simulator.hardware.presets import OwnDevice, OwnLink
+from simulator.models.adapters import LORA_MODULES, WEIGHTS
+from simulator.models.optimizers import OPTIMIZERS
 
 MOST_RANKS_DRAWN = 64
 LONGEST_S = 60.0  # for one configuration: more counts as hanging
@@ -31,9 +33,17 @@ MODEL = {
     "sequence_length": (1, 17, 48, 96, 4096),
     "microbatch_size": (1, 1, 2, 3, 16),
     "attention": (None, "plain", "flash"),
+    "loss_chunks": (1, 1, 2, 50),
 }
+TRAINED = {
+    "optimizer": OPTIMIZERS,
+    "lora_rank": (1, 4, 8),
+    "weights": (*WEIGHTS[:1] * 3, *WEIGHTS),
+    "lora_modules": LORA_MODULES,
+}
+WINDOWED = {"sliding_window": (1, 32, 99), "full_attention_every": (None, 2), "document_length": (None, 7, 999)}
 LIKE_LLAMA = {"num_key_value_heads": (8, 8, 1, 2), "feed_forward_size": (1, 200, 256)}
-LIKE_LLAMA |= dict.fromkeys(("ties_embedding", "is_gated"), (True, False))
+LIKE_LLAMA |= dict.fromkeys(("ties_embedding", "is_gated", "head_norms"), (True, False))
 MIXED = {"num_experts": (2, 4, 6), "top_k": (1, 2, 3)}
 DEVICE = {
     "matmul_flops_per_s": (None, *NUMBER[1:], 1e18),
@@ -57,10 +67,11 @@ PLAN = {
     "gradient_sync": records.GRADIENT_SYNCS,
     "bucket_bytes": (1, 10_000, 25_000_000),
     "recompute": records.RECOMPUTES,
-    "float8": ("none", "none", "none", *records.FLOAT8),
+    "float8": (*("none",) * 13, *records.FLOAT8),
     "sequence_parallel": (True, False, False),
     "context_kind": records.CONTEXT_KINDS,
     "cut": ("time", "time", *CUTS),
+    "offload_activations": (*(False,) * 24, True),
 }
 SOME = {"recompute_method": records.RECOMPUTE_METHODS, "recompute_layers": (1, 2, 3, 99)}
 SHARDING = {"unit_layers": (1, 2, 50), "reshard_after_forward": (True, True, False)}
@@ -76,6 +87,7 @@ def drawn(random, table, often=1.0):
 def random_file(random):
     """Make a plan file, or raise as its records do: degrees may not divide, wires have 1 byte per second."""
     model = drawn(random, MODEL) | drawn(random, LIKE_LLAMA, 0.4) | drawn(random, MIXED, 0.15)
+    model |= drawn(random, TRAINED, 0.2) | drawn(random, WINDOWED, 0.03)
     machine, plan = drawn(random, CLUSTER), drawn(random, PLAN)
     machine["device"] = OwnDevice(**own) if (own := drawn(random, DEVICE, 0.3)) else None
     for wire in ("intra_node", "inter_node"):
