@@ -23,6 +23,7 @@ from simulator.advisor.reasons import (
     words_of as words_of,
 )
 from simulator.advisor.search import Choice as Choice, Search as Search, search as search
+from simulator.advisor.ways_out import beside as beside, nearest as nearest, ways_out as ways_out
 from simulator.gradients.compression import (
     CodecWork as CodecWork,
     MeasuredCodec as MeasuredCodec,
