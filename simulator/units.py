@@ -160,7 +160,8 @@ class Widths(NamedTuple):
 def widths_of(workload: Workload, plan: Plan) -> Widths:
     """Return the bytes of an element under the plan's precision, or the workload's own where it has none.
 
-    The optimizer's state has the type of what is updated: the master weights', or the parameters' where there are none.
+    The optimizer's state has the type of what is updated, the master weights or else the parameters, unless it has its
+    own.
     """
     own, master = workload.bytes_per_parameter, workload.master_bytes_per_parameter
     precision, state = plan.precision, workload.optimizer_bytes_per_parameter
@@ -168,7 +169,7 @@ def widths_of(workload: Workload, plan: Plan) -> Widths:
         return Widths(own, own, master, state, own, 1.0)
     compute = DTYPE_BYTES[precision.compute]
     master_now = 4 if precision.has_master_weights else 0
-    state_now = state * (master_now or compute) / (master or own)
+    state_now = state if workload.has_own_state_type else state * (master_now or compute) / (master or own)
     activations = compute / (workload.activation_element_bytes or own)
     gradient, reduce = DTYPE_BYTES[precision.gradients], DTYPE_BYTES[precision.reduce]
     return Widths(compute, gradient, master_now, state_now, reduce, activations)

@@ -30,8 +30,7 @@ class Layer:
         activation_bytes: bytes kept from forward for backward, a micro-batch; the next four are parts of it or of what
             it becomes, and 0 where they are not known.
         output_bytes: bytes of the layer's output, a micro-batch: what a pipeline sends when the stage ends here.
-        parameter_shapes: shape of each parameter tensor; a tensor without a shape counts as a vector. Only low-rank
-            compression looks at shapes.
+        parameter_shapes: shape of each parameter tensor; a tensor without a shape counts as a vector.
         tensor_activation_bytes: the part of activation_bytes that tensor-parallel ranks divide, logits apart.
         score_bytes: the part of activation_bytes that selective recompute drops: attention scores and what is made of
             them. Where tensor parallelism divides them they are in tensor_activation_bytes too.
@@ -52,6 +51,8 @@ class Layer:
         parameter_axes: which ranks divide each parameter tensor: "tensor", "expert" (whole experts), or "" for none.
             A tensor that is not named is not divided, unless tensor_parameters says that all or none are.
         frozen_bytes: bytes of parameters that are not trained; every rank of the stage has all of them.
+        base_bytes: of frozen weights with adapters, which stage 3 shards, bytes that no rank divides, tensor ranks',
+            expert ranks', and of the largest one as it is unpacked for its product; (): there are none.
         sequence_calls: kind and elements of the calls in backward with which ranks of sequence parallelism combine
             gradients of parameters that they all hold.
     """
@@ -79,6 +80,7 @@ class Layer:
     uncounted_flops: float = 0.0
     kept_until_weights_bytes: int | None = None
     frozen_bytes: int = 0
+    base_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         kept, divided = self.activation_bytes, self.tensor_activation_bytes + self.logits_bytes
@@ -98,9 +100,7 @@ class Layer:
     @property
     def expert_parameters(self) -> int:
         """Elements of the experts' parameter tensors, which expert-parallel ranks divide."""
-        if "expert" not in self.parameter_axes:
-            return 0
-        with_axes = zip(self.parameter_sizes, self.parameter_axes, strict=True)
+        with_axes = zip(self.parameter_sizes, self.parameter_axes, strict=False)  # none where axes are not known
         return sum(size for size, axis in with_axes if axis == "expert")
 
     @property
@@ -112,8 +112,7 @@ class Layer:
     @property
     def whole_inputs(self) -> int:
         """Elements that go into its products and its experts', without those of `divided_inputs`, a micro-batch."""
-        whole = ([p for p in each.products if p.divided != "depth"] for each in self.regions)
-        inputs = (dict.fromkeys((p.rows, p.depth) for p in products) for products in whole)
+        inputs = ({(p.rows, p.depth) for p in each.products if p.divided != "depth"} for each in self.regions)
         experts = self.experts.num_experts * sum(p.rows * p.depth for p in self.experts.products) if self.experts else 0
         return experts + sum(rows * depth for each in inputs for rows, depth in each)
 
@@ -142,6 +141,7 @@ class Workload:
         bytes_per_parameter: bytes of one parameter, and of one gradient, on the wire and in memory.
         optimizer: the work of one update of *all* parameters (whatever the number of micro-batches).
         optimizer_bytes_per_parameter: optimizer state held for each parameter (AdamW in fp32: 8).
+        has_own_state_type: that state is as wide whatever the plan's precision; else as wide as what is updated.
         samples: samples in one micro-batch of one replica.
         master_bytes_per_parameter: a second copy of each parameter, kept for the update (float32: 4), or 0.
         activation_element_bytes: bytes of most elements of the activations; 0: as a parameter's.
@@ -151,10 +151,11 @@ class Workload:
     layers: tuple[Layer, ...]
     bytes_per_parameter: int = 4
     optimizer: Work = Work()
-    optimizer_bytes_per_parameter: int = 8
+    optimizer_bytes_per_parameter: float = 8
     samples: int = 1
     master_bytes_per_parameter: int = 0
     activation_element_bytes: int = 0
+    has_own_state_type: bool = False
 
     def __post_init__(self) -> None:
         require(len(self.layers) > 0, f"Workload {self.name!r} has no layers; give it at least one")

@@ -196,6 +196,8 @@ class Pipelines:
             states, kept = np.zeros((2, v, p)), np.add.reduceat(cost.kept, firsts).reshape(v, p)
             on_host = {"none": (), "optimizer": (1,), "all": (1, 2, 3)}[plan.sharding.offload]
             every, few = plan.copies, plan.data * plan.context
+            base = np.add.reduceat(cost.base, firsts).reshape(v, p)
+            states[int(3 in on_host)] += base / (every if stage == 3 else 1)
             for parameters, copies in zip(local_parameters(shape, cost), (every, few), strict=True):
                 own = np.add.reduceat(parameters, firsts).reshape(v, p)
                 for size, needed in sizes:

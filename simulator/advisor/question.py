@@ -109,12 +109,13 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """A shape's layers on one rank: forward and backward in seconds, and bytes kept, of a micro-batch [L]."""
+    """A shape's layers on one rank [L]: forward and backward in seconds, and bytes kept, of a micro-batch; frozen ones."""
 
     workload: Workload
     forward: Floats
     backward: Floats
     kept: Floats
+    base: Floats
 
     @cached_property
     def tensors(self) -> Ints:

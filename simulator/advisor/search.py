@@ -24,7 +24,7 @@ from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question
 from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.memory import Memory, memory_of
 from simulator.memory.stage import kept_by_layers
-from simulator.stage.local_layer import divides, time_layers
+from simulator.stage.local_layer import base_on_a_rank, divides, time_layers
 from simulator.stage.recomputed import recomputed
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
@@ -143,7 +143,8 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
         most = min(MOST_PER_RANK, num_layers // pipeline) if pipeline > 1 and count % pipeline == 0 else 1
         copies = data * shape.expert * shape.context
         numbers = [v for v in range(1, most + 1) if question.fixed.cut == "time" or _is_even(workload, pipeline * v)]
-        stages = {0, 1} | ({2} if count == 1 else set()) | ({3} if pipeline == shape.expert == 1 else set())
+        units = pipeline == shape.expert == 1 and question.model.weights != "nf4"
+        stages = {0, 1} | ({2} if count == 1 else set()) | ({3} if units else set())
         ways = [
             (stage, OFFLOADS.index(name))
             for name in offloads
@@ -176,7 +177,8 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
     forward, backward = known[shape.recompute]
     if shape.recompute_layers > 1:
         backward = np.where(recomputed(workload, plan, (0, len(workload.layers))), backward, known["none"][1])
-    return Costs(workload, forward, backward, kept_by_layers(workload, plan, question.cluster.software))
+    base = np.array([base_on_a_rank(layer, plan) for layer in workload.layers], np.float64)
+    return Costs(workload, forward, backward, kept_by_layers(workload, plan, question.cluster.software), base)
 
 
 ROUGH, TIGHT, RUN, EXACT = range(4)

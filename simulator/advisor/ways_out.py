@@ -17,11 +17,13 @@ from distlab.plan.sharding import OFFLOADS
 from simulator.advisor.question import Question
 from simulator.advisor.reasons import MOST_SIMULATED, MOST_TRIED, columns_of, words_of
 from simulator.advisor.search import NOT_SEARCHED, Choice, Search, search
+from simulator.models.description import ModelDescription
 from simulator.step.simulate import simulate
 from simulator.step.timed import notes_on
 from simulator.units import counted, format_bytes, format_s
 
 MOST_DOUBLINGS = 6  # of the devices
+RANK = 16
 
 
 class Way(NamedTuple):
@@ -69,10 +71,15 @@ def ways_out(question: Question) -> Iterator[Way]:
     for _ in range(MOST_DOUBLINGS):
         count = 2 * count if 2 * count <= per_node else -(-2 * count // per_node) * per_node
         way = _way(f"{count} devices", replace(plain, cluster=replace(plain.cluster, num_devices=count)))
-        if way.choice:
-            yield way
-            return
-    yield Way("more devices", None, f"nothing fits on {count} either, or the batch does not divide")
+        if way.choice or count > question.batch_size:
+            break
+    yield way
+    if question.model.lora_rank is None:
+        adapters = replace(question.model, lora_rank=RANK)
+        yield _way(f"LoRA of rank {RANK}", replace(plain, model=adapters))
+        yield _way(f"QLoRA of rank {RANK}", replace(plain, model=replace(adapters, weights="nf4")))
+    if question.model.optimizer == ModelDescription.optimizer:
+        yield _way("states of 8 bits", replace(plain, model=replace(question.model, optimizer="adamw-8bit")))
 
 
 def _way(name: str, question: Question) -> Way:

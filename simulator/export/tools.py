@@ -15,6 +15,8 @@ from simulator.export.launch import job_set, pytorch_job, slurm_script, torchrun
 from simulator.export.megatron import megatron_flags
 from simulator.export.parts import Exported, Options, as_json
 from simulator.export.torchtitan import torchtitan_config
+from simulator.hardware.presets import given
+from simulator.models.description import OF_TRAINING
 from simulator.plan_file import PlanFile
 
 
@@ -38,6 +40,7 @@ TOOLS: Mapping[str, Callable[[PlanFile, Options], Exported]] = MappingProxyType(
     }
 )
 
+LAUNCHERS = ("torchrun", "slurm", "pytorchjob", "jobset")
 PLAIN = Options()
 
 
@@ -49,4 +52,9 @@ def export(said: PlanFile, tool: str, options: Options = PLAIN) -> Exported:
     """
     if tool not in TOOLS:
         raise ValueError(f"there is no export to {tool!r}; choose one of {', '.join(TOOLS)}")
+    own = [name for name in OF_TRAINING if name in given(said.workload)]
+    if own and tool not in LAUNCHERS:
+        raise ValueError(
+            f"{tool} has no words for {own[0]} here; leave {' and '.join(own)} out, and say it in its files"
+        )
     return TOOLS[tool](said, options)

@@ -12,6 +12,7 @@ bytes, over the slower links.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ VIEW_KERNELS = 2  # a tensor of a unit that is shown: split and view it, and put
 UNIT_KERNELS = 6  # a unit, once a pass: its hook, resizing the buffer, casting the shard, the autograd function
 PIECE_KERNELS = 8  # a piece of the own shard: is it finite, narrow and view its gradient, hand it to its parameter
 Rows = tuple[tuple[int, ...], ...]
+NO_SCATTER = (Transfer("reduce_scatter", 0, 0, 0.0),)  # of a unit that is all frozen
 FAULT_BYTES = 6  # one for each code of a gradient: used, unused, sparse, twice, moved, not finite
 
 
@@ -42,12 +44,14 @@ class Unit(NamedTuple):
         layers: their numbers, rising.
         sizes: elements of each of their parameter tensors.
         is_root: whether it stays gathered from the start of forward to the end of backward.
+        base_bytes: of frozen weights, which are gathered too.
     """
 
     name: str
     layers: tuple[int, ...]
     sizes: tuple[int, ...]
     is_root: bool
+    base_bytes: float = 0.0
 
     @property
     def num_elements(self) -> int:
@@ -61,11 +65,14 @@ def units_of(layers: Sequence[Layer], unit_layers: int) -> tuple[Unit, ...]:
     blocks = blocks or list(range(len(layers)))
     rest = tuple(number for number in range(len(layers)) if number not in set(blocks))
     groups = [tuple(blocks[start : start + unit_layers]) for start in range(0, len(blocks), unit_layers)]
-    owned = [(layers_of, sum((layers[n].parameter_sizes for n in layers_of), ())) for layers_of in (rest, *groups)]
-    kept = [(layers_of, sizes) for layers_of, sizes in owned if sizes]
+    owned = [
+        (each, sum((layers[n].parameter_sizes for n in each), ()), sum(sum(layers[n].base_bytes[:3]) for n in each))
+        for each in (rest, *groups)
+    ]
+    kept = [one for one in owned if one[1] or one[2]]
     return tuple(
-        Unit(f"unit {index}", layers_of, sizes, is_root=layers_of == rest)
-        for index, (layers_of, sizes) in enumerate(kept)
+        Unit(f"unit {index}", layers_of, sizes, layers_of == rest, base)
+        for index, (layers_of, sizes, base) in enumerate(kept)
     )
 
 
@@ -217,13 +224,23 @@ def gathered_bytes(plan: Plan, widths: Widths, *, is_root: bool) -> int:
 
 
 def _calls_of_parameters(
-    num_elements: int, shards: Shards, widths: Widths, offload: str, sizes: Sequence[int] = (), *, width: int = 0
+    num_elements: int,
+    shards: Shards,
+    widths: Widths,
+    offload: str,
+    sizes: Sequence[int] = (),
+    *,
+    width: int = 0,
+    base: int = 0,
 ) -> dict[str, Any]:
-    """Cost what stages 1 to 3 do alike: gather parameters of `width` bytes, and copy shards to and from the host."""
-    has_copies, width = offload != "none", width or widths.parameter
+    """Cost what stages 1 to 3 do alike: gather parameters of `width` bytes, and copy shards to and from the host.
+
+    `base`: elements of a frozen base, which come and go with the parameters.
+    """
+    has_copies, width, whole = offload != "none", width or widths.parameter, num_elements + base
     return {
-        "gather": shards.gather(num_elements, width, sizes),
-        "load": shards.host_copy(num_elements, widths.parameter) if has_copies else None,
+        "gather": shards.gather(whole, width, (*sizes, base) if base else sizes),
+        "load": shards.host_copy(whole if offload == "all" else num_elements, widths.parameter) if has_copies else None,
         "save": shards.host_copy(num_elements, widths.reduce) if has_copies else None,
     }
 
@@ -237,18 +254,20 @@ def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan
         return to_ns(compute_s(Work(memory_bytes=2 * num_elements * widths.reduce, num_kernels=1), device))
 
     @cache  # most units are alike
-    def costs(sizes: tuple[int, ...], width: int) -> dict[str, Any]:
-        num_elements, num_tensors = sum(sizes), len(sizes)
+    def costs(sizes: tuple[int, ...], base_bytes: float, width: int) -> dict[str, Any]:
+        num_elements, num_tensors, offload = sum(sizes), len(sizes), plan.sharding.offload
+        base = math.ceil(base_bytes / widths.parameter)
         return {
-            **_calls_of_parameters(num_elements, shards, widths, plan.sharding.offload, sizes, width=width),
+            **_calls_of_parameters(num_elements, shards, widths, offload, sizes, width=width, base=base),
             "show_ns": to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * num_tensors + UNIT_KERNELS), device)),
-            "scatter": shards.scatter(num_elements, widths.reduce, sizes),
+            "scatter": shards.scatter(num_elements, widths.reduce, sizes) if sizes else NO_SCATTER,
             "pack_ns": copies_ns(num_elements),
             "unpack_ns": copies_ns(shards.padded(num_elements) // shards.num_shards),
         }
 
     return tuple(
-        UnitTimes(unit, **costs(unit.sizes, gathered_bytes(plan, widths, is_root=unit.is_root))) for unit in units
+        UnitTimes(unit, **costs(unit.sizes, unit.base_bytes, gathered_bytes(plan, widths, is_root=unit.is_root)))
+        for unit in units
     )
 
 

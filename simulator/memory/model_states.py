@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import PLAIN, Layer, Plan, Software, assign_buckets
-from simulator.gradients.fsdp_units import gathered_bytes, units_of
+from simulator.gradients.fsdp_units import Unit, gathered_bytes, units_of
 from simulator.units import Widths
 
 Floats = NDArray[np.float64]
@@ -74,6 +74,7 @@ def count_states(
     plan: Plan,
     widths: Widths,
     units: UnitBytes | None,
+    base: float = 0.0,
     *,
     software: Software = PLAIN,
 ) -> States:
@@ -81,23 +82,22 @@ def count_states(
 
     Args:
         layers: in forward order.
-        elements: of each layer on a rank: all parameters, and of these its experts' [L]. Experts have fewer copies to
-            share their states out over.
+        elements: of each layer on a rank: all parameters, and of these its experts' [L], which have fewer copies.
         plan: how they are held.
         widths: bytes of an element.
         units: under stage 3, what units hold.
+        base: bytes of a frozen base on a rank, before stage 3 shards them.
         software: see `Software`; with `flat_buffers`, every gradient is made and added up in the buffer that travels.
     """
     sharding, (parameters, experts), flat_buffers = plan.sharding, elements, software.flat_buffers
     ranks = sharding.num_shards(plan.copies)
     whole, shard = float(parameters.sum()), units.shard if units else _shard(parameters, experts, plan)
     always = np.zeros(len(KINDS))
-    always[PARAMETERS] = (shard if sharding.stage == 3 else whole) * widths.parameter
+    always[PARAMETERS] = shard * widths.parameter + base / ranks if units else whole * widths.parameter + base
     always[[OPTIMIZER, MASTER]] = (shard if sharding.stage else whole) * np.array([widths.optimizer, widths.master])
     always[BUFFERS] = units.whole if units else 0.0
     gradients = (shard if sharding.stage >= 2 else whole) * widths.gradient
-    passed = _passed(parameters)
-    arriving = np.zeros(len(passed))
+    arriving = np.zeros(len(passed := _passed(parameters)))
     if plan.copies > 1 and sharding.stage < 3:
         sizes = _bucket_bytes(tuple(layer.parameter_sizes for layer in layers), plan.bucket_bytes, widths.gradient)
         # Two buckets: one is filled while the other travels.
@@ -164,26 +164,29 @@ def _bucket_bytes(sizes: tuple[tuple[int, ...], ...], bucket_bytes: int, width: 
 
 
 def unit_bytes(
-    layers: Sequence[Layer], parameters: Floats, largest: Floats, plan: Plan, widths: Widths, software: Software
+    layers: Sequence[Layer],
+    elements: tuple[Floats, Floats],
+    largest: Floats,
+    plan: Plan,
+    widths: Widths,
+    software: Software,
 ) -> UnitBytes:
     """Count what the units of some layers hold.
 
     Args:
         layers: in forward order.
-        parameters: elements of each on a rank [L].
+        elements: of each on a rank: what is trained, and what a frozen base is as wide as [L].
         largest: of the largest tensor of each [L].
         plan: how they are sharded.
         widths: bytes of an element.
         software: whether it gathers once beside a pipeline.
     """
-    sharding = plan.sharding
+    sharding, (parameters, base) = plan.sharding, elements
     ranks, prefetch = sharding.num_shards(plan.copies), sharding.prefetch
     units = units_of(layers, sharding.unit_layers)
-    padded = [float(np.ceil(parameters[list(unit.layers)].sum() / ranks) * ranks) for unit in units]
-    root = sum(size for unit, size in zip(units, padded, strict=True) if unit.is_root)
     blocks = [unit for unit in units if not unit.is_root]
-    sizes = np.array([size for unit, size in zip(units, padded, strict=True) if not unit.is_root])
-    up_to, number = np.append(0.0, np.cumsum(sizes)), len(sizes)
+    (root, sizes), (whole_root, whole_sizes) = (_padded(units, each, ranks) for each in (parameters, parameters + base))
+    up_to, number = np.append(0.0, np.cumsum(whole_sizes)), len(sizes)
     own = np.full(len(layers), -1)  # the unit of each layer, or -1: the root's, or no parameters
     for index, unit in enumerate(blocks):
         own[list(unit.layers)] = index
@@ -192,21 +195,15 @@ def unit_bytes(
     low = begun - inside
     ahead, behind = np.minimum(low + prefetch + inside, number), np.maximum(begun - prefetch - inside, 0)
     kept = sharding.reshard_after_forward
-    width, whole = gathered_bytes(plan, widths, is_root=False), root * widths.parameter
+    width, whole = gathered_bytes(plan, widths, is_root=False), whole_root * widths.parameter
     forward = whole + width * (up_to[ahead] - (up_to[low] if kept else 0.0))
     backward = whole + width * (up_to[begun] - (up_to[behind] if kept else 0.0))
     # A flat gradient, and the other ranks' parts of the own shard: of the unit done last.
     travels = np.append(sizes, 0.0) * (1 + (ranks - 1) / ranks)
     last = (root or (sizes[0] if number else 0.0)) * (1 + (ranks - 1) / ranks)
-    # The root's own gradients wait for its first layer; a tied weight's is there from the last layer on.
-    raw = np.full(len(layers), root)
-    for unit in blocks:
-        after = 0.0
-        for layer in reversed(unit.layers):
-            raw[layer] += after + min(largest[layer], parameters[layer])
-            after += parameters[layer]
+    raw = _raw(blocks, root, parameters, largest)
     beyond = len(layers)  # the loss, which uses no parameters: the root went when the model ended, and is not back yet
-    while beyond and not layers[beyond - 1].parameter_sizes and not layers[beyond - 1].weight_gradient.matmul_flops:
+    while beyond and not layers[beyond - 1].parameter_sizes and not layers[beyond - 1].forward.matmul_flops:
         beyond -= 1
     raw[beyond:] = 0.0
     if kept:
@@ -221,5 +218,26 @@ def unit_bytes(
         raw * widths.parameter,
         np.append(done[begun + 1], total) / ranks * widths.gradient,
         np.where(begun == number, last, 0.0) * widths.reduce,
-        once * (whole + width * float(sizes.sum())),
+        once * (whole + width * float(whole_sizes.sum())),
     )
+
+
+def _padded(units: Sequence[Unit], elements: Floats, ranks: int) -> tuple[float, Floats]:
+    """Return the elements of the root unit and of each other one, with what fills them up to equal shards."""
+    sizes = [float(np.ceil(elements[list(unit.layers)].sum() / ranks) * ranks) for unit in units]
+    pairs = list(zip(units, sizes, strict=True))
+    return sum(size for unit, size in pairs if unit.is_root), np.array([s for unit, s in pairs if not unit.is_root])
+
+
+def _raw(blocks: Sequence[Unit], root: float, parameters: Floats, largest: Floats) -> Floats:
+    """Return the gradients of units that are not done yet, when each layer's backward begins.
+
+    The root's own gradients wait for its first layer; a tied weight's is there from the last layer on.
+    """
+    raw = np.full(len(parameters), root)
+    for unit in blocks:
+        after = 0.0
+        for layer in reversed(unit.layers):
+            raw[layer] += after + min(largest[layer], parameters[layer])
+            after += parameters[layer]
+    return raw

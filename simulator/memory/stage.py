@@ -26,7 +26,7 @@ from simulator.memory.model_states import (
     count_states,
     unit_bytes,
 )
-from simulator.stage.local_layer import local_layers
+from simulator.stage.local_layer import base_on_a_rank, local_layers
 from simulator.stage.recomputed import Bools, grouped, recomputed
 from simulator.units import Widths, widths_of
 
@@ -131,10 +131,13 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     kept, again = _kept(table, plan, widths.activations, full, software)
     forward = np.zeros((num_layers, num_kinds))
     backward = np.zeros((num_layers, num_kinds))
+    base = np.array([base_on_a_rank(layer, plan) for layer in layers])
+    for passes in (forward, backward):
+        passes[:, TEMPORARY] += [sum(layer.base_bytes[3:]) / plan.tensor for layer in layers]
     _add_temporary(table, plan, widths, again, (forward, backward), software.parallel_loss_copies)
     between = np.zeros(num_kinds)
     if plan.sharding.stage == 3:
-        units = unit_bytes(layers, parameters, largest, plan, widths, software)
+        units = unit_bytes(layers, (parameters, base / widths.parameter), largest, plan, widths, software)
         forward[:, BUFFERS] += units.forward
         backward[:, BUFFERS] += units.backward
         backward[:, TEMPORARY] += units.raw
@@ -146,7 +149,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
         backward[:, TEMPORARY] += largest * widths.parameter
     _add_context(table, plan, widths, forward, backward)
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
-    states = count_states(own, (parameters, experts), plan, widths, units, software=software)
+    states = count_states(own, (parameters, experts), plan, widths, units, float(base.sum()), software=software)
     states.always[PARAMETERS] += table["frozen_bytes"].sum()
     tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]

@@ -6,15 +6,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distlab.plan import Workload
+from distlab.plan.require import chosen
 from simulator.hardware.presets import given
+from simulator.models.adapters import LORA_MODULES, WEIGHTS, with_adapters
 from simulator.models.attention_kernel import with_kernel
 from simulator.models.by_name import model_by_name
 from simulator.models.gpt import gpt_workload, mix_experts
 from simulator.models.hugging_face.config import workload_from_config
 from simulator.models.llama import LlamaSizes, llama_workload
+from simulator.models.optimizers import check_optimizer, with_optimizer
 from simulator.models.parts import Mixture, require_sizes
 
-OF_ANY = ("sequence_length", "microbatch_size", "attention")
+OF_TRAINING = ("optimizer", "lora_rank", "lora_modules", "weights")
+OF_ANY = ("sequence_length", "microbatch_size", "attention", *OF_TRAINING)
+MOST_RANK = 4096
 # What makes sizes those of a Llama; without any of them they are a GPT's.
 OF_LLAMA = ("feed_forward_size", "num_key_value_heads", "head_size", "is_gated", "ties_embedding")
 
@@ -44,6 +49,11 @@ class ModelDescription:
         sequence_length: tokens in a sequence; None: the model's, or 2048.
         microbatch_size: samples in a micro-batch.
         attention: plain, or flash, which keeps no scores; None: as the model was published, or plain.
+        optimizer: of what is trained: adamw, sgd, sgd-momentum or muon. With -32bit, -16bit or -8bit behind it states
+            are so wide; else as wide as what is updated.
+        lora_rank: rank of LoRA's adapters, which alone are trained; None: all parameters are.
+        lora_modules: products of a block that have adapters; one of LORA_MODULES.
+        weights: type of the frozen weights beside adapters; one of WEIGHTS. QLoRA's is nf4.
     """
 
     model: str | None = None
@@ -63,9 +73,14 @@ class ModelDescription:
     sequence_length: int | None = None
     microbatch_size: int = 1
     attention: str | None = None
+    optimizer: str = "adamw"
+    lora_rank: int | None = None
+    lora_modules: str = "all-linear"
+    weights: str = "bfloat16"
 
     def __post_init__(self) -> None:
         require_sizes("sizes", num_experts=self.num_experts, top_k=self.top_k, microbatch_size=self.microbatch_size)
+        self._check_training()
         for name in ("model", "config"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty; name one, or leave {name} out and give sizes")
@@ -84,6 +99,24 @@ class ModelDescription:
                 "out, or make a Llama of it: add feed_forward_size"
             )
 
+    def _check_training(self) -> None:
+        check_optimizer(self.optimizer)
+        chosen("lora_modules", self.lora_modules, LORA_MODULES)
+        chosen("weights", self.weights, WEIGHTS)
+        if self.lora_rank is None:
+            for name in ("lora_modules", "weights"):
+                if name in given(self):
+                    value = getattr(self, name)
+                    raise ValueError(
+                        f"{name} is {value!r} and there are no adapters beside frozen weights: all parameters are "
+                        f"trained, in the precision of the plan; add lora_rank, such as 16, or leave {name} out"
+                    )
+        elif not 1 <= self.lora_rank <= MOST_RANK:
+            raise ValueError(
+                f"lora_rank is {self.lora_rank}; write a whole number from 1 to {MOST_RANK:,}, or leave it out to "
+                "train all parameters"
+            )
+
     def with_microbatch(self, samples: int) -> ModelDescription:
         """Return the same model with a different number of samples in a micro-batch."""
         return replace(self, microbatch_size=samples)
@@ -95,6 +128,12 @@ class ModelDescription:
             ValueError: the model does not exist, a configuration is wrong, or sizes make no sense together.
             OSError: the configuration cannot be read.
         """
+        whole = self._model()
+        if self.lora_rank is not None:
+            whole = with_adapters(whole, self.lora_rank, modules=self.lora_modules, weights=self.weights)
+        return whole if (self.optimizer, self.lora_rank) == ("adamw", None) else with_optimizer(whole, self.optimizer)
+
+    def _model(self) -> Workload:
         own: dict[str, Any] = {"microbatch_size": self.microbatch_size, "attention": self.attention}
         if self.model:
             return model_by_name(self.model, sequence_length=self.sequence_length, **own)

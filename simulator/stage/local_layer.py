@@ -155,9 +155,17 @@ def local_layers(layers: Sequence[Layer], kinds: Sequence[int], plan: Plan) -> t
     made = []
     for kind, layer in zip(kinds, layers, strict=True):
         if kind not in known:
-            known[kind] = _with_sizes(layer, [_own(layer, index, plan) for index in range(len(layer.parameter_sizes))])
+            local = _with_sizes(layer, [_own(layer, index, plan) for index in range(len(layer.parameter_sizes))])
+            known[kind] = changed(local, base_bytes=layer.base_bytes and (base_on_a_rank(layer, plan), 0.0, 0.0, 0.0))
         made.append(changed(known[kind], name=layer.name))
     return tuple(made)
+
+
+def base_on_a_rank(layer: Layer, plan: Plan) -> float:
+    """Return the bytes of a layer's frozen base on one rank, before stage 3 shards them."""
+    whole, divided, of_experts, _ = layer.base_bytes or (0.0,) * 4
+    most = layer.experts.most_on_a_rank(plan.expert) / layer.experts.num_experts if layer.experts else 1.0
+    return whole + divided / plan.tensor + of_experts * most
 
 
 def of_experts(layers: Sequence[Layer], kinds: Sequence[int], *, experts: bool) -> tuple[Tensors, ...]:

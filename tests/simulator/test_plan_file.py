@@ -267,6 +267,11 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
         ('model = "gpt-9"', r"no model 'gpt-9'"),
         ("layers = 4", r"\[workload\] has no key 'layers'; did you mean 'num_layers'\?"),
         ('model = ""', r"\[workload\] model is empty; name one, or leave model out"),
+        ("lora_rank = 0", r"\[workload\] lora_rank is 0; write a whole number from 1 to 4,096, or leave it out"),
+        ('weights = "nf4"', r"weights is 'nf4' and there are no adapters .*; add lora_rank, such as 16, or leave"),
+        ('optimizer = "sgd-8bit"', r"sgd keeps no states that could have 8 bits; write sgd, or .* such as adamw-8bit"),
+        ('optimizer = "lion"', r"optimizer is 'lion'; choose one of adamw, sgd, "),
+        ('weights = "int3"\nlora_rank = 8', r"weights is 'int3'; choose one of bfloat16, nf4"),
     ],
     'name = "dgx-h100"': [
         ("intra_node = 3", r"write a text in quotes or a table with latency_s, bytes_per_s"),

@@ -1,0 +1,94 @@
+"""What is trained, and by what: LoRA and QLoRA beside a frozen base, and what optimizers keep.
+
+Trained parameters are those that PEFT prints (huggingface/peft, 2024); bytes of a state those of its own elements.
+"""
+
+import pytest
+
+import simulator as sim
+from distlab.plan import Plan, Precision, Sharding
+from simulator.memory.memory import KINDS
+from simulator.models.adapters import NF4_BYTES
+
+PURE = Precision("bfloat16", master=False, reduce="bfloat16", gradients="bfloat16")
+NF4 = {"lora_rank": 16, "weights": "nf4"}
+
+
+def model(name="llama-3-8b", **said):
+    return sim.ModelDescription(name, sequence_length=2048, **said).workload()
+
+
+def held(workload, plan):
+    return dict(zip(KINDS, sim.memory_of(workload, plan).at_peak_bytes[0].tolist(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "rank", "modules", "trained"), [
+    ("llama-3-8b", 16, "all-linear", 41_943_040), ("llama-2-7b", 8, "query-value", 4_194_304),
+    ("llama-2-7b", 64, "all-linear", 159_907_840), ("gpt-2-124m", 8, "query-value", 294_912),
+])  # fmt: skip
+def test_adapters_alone_are_trained_held_and_sent(name, rank, modules, trained):
+    """The base keeps its two bytes and its products for inputs; what is sent and updated is the adapters'."""
+    whole, made = model(name), model(name, lora_rank=rank, lora_modules=modules)
+    assert made.num_parameters == trained
+    weights = sum(layer.weight_gradient.matmul_flops for layer in made.layers)
+    assert weights == pytest.approx(2 * 2048 * trained)
+    extra = sum(new.forward.flops - old.forward.flops for old, new in zip(whole.layers, made.layers, strict=True))
+    assert extra == pytest.approx(weights)
+    assert held(made, Plan(precision=PURE))["parameters"] == 2 * (whole.num_parameters + trained)
+    for plan in (Plan(2), Plan(2, sharding=Sharding(1))):
+        one = sim.simulate(made, sim.cluster("dgx-a100"), plan)
+        assert max(one.sent_bytes_by_pipeline_rank) == pytest.approx(2 * trained, rel=0.01)
+
+
+def test_a_base_is_divided_as_its_weights_are():
+    """Tensor and expert ranks divide it; stage 3 shards and gathers it, with nothing to scatter but adapters."""
+    made = model(lora_rank=16)
+    alone = held(made, Plan(precision=PURE))["parameters"]
+    whole = 2 * 65 * 4096 + 2 * 16 * 32 * 7 * 4096  # norms, and the side of each adapter that no rank divides
+    split = held(made, Plan(tensor=8, precision=PURE))["parameters"]
+    assert split == pytest.approx((alone - whole) / 8 + whole, rel=1e-6)
+    shards = Plan(8, precision=PURE, sharding=Sharding(3))
+    assert held(made, shards)["parameters"] == pytest.approx(alone / 8, rel=1e-6)
+    step = sim.simulate(made, sim.cluster("dgx-a100"), shards)
+    sent = {kind: step.trace.is_word("kind", kind) for kind in ("all_gather", "reduce_scatter")}
+    gathered, scattered = (step.trace.num_bytes[rows].sum() / 8 for rows in sent.values())  # of 8 ranks
+    assert scattered == pytest.approx(2 * made.num_parameters, rel=0.01)
+    assert gathered == pytest.approx(2 * alone, rel=0.15)  # forward and backward; the root once
+    mixed = sim.ModelDescription("mixtral-8x7b", **NF4).workload()
+    experts = 32 * 8 * 3 * 4096 * 14336 * NF4_BYTES
+    both = [held(mixed, Plan(expert=ranks))["parameters"] for ranks in (1, 2)]
+    assert both[0] - both[1] == pytest.approx(experts / 2, rel=0.02)
+
+
+def test_bytes_of_4_bits():
+    """4.127 bits in the blocks, 16 elsewhere, and one weight unpacked at a time; each pass unpacks all.
+
+    Fits as the paper's abstract says: 65B on one device of 48 GB, recomputing, with 8 bits of state (paged there).
+    """
+    plain, packed = model(lora_rank=16), model(**NF4)
+    blocks = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    saved = [held(each, Plan(precision=PURE))["parameters"] for each in (plain, packed)]
+    assert saved[0] - saved[1] == pytest.approx(blocks * (2 - NF4_BYTES), rel=1e-9)
+    more = [held(each, Plan(precision=PURE, recompute="full"))["temporary"] for each in (plain, packed)]
+    assert 0 <= more[1] - more[0] <= 2 * 4096 * 14336
+    assert all(
+        new.forward.memory_bytes - old.forward.memory_bytes == pytest.approx((2 + NF4_BYTES) * blocks / 32)
+        for old, new in zip(plain.layers[1:-1], packed.layers[1:-1], strict=True)
+    )
+    own = {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "feed_forward_size": 22016, "vocab_size": 32000}
+    large = sim.ModelDescription(**own, sequence_length=512, lora_rank=64, weights="nf4", optimizer="adamw-8bit")
+    assert 38e9 < sim.memory_of(large.workload(), Plan(precision=PURE, recompute="full")).max_bytes < 46e9
+
+
+@pytest.mark.parametrize(("optimizer", "states", "moved"), [
+    ("adamw", 8, 28), ("adamw-16bit", 4, 20), ("adamw-8bit", 2 + 8 / 256, 16), ("sgd", 0, 12), ("sgd-momentum", 4, 20),
+    ("sgd-momentum-8bit", 1 + 4 / 256, 14), ("muon", 4.52, 21),
+])  # fmt: skip
+def test_what_an_optimizer_keeps_and_moves(optimizer, states, moved):
+    """States of a width of their own stay so without master weights; others are as wide as what is updated."""
+    made = model(optimizer=optimizer)
+    assert held(made, Plan())["optimizer"] / made.num_parameters == pytest.approx(states, rel=1e-3)
+    pure = held(made, Plan(precision=PURE))["optimizer"] / made.num_parameters
+    assert pure == pytest.approx(states if "bit" in optimizer else states / 2, rel=1e-3)
+    assert made.optimizer.memory_bytes / made.num_parameters == pytest.approx(moved, rel=5e-3)
+    assert (made.optimizer.matmul_flops > 0) == (optimizer == "muon")
