@@ -55,7 +55,7 @@ def _priced(text: str) -> tuple[str, float | None]:
 @FAILURES
 @flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
 @flag("--headroom", type=number(least=0, most=99), default=5, metavar="N", help="per cent of memory to keep free")
-@flag("--offload", choices=OFFLOADS, help="what goes to the host's memory (default: what is fastest)")
+@flag("--offload", choices=OFFLOADS, help="what goes to the host's memory (default: nothing, unless nothing fits)")
 @flag("--whole-recompute", action="store_true", help=WHOLE)
 @flag("--top", type=number(least=1, most=20), default=3, metavar="N", help="plans to show")
 @flag("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
@@ -84,7 +84,7 @@ def plan(arguments: argparse.Namespace) -> int:
         on = f"{question.cluster.num_devices} x {question.cluster.name}"
         _say(f"{on}: listing every plan")
         one = search(question)
-        best = one.best(arguments.top, tell=partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
+        best = one.advised(arguments.top, partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
         _say("")
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
         billed = [bill(choice.step, run) for choice in best]

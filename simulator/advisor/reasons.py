@@ -53,11 +53,11 @@ def reasons(search: Search, best: Choice) -> list[Reason]:
     plain = {"recompute": "none", "sequence_parallel": False, "sharding": 0, "offload": "none"}
     has = {name: getattr(plan, name) for name in RULES if hasattr(plan, name)}
     has |= {"sharding": plan.sharding.stage, "offload": plan.sharding.offload}
-    found = []
+    found, like = [], (search.found.offload == 0) | (plan.sharding.offload != "none")
     for name, rule in RULES.items():
         without = plain.get(name, 1)
         if name in has and has[name] != without:
-            text = _instead(search, best, np.asarray(columns[name] == without))
+            text = _instead(search, best, np.asarray(columns[name] == without) & like)
             found.append(Reason(name if has[name] is True else f"{name} = {has[name]}", text, rule))
     num, batch = plan.world_size, search.found.question.batch_size
     if batch % num:

@@ -277,6 +277,11 @@ class Search:
         done = sorted((entry for entry in heap if entry[1] == EXACT), key=lambda entry: (entry[0], entry[2]))
         return chosen + [self._choice(row) for _, _, row in done[: count - len(chosen)]]
 
+    def advised(self, count: int, tell: Callable[[int, int], None] | None = None) -> list[Choice]:
+        """Return the best plans without offload, whose times are surer, and where none fits the best with it."""
+        best = self.best(count, among=self.found.offload == 0, tell=tell)
+        return best if best or not self.is_complete else self.best(count, tell=tell)
+
     @property
     def choices(self) -> list[Choice]:
         """All that was simulated and fits."""
@@ -333,7 +338,8 @@ class Search:
     def too_large(self) -> list[int]:
         """Return rows that do not fit and could be faster than the best, those that lack least memory first."""
         best = min((choice.seconds for choice in self.choices), default=np.inf)
-        rows = np.flatnonzero(self.found.bound_s < best).tolist()
+        plain = any(choice.plan.sharding.offload == "none" for choice in self.choices)
+        rows = np.flatnonzero((self.found.bound_s < best) & ((self.found.offload == 0) | (not plain))).tolist()
         large = [row for row in rows if not self.may_fit(row) or (row in self._exact and self._exact[row] is None)]
         return sorted(large, key=lambda row: self.part(self.pipelines.least_bytes(row)))
 

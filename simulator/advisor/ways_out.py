@@ -94,12 +94,16 @@ def _way(name: str, question: Question) -> Way:
 def beside(found: Search, best: Choice) -> dict[str, list[str]]:
     """Return what to know beside the best plan: by a heading, texts of one line each."""
     question, plan, told = found.found.question, best.plan, dict[str, list[str]]()
-    columns = columns_of(found.found)
-    plain = np.logical_and.reduce([columns[name] == 1 for name in ("pipeline", "tensor", "context", "expert")])
-    if plan.world_size > plan.data and (other := found.best(1, among=plain, most=MOST_TRIED)):
+    columns, offload = columns_of(found.found), found.found.offload
+    alone = np.logical_and.reduce([columns[name] == 1 for name in ("pipeline", "tensor", "context", "expert")])
+    like = (offload == 0) | (plan.sharding.offload != "none")
+    if plan.world_size > plan.data and (other := found.best(1, among=alone & like, most=MOST_TRIED)):
         told["data ranks alone"] = [f"{Way('', other[0]).words}, {other[0].seconds / best.seconds - 1:.1%} longer"]
-    if plan.sharding.offload != "none" and not found.best(1, among=found.found.offload == 0, most=MOST_TRIED):
-        told["without offload nothing fits"] = [nearest(found, found.found.offload == 0)]
+    sooner = ~like & (found.found.bound_s < best.seconds)
+    if (other := found.best(1, among=sooner, most=MOST_TRIED)) and other[0].seconds < best.seconds:
+        told["with offload"] = [f"{Way('', other[0]).words}, {1 - other[0].seconds / best.seconds:.1%} shorter"]
+    if plan.sharding.offload != "none" and (offload == 0).any():
+        told["without offload nothing fits"] = [nearest(found, offload == 0)]
         told["other way out"] = [str(way) for way in ways_out(question)]
     told["not searched"] = [_not_searched(question)]
     return told | {"note": list(notes_on(plan, best.step.mfu, best.step.workload))}

@@ -297,7 +297,7 @@ class ClusterDescription:
         bare = cluster("laptop" if self.name == OWN else self.name, stack=BEST_CASE)
         if self.name == OWN:
             wire = Link(OWN, (Protocol(0.0, 1.0),))  # its place is taken below
-            device = Device(OWN, *(getattr(self.device, name) for name in DEVICE_NEEDS), source="the plan file")
+            device = Device(OWN, **{name: getattr(self.device, name) for name in DEVICE_NEEDS}, source="the plan file")
             bare = replace(bare, name=OWN, device=device, intra_node=wire, inter_node=wire)
         per_node = self.devices_per_node or bare.devices_per_node
         num_devices = num_ranks if num_ranks <= per_node else -(-num_ranks // per_node) * per_node

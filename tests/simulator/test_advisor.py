@@ -14,6 +14,7 @@ FIXED = (Plan(), Plan(cut="blocks"), Plan(precision=Precision("bfloat16", gradie
 SMALL = sim.ModelDescription(hidden_size=512, num_layers=4, num_heads=8, vocab_size=8000, sequence_length=256)
 GATED = replace(SMALL, num_key_value_heads=4, feed_forward_size=1024, attention="flash")
 MIXED = replace(SMALL, num_key_value_heads=4, feed_forward_size=512, num_experts=4, top_k=2)
+ADAPTED = (replace(GATED, lora_rank=8), replace(MIXED, lora_rank=8, weights="nf4", optimizer="adamw-8bit"))
 
 
 def machine_of(memory_bytes, num_devices=8, per_node=8, name="dgx-a100"):
@@ -61,7 +62,7 @@ def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch)
 
 @settings(max_examples=5, deadline=None)
 @given(
-    model=st.sampled_from([SMALL, GATED, MIXED]),
+    model=st.sampled_from([SMALL, GATED, MIXED, *ADAPTED]),
     memory=st.floats(0.5e9, 80e9),
     layout=st.sampled_from([(8, 8), (8, 2), (16, 4), (12, 4), (6, 6), (1, 8)]),
     name=st.sampled_from(["dgx-a100", "dgx-h100", "rtx-4090-server", "h800"]),
