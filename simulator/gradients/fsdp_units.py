@@ -224,23 +224,13 @@ def gathered_bytes(plan: Plan, widths: Widths, *, is_root: bool) -> int:
 
 
 def _calls_of_parameters(
-    num_elements: int,
-    shards: Shards,
-    widths: Widths,
-    offload: str,
-    sizes: Sequence[int] = (),
-    *,
-    width: int = 0,
-    base: int = 0,
+    num_elements: int, shards: Shards, widths: Widths, offload: str, sizes: Sequence[int] = (), *, width: int = 0
 ) -> dict[str, Any]:
-    """Cost what stages 1 to 3 do alike: gather parameters of `width` bytes, and copy shards to and from the host.
-
-    `base`: elements of a frozen base, which come and go with the parameters.
-    """
-    has_copies, width, whole = offload != "none", width or widths.parameter, num_elements + base
+    """Cost what stages 1 to 3 do alike: gather parameters of `width` bytes, and copy shards to and from the host."""
+    has_copies, width = offload != "none", width or widths.parameter
     return {
-        "gather": shards.gather(whole, width, (*sizes, base) if base else sizes),
-        "load": shards.host_copy(whole if offload == "all" else num_elements, widths.parameter) if has_copies else None,
+        "gather": shards.gather(num_elements, width, sizes),
+        "load": shards.host_copy(num_elements, widths.parameter) if has_copies else None,
         "save": shards.host_copy(num_elements, widths.reduce) if has_copies else None,
     }
 
@@ -257,8 +247,11 @@ def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan
     def costs(sizes: tuple[int, ...], base_bytes: float, width: int) -> dict[str, Any]:
         num_elements, num_tensors, offload = sum(sizes), len(sizes), plan.sharding.offload
         base = math.ceil(base_bytes / widths.parameter)
+        load = {"load": shards.host_copy(num_elements + base, widths.parameter)} if offload == "all" else {}
         return {
-            **_calls_of_parameters(num_elements, shards, widths, offload, sizes, width=width, base=base),
+            **_calls_of_parameters(num_elements, shards, widths, offload, sizes, width=width),
+            **load,
+            "gather": shards.gather(num_elements + base, width, (*sizes, base) if base else sizes),
             "show_ns": to_ns(compute_s(Work(num_kernels=VIEW_KERNELS * num_tensors + UNIT_KERNELS), device)),
             "scatter": shards.scatter(num_elements, widths.reduce, sizes) if sizes else NO_SCATTER,
             "pack_ns": copies_ns(num_elements),

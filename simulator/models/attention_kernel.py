@@ -25,21 +25,28 @@ ROW_BYTES = 4  # of the logarithm of a row's sum, in float32
 WORKS = ("forward", "input_gradient")
 
 
-def with_kernel(workload: Workload, kernel: str) -> Workload:
-    """Return a workload of plain attention with a kernel of ATTENTION_KERNELS.
+def with_kernel(workload: Workload, kernel: str, document_length: int | None = None) -> Workload:
+    """Return a workload of plain attention with a kernel of ATTENTION_KERNELS; see `fuse_attention`.
 
     Raises:
-        ValueError: there is no such kernel.
+        ValueError: there is no such kernel; or there are documents, and it computes all pairs.
     """
     chosen("attention", kernel, ATTENTION_KERNELS)
-    return fuse_attention(workload) if kernel == "flash" else workload
+    if kernel == "flash":
+        return fuse_attention(workload, document_length)
+    if document_length:
+        why = f"document_length is {document_length} and attention is plain, which computes all pairs of positions"
+        raise ValueError(f"{why}: use attention flash, or leave document_length out")
+    return workload
 
 
-def fuse_attention(workload: Workload) -> Workload:
+def fuse_attention(workload: Workload, document_length: int | None = None) -> Workload:
     """Return the workload with flash attention and a causal mask: no scores in memory, half of the pairs.
 
     Args:
         workload: with plain attention, as `gpt_workload`, `llama_workload` and `mix_experts` make it.
+        document_length: of documents packed into a sequence, each of which attends to itself alone: the mean of their
+            squares over their mean, which has as many pairs. MFU counts what it counts without them. None: one.
 
     Cost: forward 2 B s^2 h operations per layer, backward 5: half of those without a mask.
     Source: Dao et al. 2022 (2205.14135), section 3; Dao 2023 (2307.08691), section 3.1 (causal masks).
@@ -50,7 +57,7 @@ def fuse_attention(workload: Workload) -> Workload:
 
     def fused(layer: Layer) -> Layer | None:
         has_scores = layer.score_bytes and any(region.attention for region in layer.regions)
-        return _fused(layer, workload.samples) if has_scores else None
+        return _fused(layer, workload.samples, document_length) if has_scores else None
 
     layers = change_layers(workload, fused)
     if layers == workload.layers:
@@ -60,15 +67,16 @@ def fuse_attention(workload: Workload) -> Workload:
     return replace(workload, layers=layers)
 
 
-def causal_share(attention: Attention) -> float:
-    """Return the part of all pairs of positions that a causal mask, and a window if there is one, leave."""
-    wide = min(1.0, (attention.window or attention.num_positions) / attention.num_positions)
-    return wide * (1 - wide / 2)
+def causal_share(attention: Attention, document_length: int | None = None) -> float:
+    """Return the part of all pairs of positions that a causal mask, a window and documents, if there are any, leave."""
+    length = min(document_length or attention.num_positions, attention.num_positions)
+    wide = min(1.0, (attention.window or length) / length)
+    return wide * (1 - wide / 2) * length / attention.num_positions
 
 
-def _fused(layer: Layer, samples: int) -> Layer:
+def _fused(layer: Layer, samples: int, document_length: int | None) -> Layer:
     """Return the layer with a fused kernel."""
-    regions = tuple(_fused_region(region, samples) for region in layer.regions)
+    regions = tuple(_fused_region(region, samples, document_length) for region in layer.regions)
     works = {name: getattr(layer, name) for name in WORKS}
     rows, uncounted = 0, 0.0
     for old, new in zip(layer.regions, regions, strict=True):
@@ -96,11 +104,11 @@ def _fused(layer: Layer, samples: int) -> Layer:
     )
 
 
-def _fused_region(region: Region, samples: int) -> Region:
+def _fused_region(region: Region, samples: int, document_length: int | None) -> Region:
     old = region.attention
     if old is None:
         return region
-    pairs = old.forward.matmul_flops * causal_share(old)
+    pairs = old.forward.matmul_flops * causal_share(old, document_length)
     new = replace(old, forward=Work(0.0, 0.0, 1, pairs), backward=Work(0.0, 0.0, 2, FLASH_BACKWARD * pairs))
     return replace(
         region,

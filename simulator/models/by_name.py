@@ -44,10 +44,12 @@ def model_by_name(
     sequence_length: int | None = None,
     bytes_per_parameter: int = 2,
     attention: str | None = None,
+    document_length: int | None = None,
 ) -> Workload:
     """Return the workload of a published model, at its own sequence length unless told.
 
     `attention` is "plain" or "flash"; unless told flash for models that were published with it (from Llama 3 on).
+    `document_length`: see `fuse_attention`.
 
     Raises:
         ValueError: no model has that name; the text lists those that exist. Or a size is less than 1, or attention is
@@ -66,4 +68,5 @@ def model_by_name(
         plain = plain if learned is None else as_released(plain, learned)
     else:
         raise ValueError(f"no model {name!r}; choose one of {', '.join(MODELS)}")
-    return with_kernel(plain, attention or ("flash" if name.startswith(FLASH_FROM_THE_START) else "plain"))
+    kernel = attention or ("flash" if name.startswith(FLASH_FROM_THE_START) else "plain")
+    return with_kernel(plain, kernel, document_length)

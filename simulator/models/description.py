@@ -15,13 +15,16 @@ from simulator.models.gpt import gpt_workload, mix_experts
 from simulator.models.hugging_face.config import workload_from_config
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.optimizers import check_optimizer, with_optimizer
-from simulator.models.parts import Mixture, require_sizes
+from simulator.models.parts import Mixture, chunk_loss, require_sizes
 
 OF_TRAINING = ("optimizer", "lora_rank", "lora_modules", "weights")
-OF_ANY = ("sequence_length", "microbatch_size", "attention", *OF_TRAINING)
+OF_ANY = ("sequence_length", "microbatch_size", "attention", "document_length", "loss_chunks", *OF_TRAINING)
 MOST_RANK = 4096
 # What makes sizes those of a Llama; without any of them they are a GPT's.
-OF_LLAMA = ("feed_forward_size", "num_key_value_heads", "head_size", "is_gated", "ties_embedding")
+OF_LLAMA = ("feed_forward_size", "num_key_value_heads", "head_size", "is_gated", "ties_embedding", "head_norms")
+OF_LLAMA += ("sliding_window",)
+COUNTS = ("num_experts", "top_k", "microbatch_size", "loss_chunks", "document_length", "sliding_window")
+COUNTS += ("full_attention_every",)
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,18 @@ class ModelDescription:
         head_size: elements of a head of a model like Llama; None: h over heads.
         is_gated: the gate in the feed-forward part of a model like Llama (three products with it, two without).
         ties_embedding: the head of a model like Llama uses the embedding's parameters.
+        head_norms: queries and keys of a model like Llama are normed head by head (QK norm).
+        sliding_window: positions that a token of a model like Llama sees, itself and those before it; None: all.
+        full_attention_every: with it, one layer in so many sees all positions, the last of each so many; None: none.
         num_experts: experts in each block; 1: no mixture.
         top_k: experts that a token goes to.
         expert_size: width of an expert of a model like Llama; None: as of the feed-forward part.
         sequence_length: tokens in a sequence; None: the model's, or 2048.
         microbatch_size: samples in a micro-batch.
         attention: plain, or flash, which keeps no scores; None: as the model was published, or plain.
+        document_length: of documents packed into a sequence, which attend to themselves alone: the mean of the squares
+            over the mean; None: a document fills it.
+        loss_chunks: parts of the positions of which the loss makes logits one after the other.
         optimizer: of what is trained: adamw, sgd, sgd-momentum or muon. With -32bit, -16bit or -8bit behind it states
             are so wide; else as wide as what is updated.
         lora_rank: rank of LoRA's adapters, which alone are trained; None: all parameters are.
@@ -67,19 +76,26 @@ class ModelDescription:
     head_size: int | None = None
     is_gated: bool | None = None
     ties_embedding: bool | None = None
+    head_norms: bool | None = None
+    sliding_window: int | None = None
+    full_attention_every: int | None = None
     num_experts: int = 1
     top_k: int = 1
     expert_size: int | None = None
     sequence_length: int | None = None
     microbatch_size: int = 1
     attention: str | None = None
+    document_length: int | None = None
+    loss_chunks: int = 1
     optimizer: str = "adamw"
     lora_rank: int | None = None
     lora_modules: str = "all-linear"
     weights: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        require_sizes("sizes", num_experts=self.num_experts, top_k=self.top_k, microbatch_size=self.microbatch_size)
+        require_sizes("sizes", **{name: getattr(self, name) for name in COUNTS})
+        if (every := self.full_attention_every) and not self.sliding_window:
+            raise ValueError(f"full_attention_every is {every} and no layer has a window; add sliding_window")
         self._check_training()
         for name in ("model", "config"):
             if getattr(self, name) == "":
@@ -103,19 +119,13 @@ class ModelDescription:
         check_optimizer(self.optimizer)
         chosen("lora_modules", self.lora_modules, LORA_MODULES)
         chosen("weights", self.weights, WEIGHTS)
-        if self.lora_rank is None:
-            for name in ("lora_modules", "weights"):
-                if name in given(self):
-                    value = getattr(self, name)
-                    raise ValueError(
-                        f"{name} is {value!r} and there are no adapters beside frozen weights: all parameters are "
-                        f"trained, in the precision of the plan; add lora_rank, such as 16, or leave {name} out"
-                    )
-        elif not 1 <= self.lora_rank <= MOST_RANK:
-            raise ValueError(
-                f"lora_rank is {self.lora_rank}; write a whole number from 1 to {MOST_RANK:,}, or leave it out to "
-                "train all parameters"
-            )
+        said = {name: value for name, value in given(self).items() if name in ("lora_modules", "weights")}
+        for name, value in said.items() if self.lora_rank is None else ():
+            why = f"{name} is {value!r} and there are no adapters beside frozen weights: all parameters are trained"
+            raise ValueError(f"{why}, as the plan's precision says; add lora_rank, such as 16, or leave {name} out")
+        if self.lora_rank is not None and not 1 <= self.lora_rank <= MOST_RANK:
+            text = f"lora_rank is {self.lora_rank}; write a whole number from 1 to {MOST_RANK:,}"
+            raise ValueError(f"{text}, or leave it out to train all parameters")
 
     def with_microbatch(self, samples: int) -> ModelDescription:
         """Return the same model with a different number of samples in a micro-batch."""
@@ -129,17 +139,18 @@ class ModelDescription:
             OSError: the configuration cannot be read.
         """
         whole = self._model()
+        whole = chunk_loss(whole, self.loss_chunks) if self.loss_chunks > 1 else whole
         if self.lora_rank is not None:
             whole = with_adapters(whole, self.lora_rank, modules=self.lora_modules, weights=self.weights)
         return whole if (self.optimizer, self.lora_rank) == ("adamw", None) else with_optimizer(whole, self.optimizer)
 
     def _model(self) -> Workload:
-        own: dict[str, Any] = {"microbatch_size": self.microbatch_size, "attention": self.attention}
+        own: dict[str, Any] = {name: getattr(self, name) for name in OF_ANY[1:4]}
         if self.model:
             return model_by_name(self.model, sequence_length=self.sequence_length, **own)
         if self.config:
             return workload_from_config(self.config, sequence_length=self.sequence_length, **own)
-        return with_kernel(self._of_sizes(), self.attention or "plain")
+        return with_kernel(self._of_sizes(), self.attention or "plain", self.document_length)
 
     def gpt_sizes(self) -> dict[str, int]:
         """Return hidden size, layers, heads and vocabulary of a model that is described by its sizes."""
@@ -154,6 +165,10 @@ class ModelDescription:
         sizes = (hidden, layers, heads, self.num_key_value_heads or heads, self.feed_forward_size or 4 * hidden)
         mixture = Mixture(self.num_experts, self.top_k, expert_size=self.expert_size) if self._is_mixed else None
         own: dict[str, Any] = {"ties_embedding": bool(self.ties_embedding), "is_gated": self.is_gated is not False}
+        own["head_norms"] = bool(self.head_norms)
+        if self.sliding_window:
+            every = self.full_attention_every or layers + 1
+            own["windows"] = tuple(None if (at + 1) % every == 0 else self.sliding_window for at in range(layers))
         return LlamaSizes(*sizes, vocabulary, **own, head_size=self.head_size, mixture=mixture)
 
     @property

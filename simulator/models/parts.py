@@ -127,6 +127,20 @@ def head_layer(
     )
 
 
+def chunk_loss(workload: Workload, count: int) -> Workload:
+    """Return the workload with a loss that makes logits of so many parts of the positions, one after the other.
+
+    Forward and backward of a part run at once, so that one part's logits are there at a time; kernels are as many more.
+
+    Source: linkedin/Liger-Kernel, fused_linear_cross_entropy.py, 2024.
+    """
+    head = workload.layers[-1]
+    dropped, more = head.logits_bytes * (count - 1) // count, Work(num_kernels=(count - 1) * head.forward.num_kernels)
+    changes: dict[str, Any] = {name: getattr(head, name) + more for name in PASSES[:2]}
+    changes |= {name: getattr(head, name) - dropped for name in ("logits_bytes", "activation_bytes")}
+    return replace(workload, layers=(*workload.layers[:-1], replace(head, **changes)))
+
+
 def change_layers(workload: Workload, change: Callable[[Layer], Layer | None]) -> tuple[Layer, ...]:
     """Return the layers as `change` makes them, each kind once; those of which it makes None stay as they are."""
     kinds = dict(zip(workload.kinds, workload.layers, strict=True))  # one of those that differ in their name alone

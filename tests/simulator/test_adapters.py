@@ -3,6 +3,8 @@
 Trained parameters are those that PEFT prints (huggingface/peft, 2024); bytes of a state those of its own elements.
 """
 
+from dataclasses import replace
+
 import pytest
 
 import simulator as sim
@@ -92,3 +94,49 @@ def test_what_an_optimizer_keeps_and_moves(optimizer, states, moved):
     assert pure == pytest.approx(states if "bit" in optimizer else states / 2, rel=1e-3)
     assert made.optimizer.memory_bytes / made.num_parameters == pytest.approx(moved, rel=5e-3)
     assert (made.optimizer.matmul_flops > 0) == (optimizer == "muon")
+
+
+TUNED = {"hidden_size": 3072, "num_layers": 28, "num_heads": 24, "num_key_value_heads": 8, "feed_forward_size": 8192}
+TUNED |= {"vocab_size": 128256, "ties_embedding": True, "sequence_length": 4096, "microbatch_size": 2}
+CHUNKED = {"attention": "flash", "loss_chunks": 8}
+
+
+@pytest.mark.parametrize(("name", "own", "recompute", "published"), [
+    (None, TUNED, "none", 42.9), (None, TUNED, "full", 24.9),
+    ("llama-3-8b", {"microbatch_size": 2, "lora_rank": 8}, "full", 16.2),
+    ("llama-3-8b", {"microbatch_size": 2, "lora_rank": 8, "weights": "nf4"}, "full", 7.4),
+])  # fmt: skip
+def test_memory_is_what_torchtune_publishes(name, own, recompute, published):
+    """GiB on one device, 16 bits throughout, a loss in 8 parts: README of pytorch/torchtune, 2024-10 and 2025."""
+    said = sim.ModelDescription(name, **{"sequence_length": 2048} | own | CHUNKED)
+    found = sim.memory_of(said.workload(), Plan(precision=PURE, recompute=recompute)).max_bytes / 2**30
+    assert found == pytest.approx(published, rel=0.05)
+
+
+def test_windows_norms_documents_and_parts_of_a_loss_by_sizes():
+    """By sizes as by a configuration; documents and windows leave the pairs that they have, and MFU counts the same."""
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    config |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 256}
+    config |= {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0, "tie_word_embeddings": False}
+    own = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_key_value_heads": 2, "feed_forward_size": 128}
+    own |= {"vocab_size": 100, "sequence_length": 256, "attention": "flash"}
+    own = sim.ModelDescription(**own, head_norms=True, sliding_window=32)
+    assert own.workload().layers == sim.workload_from_config(config, sequence_length=256).layers
+
+    def pairs(**changes):
+        made = replace(own, **changes).workload()
+        return [layer.forward.attention_flops / (4 * 256 * 64) for layer in made.layers[1:-1]], made.counted_flops
+
+    assert pairs()[0] == [32 * (1 - 32 / 512)] * 4
+    assert pairs(full_attention_every=2)[0] == [30, 128, 30, 128]
+    assert pairs(sliding_window=None, document_length=64)[0] == [32] * 4
+    assert pairs(document_length=64)[0] == [32 * (1 - 32 / 128)] * 4
+    assert pairs(document_length=64)[1] == pytest.approx(pairs()[1])
+    whole, parts = (held(replace(own, loss_chunks=n).workload(), Plan())["logits"] for n in (1, 4))
+    assert parts == whole / 4

@@ -271,6 +271,11 @@ WRONG = {  # a line of the file: what stands in its place, and words of the refu
         ('weights = "nf4"', r"weights is 'nf4' and there are no adapters .*; add lora_rank, such as 16, or leave"),
         ('optimizer = "sgd-8bit"', r"sgd keeps no states that could have 8 bits; write sgd, or .* such as adamw-8bit"),
         ('optimizer = "lion"', r"optimizer is 'lion'; choose one of adamw, sgd, "),
+        (
+            'model = "gpt-2-124m"\ndocument_length = 9',
+            r"document_length is 9 and attention is plain, .* use attention fl",
+        ),
+        ("num_heads = 16\nfull_attention_every = 2", r"full_attention_every is 2 and no layer has a window; add slid"),
         ('weights = "int3"\nlora_rank = 8', r"weights is 'int3'; choose one of bfloat16, nf4"),
     ],
     'name = "dgx-h100"': [

@@ -51,6 +51,7 @@ def workload_from_config(
     sequence_length: int | None = None,
     bytes_per_parameter: int = 2,
     attention: str | None = None,
+    document_length: int | None = None,
 ) -> Workload:
     """Return the workload of a Hugging Face configuration: a mapping, or the path of a `config.json`.
 
@@ -60,6 +61,7 @@ def workload_from_config(
         sequence_length: tokens; None: the model's most positions, but at most MOST_TOKENS.
         bytes_per_parameter: of parameters.
         attention: "plain" or "flash"; None: plain for GPT-2, OPT, BLOOM and GPT-NeoX, else flash.
+        document_length: see `fuse_attention`.
 
     Raises:
         ValueError: the file is not JSON object; the family or a field is not known, or a value makes no sense.
@@ -95,10 +97,10 @@ def workload_from_config(
         raise ValueError(f"{where}: the model has {learned} positions; sequences of {length} do not fit: use fewer")
     if family in LLAMAS:
         workload = llama_workload(sizes, sequence_length=length, **own, name=name)
-        return with_kernel(workload, attention or "flash")
+        return with_kernel(workload, attention or "flash", document_length)
     plain = gpt_workload(**gpt, sequence_length=length, **own)
     released = with_own_head(plain) if family == "gpt_neox" else as_released(plain, learned)
-    return with_kernel(released, attention or "plain")
+    return with_kernel(released, attention or "plain", document_length)
 
 
 def _refuse(where: str, values: Mapping[str, object]) -> NoReturn:
