@@ -109,7 +109,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """A shape's layers on a rank [L]: seconds forward and backward, bytes kept of a micro-batch, bytes that are frozen."""
+    """A shape's layers on a rank [L]: seconds forward and backward, bytes kept of a micro-batch, frozen bytes."""
 
     workload: Workload
     forward: Floats
