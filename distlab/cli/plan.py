@@ -36,7 +36,7 @@ def _rate(text: str) -> str | float:
 FAILED = "failures of a device in an hour: llama-3, llama-3-all, none, or a number such as 2e-5"
 FAILURES = flag("--failures", type=_rate, metavar="RATE", help=FAILED)
 CLUSTERS = "a preset or a TOML file with [cluster], and dollars for a device and an hour; give the flag again for more"
-FIXED = tuple(f"plan.{name}" for name in ("float8", "precision.compute", "precision.master", "cut", "context_kind"))
+FIXED = ("float8", "precision.compute", "precision.master", "cut", "context_kind", "offload_activations")
 WHOLE = "leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run"
 
 
@@ -61,7 +61,7 @@ def _priced(text: str) -> tuple[str, float | None]:
 @flag("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
 @flag("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
 @flag("--json", action="store_true", help="print the plans as JSON")
-@flags(lambda command: add_flags(command, "workload", *FIXED))
+@flags(lambda command: add_flags(command, "workload", *(f"plan.{name}" for name in FIXED)))
 def plan(arguments: argparse.Namespace) -> int:
     """Find the best plan for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
 

@@ -64,8 +64,9 @@ def _problems(plan: Plan, model: GPT) -> Iterator[str]:
             f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}, which is "
             "simulated alone; use 'every', or leave both out"
         )
-    if plan.float8 != "none":
-        yield f"float8 is {plan.float8!r}, which is simulated alone; use float8='none'"
+    for name, usual in (("float8", "none"), ("offload_activations", False)):
+        if (value := getattr(plan, name)) != usual:
+            yield f"{name} is {value!r}, which is simulated alone; use {name}={usual!r}"
     if plan.gradient_sync != "overlapped":
         yield f"gradient_sync is {plan.gradient_sync!r}; Hybrid sends gradients while backward computes: 'overlapped'"
 

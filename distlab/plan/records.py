@@ -53,6 +53,7 @@ class Plan:
             `copies`. Megatron-LM's and torchtitan's degree divides the data ranks, which are data x expert here.
         context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
         cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many each, as in Megatron-LM).
+        offload_activations: whether the host's memory keeps what blocks keep, from their forward to their backward.
     """
 
     data: int = 1
@@ -76,6 +77,7 @@ class Plan:
     expert: int = 1
     context_kind: str = "ring"
     cut: str = "time"
+    offload_activations: bool = False
 
     def __post_init__(self) -> None:
         require_count("Plan", **{name: getattr(self, name) for name in COUNTS})
@@ -85,14 +87,13 @@ class Plan:
         other = f"Plan: compression is {self.compression!r}; pass a Compression, such as Compression('top_k'), or None"
         require(self.compression is None or isinstance(self.compression, Compression), other)
         chosen("Plan: float8", self.float8, FLOAT8)
-        gathers = "Plan: float8 'gathers' is about parameters that stage 3 gathers, and the stage is"
-        text = f"{gathers} {self.sharding.stage}; use float8 'products', or stage 3"
-        require(self.float8 != "gathers" or self.sharding.stage == 3, text)
+        text = f"parameters that stage 3 gathers, and the stage is {self.sharding.stage}: use 'products', or stage 3"
+        require(self.float8 != "gathers" or self.sharding.stage == 3, f"Plan: float8 'gathers' is about {text}")
         chosen("Plan: recompute", self.recompute, RECOMPUTES)
         chosen("Plan: recompute_method", self.recompute_method, RECOMPUTE_METHODS)
-        full = "Plan: recompute_method and recompute_layers choose blocks of recompute 'full', and recompute is"
-        text = f"{full} {self.recompute!r}; leave them out, or use 'full'"
-        require(self.recompute == "full" or (self.recompute_method, self.recompute_layers) == ("uniform", 1), text)
+        text = f"choose blocks of recompute 'full', and recompute is {self.recompute!r}; leave them out, or use 'full'"
+        is_usual = (self.recompute_method, self.recompute_layers) == ("uniform", 1)
+        require(self.recompute == "full" or is_usual, f"Plan: recompute_method and recompute_layers {text}")
         chosen("Plan: context_kind", self.context_kind, CONTEXT_KINDS)
         chosen("Plan: cut", self.cut, CUTS)
         self.sharding.num_shards(self.copies)  # refuses replicas that do not divide

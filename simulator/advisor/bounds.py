@@ -194,6 +194,7 @@ class Pipelines:
             gradient = widths.gradient if plan.copies > 1 else 0
             sizes = ((widths.parameter, 3), (gradient, 2), (widths.master + widths.optimizer, 1))
             states, kept = np.zeros((2, v, p)), np.add.reduceat(cost.kept, firsts).reshape(v, p)
+            kept = kept * (not plan.offload_activations)
             on_host = {"none": (), "optimizer": (1,), "all": (1, 2, 3)}[plan.sharding.offload]
             every, few = plan.copies, plan.data * plan.context
             base = np.add.reduceat(cost.base, firsts).reshape(v, p)

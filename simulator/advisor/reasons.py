@@ -123,6 +123,8 @@ def words_of(plan: Plan, microbatch: int) -> str:
         parts.append(f"sharding {plan.sharding.stage}")
     if plan.sharding.offload != "none":
         parts.append({"optimizer": "optimizer", "all": "all states"}[plan.sharding.offload] + " on the host")
+    if plan.offload_activations:
+        parts.append("activations on the host")
     if plan.recompute != "none":
         name = "per-operator" if plan.recompute == "operators" else plan.recompute
         some = f" of one of {plan.recompute_layers} blocks" if plan.recompute_layers > 1 else ""

@@ -74,6 +74,9 @@ def ways_out(question: Question) -> Iterator[Way]:
         if way.choice or count > question.batch_size:
             break
     yield way
+    if plain.cluster.device.host_memory_bytes is not None and not question.fixed.offload_activations:
+        own = {"fixed": replace(question.fixed, offload_activations=True), "offloads": OFFLOADS}
+        yield _way("activations offloaded too", replace(question, **own))
     if question.model.lora_rank is None:
         adapters = replace(question.model, lora_rank=RANK)
         yield _way(f"LoRA of rank {RANK}", replace(plain, model=adapters))

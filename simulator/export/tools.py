@@ -52,7 +52,7 @@ def export(said: PlanFile, tool: str, options: Options = PLAIN) -> Exported:
     """
     if tool not in TOOLS:
         raise ValueError(f"there is no export to {tool!r}; choose one of {', '.join(TOOLS)}")
-    own = [name for name in OF_TRAINING if name in given(said.workload)]
+    own = [name for name in (*OF_TRAINING, "offload_activations") if name in given(said.workload) | given(said.plan)]
     if own and tool not in LAUNCHERS:
         raise ValueError(
             f"{tool} has no words for {own[0]} here; leave {' and '.join(own)} out, and say it in its files"

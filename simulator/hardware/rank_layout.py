@@ -159,6 +159,11 @@ class RankLayout:
                 f"the plan has float8 {plan.float8!r} and {cluster.device.name} has no products of 8 bits; use a "
                 "device that has (Ada, Hopper, Blackwell), or float8 'none'"
             )
+        if plan.offload_activations and cluster.device.host_memory_bytes is None:
+            raise ValueError(
+                f"offload_activations is true and nothing says how much of its host's memory {cluster.device.name} may "
+                "use; write host_memory_bytes in [cluster] device, or leave offload_activations out"
+            )
         if plan.world_size > cluster.num_devices:
             degrees = {axis: getattr(plan, axis) for axis in ("data", "pipeline", *AXES)}
             shown = [f"{n} ({axis})" for axis, n in degrees.items() if n > 1 or axis in ("data", "pipeline")]

@@ -132,7 +132,8 @@ def check_fit(
         fault = f"{needs} and {device.name} has {has}: {format_bytes(missing)} too much ({kinds})"
     else:
         stage, host = memory.host_bytes_of_ranks.index(memory.host_bytes), device.host_memory_bytes or 0.0
-        needs = f"offload {plan.sharding.offload!r} needs {format_bytes(memory.host_bytes)} of the host's memory"
+        what = "offload_activations" if plan.offload_activations else f"offload {plan.sharding.offload!r}"
+        needs = f"{what} needs {format_bytes(memory.host_bytes)} of the host's memory"
         missing = memory.host_bytes - host
         fault = f"{needs} and {device.name} may use {format_bytes(host)} of it: {format_bytes(missing)} too much"
     change = find_change(workload, plan, device, software=software, run=run)

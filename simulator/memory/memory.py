@@ -237,7 +237,11 @@ class Memory:
     @cached_property
     def host_bytes_of_ranks(self) -> tuple[int, ...]:
         """Bytes that each rank of the pipeline keeps in the host's memory."""
-        return tuple(sum(self.stages[stage].host for stage in order.stages) for order in self.order)
+        found = []
+        for order, in_flight in zip(self.order, self.in_flight, strict=True):
+            own = [self.stages[stage] for stage in order.stages]
+            found.append(sum(stage.host for stage in own) + in_flight * max(stage.kept_on_host for stage in own))
+        return tuple(found)
 
     @property
     def host_bytes(self) -> int:

@@ -56,6 +56,7 @@ class StageBytes:
         tail: of buffers, from the end of a backward until the next one has passed a unit [L].
         ends: of buffers, at the end of a backward.
         host: in the host's memory.
+        kept_on_host: the same of one micro-batch, from its forward to its backward.
     """
 
     always: Ints
@@ -70,6 +71,7 @@ class StageBytes:
     tail: Ints
     ends: int
     host: int
+    kept_on_host: int = 0
 
     def working(self, kind: Ints, others: Ints, waiting: Ints, phase: Ints) -> Ints:
         """Return what is held as each layer of each pass begins, and in the last column after the pass.
@@ -136,6 +138,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
         passes[:, TEMPORARY] += [sum(layer.base_bytes[3:]) / plan.tensor for layer in layers]
     _add_temporary(table, plan, widths, again, (forward, backward), software.parallel_loss_copies)
     between = np.zeros(num_kinds)
+    kept_on_host = _offload(kept, table["input_bytes"] > 0, forward, backward) if plan.offload_activations else 0.0
     if plan.sharding.stage == 3:
         units = unit_bytes(layers, (parameters, base / widths.parameter), largest, plan, widths, software)
         forward[:, BUFFERS] += units.forward
@@ -166,6 +169,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
         tail=_whole(tail),
         ends=int(np.ceil(ends)),
         host=states.host,
+        kept_on_host=int(np.ceil(kept_on_host)),
     )
 
 
@@ -211,6 +215,18 @@ def kept_by_layers(workload: Workload, plan: Plan, software: Software) -> Floats
     return np.asarray(
         _kept(table, plan, widths_of(workload, plan).activations, full, software)[0].sum(axis=1), np.float64
     )
+
+
+def _offload(kept: Floats, blocks: Bools, forward: Floats, backward: Floats) -> float:
+    """Take what blocks keep off the device, and return its bytes.
+
+    While a block's pass runs, its own is there, and that of the block before it, which is on its way.
+    """
+    moved = kept[:, ACTIVATIONS] * blocks
+    kept[:, ACTIVATIONS] -= moved
+    for passes in (forward, backward):
+        passes[:, BUFFERS] += moved + np.append(0.0, moved[:-1])
+    return float(moved.sum())
 
 
 def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan, kept: Floats) -> Floats:

@@ -52,7 +52,8 @@ def _adapted(layer: Layer, rank: int, modules: str, weights: str) -> Layer:
     changed: list[Any] = []
     parts: Parts = []
     added, rows = dict.fromkeys(PASSES, Work()), 0
-    for part in (*layer.regions, *([layer.experts] if layer.experts else [])):
+    every: list[Region | Experts] = [*layer.regions, *([layer.experts] if layer.experts else [])]
+    for part in every:
         axis, count = ("expert", part.num_experts) if isinstance(part, Experts) else ("tensor", 1)
         own = list(_weights(part.products, shapes[axis])) if layer.input_bytes else []  # of a block
         chosen = _chosen(part, own, modules)

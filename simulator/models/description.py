@@ -21,10 +21,14 @@ OF_TRAINING = ("optimizer", "lora_rank", "lora_modules", "weights")
 OF_ANY = ("sequence_length", "microbatch_size", "attention", "document_length", "loss_chunks", *OF_TRAINING)
 MOST_RANK = 4096
 # What makes sizes those of a Llama; without any of them they are a GPT's.
-OF_LLAMA = ("feed_forward_size", "num_key_value_heads", "head_size", "is_gated", "ties_embedding", "head_norms")
-OF_LLAMA += ("sliding_window",)
-COUNTS = ("num_experts", "top_k", "microbatch_size", "loss_chunks", "document_length", "sliding_window")
-COUNTS += ("full_attention_every",)
+OF_LLAMA = (
+    *("feed_forward_size", "num_key_value_heads", "head_size", "is_gated", "ties_embedding"),
+    *("head_norms", "sliding_window"),
+)
+COUNTS = (
+    *("num_experts", "top_k", "microbatch_size", "loss_chunks"),
+    *("document_length", "sliding_window", "full_attention_every"),
+)
 
 
 @dataclass(frozen=True)

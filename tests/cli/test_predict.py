@@ -284,10 +284,12 @@ def test_where_nothing_fits_the_nearest_plan_is_told_in_full_and_each_way_out_is
     assert ways[0].startswith(f"offload: {found['plans'][0]['plan']}: ")
     assert needs > found["plans"][0]["max_memory_bytes"] / 1e6
     assert f"needs {needs:.0f} MB" in found["beside"]["without offload nothing fits"][0]
-    more = ([f"--gpus={ways[1].split()[0]}"], ["--lora-rank=16"], ["--lora-rank=16", "--weights=nf4"])
-    for way, change in zip(ways[1:], (*more, ["--optimizer=adamw-8bit"]), strict=True):
+    more = ("--lora-rank=16", "--lora-rank=16 --weights=nf4", "--optimizer=adamw-8bit")
+    more = (f"--gpus={ways[1].split()[0]}", "--offload-activations", *more)
+    for way, change in zip(ways[1:], more, strict=True):
+        offload = ["--offload=none"] * ("activations" not in change)
         if not way.endswith(": nothing fits"):
-            assert facts(*flags, "--top=1", "--offload=none", *change)["plans"][0]["plan"] in way
+            assert facts(*flags, "--top=1", *offload, *change.split())["plans"][0]["plan"] in way
     again = facts("simulate", best)
     assert again["steady_s"] == pytest.approx(found["plans"][0]["step_s"])
     assert again["fits"]

@@ -36,6 +36,7 @@ REFUSED = {
     "recompute_method is 'block' with recompute_layers=1": Plan(data=4, recompute="full", recompute_method="block"),
     "recompute_method is 'uniform' with recompute_layers=2": Plan(data=4, recompute="full", recompute_layers=2),
     "float8 is 'products', which is simulated alone": Plan(data=4, float8="products"),
+    "offload_activations is True, which is simulated alone": Plan(data=4, offload_activations=True),
     "plan is a dict": {"data": 4},
 }
 

@@ -140,3 +140,27 @@ def test_windows_norms_documents_and_parts_of_a_loss_by_sizes():
     assert pairs(document_length=64)[1] == pytest.approx(pairs()[1])
     whole, parts = (held(replace(own, loss_chunks=n).workload(), Plan())["logits"] for n in (1, 4))
     assert parts == whole / 4
+
+
+def test_what_blocks_keep_goes_to_the_host_and_comes_back():
+    """The device keeps two blocks' at a time, the host those of micro-batches in flight; a slow wire is waited for."""
+    made = sim.ModelDescription(**TUNED, **CHUNKED, lora_rank=8).workload()
+    near, far = Plan(precision=PURE), Plan(precision=PURE, offload_activations=True)
+    kept = [
+        int(sim.memory_of(made, plan).stages[0].kept[1:-1, KINDS.index("activations")].sum()) for plan in (near, far)
+    ]
+    assert kept[1] == 0
+    assert sim.memory_of(made, far).host_bytes == kept[0]
+    assert held(made, near)["activations"] - held(made, far)["activations"] == kept[0]
+    assert sim.memory_of(made, far).of("buffers") == pytest.approx(kept[0] * 2 / 28, rel=1e-6)
+    staged = sim.memory_of(made, replace(far, pipeline=4, num_microbatches=8))
+    assert staged.host_bytes_of_ranks[0] == 4 * staged.stages[0].kept_on_host
+    machine = sim.cluster("dgx-a100")
+    fast, slow = (sim.simulate(made, machine, plan) for plan in (near, far))
+    copies = 28 * [kept[0] / 28 / machine.device.host_link_bytes_per_s * 1e9]
+    assert slow.stages[0].forward_ns[1:-1] == pytest.approx([*map(max, fast.stages[0].forward_ns[1:-1], copies)], abs=1)
+    again = {"recompute": "full"}
+    hidden = [sim.simulate(made, machine, replace(plan, **again)).duration_s for plan in (near, far)]
+    assert hidden[0] == hidden[1] < slow.duration_s
+    with pytest.raises(ValueError, match=r"how much of its host's memory t4 may use; write host_memory_bytes in \[clu"):
+        sim.simulate(made, sim.cluster("t4-server"), far)

@@ -10,7 +10,12 @@ import simulator as sim
 from distlab.plan import Plan, Precision
 from distlab.plan.sharding import OFFLOADS
 
-FIXED = (Plan(), Plan(cut="blocks"), Plan(precision=Precision("bfloat16", gradients="bfloat16")))
+FIXED = (
+    Plan(),
+    Plan(cut="blocks"),
+    Plan(offload_activations=True),
+    Plan(precision=Precision("bfloat16", gradients="bfloat16")),
+)
 SMALL = sim.ModelDescription(hidden_size=512, num_layers=4, num_heads=8, vocab_size=8000, sequence_length=256)
 GATED = replace(SMALL, num_key_value_heads=4, feed_forward_size=1024, attention="flash")
 MIXED = replace(SMALL, num_key_value_heads=4, feed_forward_size=512, num_experts=4, top_k=2)
