@@ -101,7 +101,7 @@ def near_fit(search: Search) -> str:
     """Return which faster plan lacks least memory, in words; "": all that could be faster fit."""
     found = search.found
     free = found.question.device.memory_bytes
-    large = [row for row in search.too_large()[:COUNTED] if search.needs(row) > free]
+    large = [row for row in search.too_large()[:COUNTED] if free < search.needs(row) <= 2 * free]  # else it is not near
     row = min(large, key=search.needs, default=None)
     if row is None:
         return ""

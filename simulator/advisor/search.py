@@ -142,7 +142,7 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
         count = each // shape.microbatch
         most = min(MOST_PER_RANK, num_layers // pipeline) if pipeline > 1 and count % pipeline == 0 else 1
         copies = data * shape.expert * shape.context
-        numbers = [v for v in range(1, most + 1) if question.fixed.cut == "time" or _is_even(workload, pipeline * v)]
+        numbers = [v for v in range(1, most + 1) if question.fixed.cut == "time" or is_even(workload, pipeline * v)]
         units = pipeline == shape.expert == 1 and question.model.weights != "nf4"
         stages = {0, 1} | ({2} if count == 1 else set()) | ({3} if units else set())
         ways = [
@@ -159,7 +159,7 @@ def _holding(offload: str, copies: int) -> set[int]:
     return {"none": {0, 1, 2, 3} if copies > 1 else {0}, "optimizer": {1, 2, 3}, "all": {3}}[offload]
 
 
-def _is_even(workload: Workload, num_stages: int) -> bool:
+def is_even(workload: Workload, num_stages: int) -> bool:
     """Return whether stages have as many blocks each; see `even_blocks`."""
     first, stop = workload.blocks
     return num_stages in (1, *divisors(stop - first), *divisors(stop - first + 2))

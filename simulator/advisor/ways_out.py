@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from distlab.plan.sharding import OFFLOADS
 from simulator.advisor.question import Question
 from simulator.advisor.reasons import MOST_SIMULATED, MOST_TRIED, columns_of, words_of
-from simulator.advisor.search import NOT_SEARCHED, Choice, Search, search
+from simulator.advisor.search import NOT_SEARCHED, Choice, Search, is_even, search
 from simulator.models.description import ModelDescription
 from simulator.step.simulate import simulate
 from simulator.step.timed import notes_on
@@ -75,8 +75,8 @@ def ways_out(question: Question) -> Iterator[Way]:
             break
     yield way
     if plain.cluster.device.host_memory_bytes is not None and not question.fixed.offload_activations:
-        own = {"fixed": replace(question.fixed, offload_activations=True), "offloads": OFFLOADS}
-        yield _way("activations offloaded too", replace(question, **own))
+        fixed = replace(question.fixed, offload_activations=True)
+        yield _way("activations offloaded too", replace(question, fixed=fixed, offloads=OFFLOADS))
     if question.model.lora_rank is None:
         adapters = replace(question.model, lora_rank=RANK)
         yield _way(f"LoRA of rank {RANK}", replace(plain, model=adapters))
@@ -109,7 +109,12 @@ def beside(found: Search, best: Choice) -> dict[str, list[str]]:
         told["without offload nothing fits"] = [nearest(found, offload == 0)]
         told["other way out"] = [str(way) for way in ways_out(question)]
     told["not searched"] = [_not_searched(question)]
-    return told | {"note": list(notes_on(plan, best.step.mfu, best.step.workload))}
+    notes = list(notes_on(plan, best.step.mfu, best.step.workload))
+    if not is_even(best.step.workload, plan.pipeline * plan.stages_per_rank):
+        notes.append(
+            "stages have unequal numbers of blocks, which Megatron-LM does not run; --cut blocks makes them equal"
+        )
+    return told | {"note": notes}
 
 
 def _not_searched(question: Question) -> str:
