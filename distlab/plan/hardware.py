@@ -22,12 +22,12 @@ class Device:
         float8_flops_per_s: matrix products of 8-bit numbers, as achieved; None: it has none.
         multiprocessors: that make tiles of a product at the same time; None: a product's shape does not matter.
         peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
-        host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
-            reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
+        host_link_bytes_per_s: copies between the device and its host, one way: 25 of the 32 GB/s of PCIe 4.0 x16.
         host_memory_bytes_per_s: what a node's host streams when it updates parameters, its arithmetic included; the
             node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024); with
             one thread a rank, as torchrun sets it, hosts take up to five times as long.
         host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
+        float4_flops_per_s: the same as float8_flops_per_s, of 4-bit numbers.
     """
 
     name: str
@@ -44,11 +44,12 @@ class Device:
     peak_flops_per_s: float | None = None
     multiprocessors: int | None = None
     float8_flops_per_s: float | None = None
+    float4_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
         owner = f"Device {self.name!r}"
         rates = ("matmul_flops_per_s", "memory_bytes_per_s", "host_link_bytes_per_s", "host_memory_bytes_per_s")
-        optional = ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s")
+        optional = ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s", "float4_flops_per_s")
         known = {name: value for name in optional if (value := getattr(self, name)) is not None}
         require_positive(owner, **known, **{name: getattr(self, name) for name in ("memory_bytes", *rates)})
         require_least(owner, kernel_s=self.kernel_s, launch_s=self.launch_s)

@@ -13,7 +13,7 @@ from distlab.plan.sharding import Precision, Sharding
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
 RECOMPUTES = ("none", "selective", "operators", "full")
 RECOMPUTE_METHODS = ("uniform", "block", "every")
-FLOAT8 = ("none", "products", "gathers")
+FLOAT8 = ("none", "products", "gathers", "mxfp8", "nvfp4")
 CONTEXT_KINDS = ("ring", "all_to_all")
 COUNTS = (
     *("data", "pipeline", "tensor", "context", "expert", "num_microbatches", "stages_per_rank", "recompute_layers"),
@@ -37,8 +37,8 @@ class Plan:
         compression: what replicas send in place of their gradients, or None.
         sharding: which model states the data-parallel ranks split; stage 0 splits nothing.
         precision: types of numbers; None takes the workload's bytes.
-        float8: what blocks do in 8 bits: "none", "products" (those with parameters) or "gathers" (parameters are also
-            gathered so, under stage 3). All that is kept stays as `precision` says.
+        float8: what blocks do in 8 bits: "none", "products" (of parameters), "gathers" (stage 3 also gathers so),
+            "mxfp8" (products with a scale for each 32 numbers) or, in 4 bits, "nvfp4" (a scale for each 16).
         recompute: what backward computes again instead of keeping: "none", "selective" (attention's inner part),
             "operators" (all but fused attention and every second matrix product, counted in each block) or "full" (all
             but each layer's input).

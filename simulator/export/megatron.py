@@ -13,6 +13,10 @@ from simulator.plan_file import PlanFile
 
 SLOW_DATA = ("data", "pipeline", "expert", "context", "tensor")  # --use-tp-pp-dp-mapping
 SCHEDULES = ("one_f_one_b", "interleaved")
+FORMATS = {
+    "mxfp8": ["--fp8-format e4m3", "--fp8-recipe mxfp8"],
+    "nvfp4": ["--fp4-format e2m1", "--fp4-recipe nvfp4"],
+}
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -50,7 +54,7 @@ def megatron_flags(said: PlanFile, options: Options) -> Exported:
         flags += ["--recompute-granularity full", f"--recompute-method {plan.recompute_method}"]
         flags.append(f"--recompute-num-layers {plan.recompute_layers}")
     if plan.float8 != "none":
-        flags += ["--fp8-format hybrid", "--fp8-recipe tensorwise"]
+        flags += FORMATS.get(plan.float8, ["--fp8-format hybrid", "--fp8-recipe tensorwise"])
         flags += ["--fp8-param-gather"] if plan.float8 == "gathers" else []
     flags.append(f"--clip-grad {0.0 if options.max_norm is None else options.max_norm}")
     return Exported("\n".join(flags) + "\n", notes("megatron", plan))

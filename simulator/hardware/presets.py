@@ -26,7 +26,8 @@ BEST_CASE = "best-case"
 OWN = "own"  # name of a cluster that has nothing of a preset
 DEVICE_NEEDS = ("matmul_flops_per_s", "memory_bytes_per_s", "memory_bytes")
 CLUSTER_NEEDS = ("stack", "devices_per_node", "intra_node", "inter_node")
-ENERGY_OF_16_BITS = 2  # of an operation, over one of 8 bits (assumed): where power bounds them, those are twice as fast
+# Of an operation of 16 bits, over one of 8 or 4 bits (assumed): where power bounds them, those are so much faster.
+ENERGY_OF_16_BITS = {"float8_flops_per_s": 2, "float4_flops_per_s": 4}
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,12 @@ class Stack(Software):
         at_home = self.attention_on_a100 if device.name.startswith("a100-") else None
         reached = at_home or self.attention_fraction * (row.get("warp_fraction", 1.0) if self.warp_attention else 1.0)
         sustained = device.matmul_flops_per_s * row.get("sustained_fraction", 1.0)
-        in_8_bits = device.float8_flops_per_s and min(device.float8_flops_per_s, ENERGY_OF_16_BITS * sustained)
+        known = {name: rate for name in ENERGY_OF_16_BITS if (rate := getattr(device, name)) is not None}
+        narrow = {name: min(rate, ENERGY_OF_16_BITS[name] * sustained) for name, rate in known.items()}
         return replace(
             device,
             matmul_flops_per_s=sustained * self.matmul_fraction,
-            float8_flops_per_s=in_8_bits and in_8_bits * self.matmul_fraction,
+            **{name: rate * self.matmul_fraction for name, rate in narrow.items()},
             attention_flops_per_s=device.matmul_flops_per_s * reached,
             memory_bytes_per_s=device.memory_bytes_per_s * self.memory_fraction,
             kernel_s=device.kernel_s + self.kernel_s,
@@ -117,6 +119,7 @@ def device(name: str, *, measured: bool = True) -> Device:
         host_memory_bytes=row.get("host_memory_bytes"),
         peak_flops_per_s=row["matmul_flops_per_s"],
         float8_flops_per_s=achieved.get("float8_flops_per_s", row.get("float8_flops_per_s")),
+        float4_flops_per_s=achieved.get("float4_flops_per_s", row.get("float4_flops_per_s")),
     )
 
 
@@ -243,6 +246,7 @@ class OwnDevice(_Figures):
     peak_flops_per_s: float | None = None
     host_memory_bytes: float | None = None
     float8_flops_per_s: float | None = None
+    float4_flops_per_s: float | None = None
 
 
 @dataclass(frozen=True)

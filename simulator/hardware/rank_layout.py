@@ -154,10 +154,11 @@ class RankLayout:
     def __post_init__(self) -> None:
         check_order(self.order)
         plan, cluster = self.plan, self.cluster
-        if plan.float8 != "none" and cluster.device.float8_flops_per_s is None:
+        bits, makers = (4, "Blackwell") if plan.float8 == "nvfp4" else (8, "Ada, Hopper, Blackwell")
+        if plan.float8 != "none" and getattr(cluster.device, f"float{bits}_flops_per_s") is None:
             raise ValueError(
-                f"the plan has float8 {plan.float8!r} and {cluster.device.name} has no products of 8 bits; use a "
-                "device that has (Ada, Hopper, Blackwell), or float8 'none'"
+                f"the plan has float8 {plan.float8!r} and {cluster.device.name} has no products of {bits} bits; use a "
+                f"device that has ({makers}), write float{bits}_flops_per_s in [cluster] device, or float8 'none'"
             )
         if plan.offload_activations and cluster.device.host_memory_bytes is None:
             raise ValueError(

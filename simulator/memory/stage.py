@@ -27,6 +27,7 @@ from simulator.memory.model_states import (
     unit_bytes,
 )
 from simulator.stage.local_layer import base_on_a_rank, local_layers
+from simulator.stage.products import SCALED
 from simulator.stage.recomputed import Bools, grouped, recomputed
 from simulator.units import Widths, widths_of
 
@@ -133,9 +134,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     kept, again = _kept(table, plan, widths.activations, full, software)
     forward = np.zeros((num_layers, num_kinds))
     backward = np.zeros((num_layers, num_kinds))
-    base = np.array([base_on_a_rank(layer, plan) for layer in layers])
-    for passes in (forward, backward):
-        passes[:, TEMPORARY] += [sum(layer.base_bytes[3:]) / plan.tensor for layer in layers]
+    base = _add_unpacked(layers, plan, forward, backward)
     _add_temporary(table, plan, widths, again, (forward, backward), software.parallel_loss_copies)
     between = np.zeros(num_kinds)
     kept_on_host = _offload(kept, table["input_bytes"] > 0, forward, backward) if plan.offload_activations else 0.0
@@ -190,7 +189,8 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
     everything = width * (outside / along + divided / inside)
     if plan.float8 != "none" and not software.casts_twice:  # what goes into a block's products is kept in 8 bits
         in_8_bits = table["whole_inputs"] / along + table["divided_inputs"] / inside
-        everything -= width * in_8_bits * (table["input_bytes"] > 0)
+        kept_of_each = SCALED.get(plan.float8, (0.0, 1.0))[1]  # of the two bytes of an element
+        everything -= width * (2 - kept_of_each) * in_8_bits * (table["input_bytes"] > 0)
     inputs, operators = width * table["input_bytes"] / along, width * table["operator_bytes"] / inside
     kept = np.zeros((len(logits), len(KINDS)))
     kept[:, ACTIVATIONS] = np.where(full, np.minimum(inputs, everything), everything)
@@ -227,6 +227,13 @@ def _offload(kept: Floats, blocks: Bools, forward: Floats, backward: Floats) -> 
     for passes in (forward, backward):
         passes[:, BUFFERS] += moved + np.append(0.0, moved[:-1])
     return float(moved.sum())
+
+
+def _add_unpacked(layers: Sequence[Layer], plan: Plan, forward: Floats, backward: Floats) -> Floats:
+    """Add a layer's largest weight of 4 bits, unpacked while a pass runs; return bytes of frozen bases [L]."""
+    for passes in (forward, backward):
+        passes[:, TEMPORARY] += [sum(layer.base_bytes[3:]) / plan.tensor for layer in layers]
+    return np.array([base_on_a_rank(layer, plan) for layer in layers])
 
 
 def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan, kept: Floats) -> Floats:

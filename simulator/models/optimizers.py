@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from distlab.plan import Layer, Work, Workload
+from distlab.plan import Work, Workload
 
 STATES: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 0, "sgd-momentum": 1, "muon": 1})
 SUFFIXES: Mapping[str, float] = MappingProxyType({"-32bit": 4.0, "-16bit": 2.0, "-8bit": 1 + 4 / 256})  # bytes of each
@@ -46,10 +46,8 @@ def check_optimizer(name: str) -> None:
 def with_optimizer(workload: Workload, name: str) -> Workload:
     """Return the workload with the states and the update of an optimizer of OPTIMIZERS, over what is trained of it.
 
-    Muon's states are an average over the model.
-
     Cost: reads a gradient and a parameter, writes the parameter, reads and writes each state; a kernel a tensor. Muon's
-        products of a matrix [m, n], m <= n, are 5 (4 m^2 n + 2 m^3) operations.
+        products of a matrix [m, n], m <= n, are 5 (4 m^2 n + 2 m^3) operations, and its states an average over a model.
 
     Raises:
         ValueError: there is no such optimizer.
@@ -58,11 +56,11 @@ def with_optimizer(workload: Workload, name: str) -> Workload:
     kind, _, bits = name.rpartition("-")
     width = SUFFIXES.get(f"-{bits}")
     count, flops = float(STATES[name if width is None else kind]), 0.0
-    total = max(1, workload.num_parameters)
     if name.startswith("muon"):
-        matrices = [shape for layer in workload.layers for shape in _matrices(layer)]
-        flops = sum(_orthogonalising(min(shape), max(shape)) for shape in matrices)
-        count = STATES["adamw"] - sum(map(math.prod, matrices)) / total
+        blocks = [layer.shapes for layer in workload.layers if layer.input_bytes]
+        matrices = [sorted(shape) for shapes in blocks for shape in shapes if len(shape) == 2]
+        flops = sum(ITERATIONS * (4.0 * narrow**2 * wide + 2.0 * narrow**3) for narrow, wide in matrices)
+        count = STATES["adamw"] - sum(map(math.prod, matrices)) / max(1, workload.num_parameters)
     moved = UPDATED_BYTES + 2 * count * (width or 4)
     return replace(
         workload,
@@ -70,11 +68,3 @@ def with_optimizer(workload: Workload, name: str) -> Workload:
         optimizer_bytes_per_parameter=count * (width or 4),
         has_own_state_type=width is not None,
     )
-
-
-def _matrices(layer: Layer) -> list[tuple[int, ...]]:
-    return [shape for shape in layer.shapes if len(shape) == 2] if layer.input_bytes else []
-
-
-def _orthogonalising(narrow: int, wide: int) -> float:
-    return ITERATIONS * (4.0 * narrow**2 * wide + 2.0 * narrow**3)

@@ -14,6 +14,8 @@ they multiply is first quantised, in two layouts, since products of 8 bits sum o
     cast once   2 bytes per element are read, 1 is written, and 1 more transposed: 4 (Transformer Engine)
     cast twice  each layout reads 2 and writes 1: 6 (torchao, which keeps 16 bits for backward)
     gathered    parameters that came in 8 bits are copied transposed: 2
+    mxfp8       as cast once, with a byte of scale for each 32 elements of a layout
+    nvfp4       the largest is looked for first, 2; then half a byte per layout, and a byte of scale for each 16
 
 That is counted in forward for inputs and parameters and in backward for outputs' gradients, in kernels that are there
 anyway (assumed): they find the largest number too. Attention between heads, routers, the head and all that is kept stay
@@ -25,9 +27,10 @@ An expert's products have the rows that an even load brings it from all expert r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from distlab.plan import Cluster, Device, Experts, Layer, Plan, Product, Region, Work
 from distlab.plan.require import changed
@@ -40,6 +43,10 @@ PASSES = ("forward", "input_gradient", "weight_gradient")
 # Of a product [rows, depth] x [depth, columns]: rows, columns and depth of what each pass computes.
 SIDES = ((0, 1, 2), (0, 2, 1), (2, 1, 0))
 CAST_ONCE, CAST_TWICE, GATHERED = 4, 6, 2  # bytes of an element
+# Of the kinds with a scale for each few elements: bytes that quantising moves, and that are kept of an element.
+SCALED: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"mxfp8": (4 + 2 / 32, 1 + 1 / 32), "nvfp4": (5 + 2 / 16, 1 / 2 + 1 / 16)}
+)
 
 
 @lru_cache(maxsize=4096)
@@ -64,11 +71,13 @@ def with_shapes(layer: Layer, plan: Plan, cluster: Cluster) -> Layer:
     A region's products count together, so that each of them takes longer by the same factor. Products of plain
     attention have no shapes here. Products of 8 bits are shorter, and there is more other work.
 
-    Source: NVIDIA/TransformerEngine, cast_transpose.cu, 2023; pytorch/ao, float8_linear.py, 2024.
+    Source: NVIDIA/TransformerEngine, cast_transpose.cu, 2023; pytorch/ao, float8_linear.py, 2024; Open Compute
+        Project, microscaling formats 1.0, 2023 (mxfp8); NVIDIA 2025 (2509.25149), section 3 (nvfp4).
     """
     device, in_8_bits = cluster.device, plan.float8 != "none" and layer.input_bytes > 0  # a block
-    scaled = CAST_TWICE if cluster.software.casts_twice else CAST_ONCE
-    bytes_each = (scaled, GATHERED if plan.float8 == "gathers" else scaled) if in_8_bits else None
+    scaled = SCALED.get(plan.float8, (CAST_TWICE if cluster.software.casts_twice else CAST_ONCE,))[0]
+    rate = device.float4_flops_per_s if plan.float8 == "nvfp4" else device.float8_flops_per_s
+    narrow = Narrow(scaled, GATHERED if plan.float8 == "gathers" else scaled, rate or math.inf) if in_8_bits else None
     experts = layer.experts
     has_shapes = any(region.products for region in layer.regions) or bool(experts and experts.products)
     if not has_shapes or (device.multiprocessors is None and not in_8_bits):
@@ -76,42 +85,48 @@ def with_shapes(layer: Layer, plan: Plan, cluster: Cluster) -> Layer:
     works: dict[str, Any] = {name: getattr(layer, name) for name in PASSES}
     regions = []
     for region in layer.regions:
-        local = _region(region, plan, Shares.of(layer, plan), device, bytes_each) if region.products else region
+        local = _region(region, plan, Shares.of(layer, plan), device, narrow) if region.products else region
         for name in PASSES:
             works[name] = works[name].without(getattr(region, name)) + getattr(local, name)
         regions.append(local)
     if experts is not None and experts.products:
-        local_experts = _experts(experts, plan, Shares.of(layer, plan), device, bytes_each)
+        local_experts = _experts(experts, plan, Shares.of(layer, plan), device, narrow)
         for name in PASSES:
             works[name] = works[name].without(getattr(experts, name)) + getattr(local_experts, name)
         experts = local_experts
     return changed(layer, **works, regions=tuple(regions), experts=experts)
 
 
-def _experts(
-    experts: Experts, plan: Plan, shares: Shares, device: Device, bytes_each: tuple[int, int] | None
-) -> Experts:
+class Narrow(NamedTuple):
+    """Bytes that quantising an element of states, and of weights, moves; and the rate of products of such numbers."""
+
+    of_states: float
+    of_weights: float
+    flops_per_s: float
+
+
+def _experts(experts: Experts, plan: Plan, shares: Shares, device: Device, narrow: Narrow | None) -> Experts:
     most, parts = experts.most_on_a_rank(plan.expert), experts.num_experts * shares.outside / plan.expert
     local = [(-(-p.rows * plan.expert // shares.outside), p.columns, p.depth) for p in experts.products]
-    quantised = _quantised(local, parts, *bytes_each) if bytes_each else {}
+    quantised = _quantised(local, parts, narrow) if narrow else {}
     works: dict[str, Any] = {}
     for name, sides in zip(PASSES, SIDES, strict=True):
         work: Work = getattr(experts, name)
-        factor = _factor([[shape[side] for side in sides] for shape in local], device, bytes_each is not None, most)
+        factor = _factor([[shape[side] for side in sides] for shape in local], device, narrow, most)
         works[name] = changed(work, matmul_flops=work.matmul_flops * factor) + quantised.get(name, Work())
     return changed(experts, **works)
 
 
-def _region(region: Region, plan: Plan, shares: Shares, device: Device, bytes_each: tuple[int, int] | None) -> Region:
+def _region(region: Region, plan: Plan, shares: Shares, device: Device, narrow: Narrow | None) -> Region:
     local = [_local(product, plan.tensor, shares.positions) for product in region.products]
     inner = region.attention
     works: dict[str, Any] = {}
-    quantised = _quantised(local, shares.inside, *bytes_each) if bytes_each else {}
+    quantised = _quantised(local, shares.inside, narrow) if narrow else {}
     for name, sides in zip(PASSES, SIDES, strict=True):
         whole: Work = getattr(region, name)
         apart = {"forward": inner.forward, "input_gradient": inner.backward}.get(name) if inner else None
         own = whole.matmul_flops - (apart.matmul_flops if apart else 0.0)
-        factor = _factor([[shape[side] for side in sides] for shape in local], device, bytes_each is not None)
+        factor = _factor([[shape[side] for side in sides] for shape in local], device, narrow)
         more = quantised.get(name, Work())
         works[name] = changed(whole, matmul_flops=whole.matmul_flops + (factor - 1) * own) + more
         if name == "forward" and region.again and plan.recompute == "operators":
@@ -122,7 +137,7 @@ def _region(region: Region, plan: Plan, shares: Shares, device: Device, bytes_ea
     return changed(region, **works, beside=beside)
 
 
-def _factor(shapes: Sequence[Sequence[int]], device: Device, in_8_bits: bool, count: int = 1) -> float:
+def _factor(shapes: Sequence[Sequence[int]], device: Device, narrow: Narrow | None, count: int = 1) -> float:
     """Return how much longer products of these rows, columns and depths take than at the device's rate of 16 bits.
 
     There are `count` of each, which run side by side.
@@ -131,13 +146,13 @@ def _factor(shapes: Sequence[Sequence[int]], device: Device, in_8_bits: bool, co
     if device.multiprocessors is not None:
         times = [slowdown(*shape, device.multiprocessors, count) for shape in shapes]
         slower = sum(size * time for size, time in zip(sizes, times, strict=True)) / sum(sizes)
-    return slower * device.matmul_flops_per_s / (device.float8_flops_per_s or math.inf) if in_8_bits else slower
+    return slower * device.matmul_flops_per_s / narrow.flops_per_s if narrow else slower
 
 
-def _quantised(shapes: Sequence[Sequence[int]], parts: float, of_states: int, of_weights: int) -> dict[str, Work]:
+def _quantised(shapes: Sequence[Sequence[int]], parts: float, narrow: Narrow) -> dict[str, Work]:
     """Return, for each pass, the work of quantising the factors of its products on a number of ranks."""
-    into = sum((of_states * rows + of_weights * columns) * depth for rows, columns, depth in shapes)
-    out = sum(of_states * rows * columns for rows, columns, _ in shapes)
+    into = sum((narrow.of_states * rows + narrow.of_weights * columns) * depth for rows, columns, depth in shapes)
+    out = sum(narrow.of_states * rows * columns for rows, columns, _ in shapes)
     return {"forward": Work(memory_bytes=parts * into), "input_gradient": Work(memory_bytes=parts * out)}
 
 

@@ -159,15 +159,11 @@ def test_gathers_of_stage_1_hide_under_the_next_forward():
     assert ahead.duration_s == pytest.approx(behind.duration_s - gathers, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("plan", "bytes_each"),
-    [
-        (Plan(num_microbatches=4), 18),
-        (Plan(data=4, num_microbatches=4, gradient_sync="flat"), 18),
-        (Plan(data=4, num_microbatches=4, sharding=Sharding(1)), 6 + 12 / 4),
-        (Plan(data=4, num_microbatches=4, sharding=Sharding(3)), 18 / 4),
-    ],
-)
+@pytest.mark.parametrize(("plan", "bytes_each"), [
+    (Plan(num_microbatches=4), 18), (Plan(data=4, num_microbatches=4, gradient_sync="flat"), 18),
+    (Plan(data=4, num_microbatches=4, sharding=Sharding(1)), 6 + 12 / 4),
+    (Plan(data=4, num_microbatches=4, sharding=Sharding(3)), 18 / 4),
+])  # fmt: skip
 def test_gradients_in_flat_buffers_are_held_once(plan, bytes_each):
     """Bytes per parameter with sums in 32 bits, as Megatron-LM's documentation prints them for one rank and for d."""
     plan = replace(plan, precision=Precision("bfloat16", gradients="float32"))

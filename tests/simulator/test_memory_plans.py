@@ -43,16 +43,11 @@ def test_each_stage_of_sharding_divides_what_it_says(ranks):
         assert memory.of("parameters") == pytest.approx(2 * (shard if stage == 3 else PSI), abs=spare)
 
 
-@pytest.mark.parametrize(
-    ("precision", "per_parameter"),
-    [
-        (None, 2 + 2 + 8 + 4),
-        (Precision(), 4 + 4 + 8),
-        (Precision("bfloat16"), 2 + 4 + 8 + 4),
-        (Precision("float16", master=False, gradients="float16"), 2 + 2 + 4),
-        (Precision("float64", gradients="float64"), 8 + 8 + 16),
-    ],
-)
+@pytest.mark.parametrize(("precision", "per_parameter"), [
+    (None, 2 + 2 + 8 + 4), (Precision(), 4 + 4 + 8), (Precision("bfloat16"), 2 + 4 + 8 + 4),
+    (Precision("float16", master=False, gradients="float16"), 2 + 2 + 4),
+    (Precision("float64", gradients="float64"), 8 + 8 + 16),
+])  # fmt: skip
 def test_precision_counts_bytes_a_parameter(precision, per_parameter):
     assert sum(map(held(Plan(precision=precision)).of, KINDS[:4])) == per_parameter * PSI
 
@@ -232,15 +227,10 @@ def test_the_fullest_stage_and_its_ranks_are_named():
     assert str(refusal(Plan(pipeline=4), device(1000), workload)).startswith("rank 2 (stage 2)")
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"sharding": Sharding(2)},
-        {"recompute": "selective"},
-        {"recompute": "selective", "sharding": Sharding(2)},
-        {"recompute": "full", "sharding": Sharding(3)},
-    ],
-)
+@pytest.mark.parametrize("wanted", [
+    {"sharding": Sharding(2)}, {"recompute": "selective"}, {"recompute": "selective", "sharding": Sharding(2)},
+    {"recompute": "full", "sharding": Sharding(3)},
+])  # fmt: skip
 def test_what_a_plan_needs_is_found_and_nothing_dearer(wanted):
     """With exactly the room that the wanted plan takes, the answer fits and no cheaper candidate does."""
     room = size_of(data=8, **wanted)
@@ -369,11 +359,12 @@ def test_beside_a_pipeline_whole_sums_stay_and_parameters_where_software_gathers
 def test_inputs_of_products_are_kept_in_8_bits_by_transformer_engine_and_in_16_by_torchao():
     kept = [
         memory_of(GPT, Plan(float8=float8), software=Software(casts_twice=twice)).of("activations")
-        for float8, twice in (("none", False), ("products", False), ("products", True))
+        for float8, twice in (("none", 0), ("products", 0), ("products", 1), ("mxfp8", 0), ("nvfp4", 0))
     ]
     # of queries, keys and values; of the output; of both in the feed-forward
     inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)
     assert (kept[0] - kept[1], kept[2]) == (inputs, kept[0])
+    assert [(kept[0] - each) / inputs for each in kept[3:]] == [1 - 1 / 32, 3 / 2 - 1 / 16]
 
 
 # Published gibibytes: MooreThreads/SimuMax@4dcaae51, b200_release_v1.2_summary.md, 405B of 4 layers.

@@ -34,14 +34,10 @@ def test_short_sums_start_as_often_as_long_ones():
     assert slowdown(*full, 100_000, 108) == 1.0
 
 
-@pytest.mark.parametrize(
-    "workload",
-    [
-        sim.gpt_workload(**SIZES, microbatch_size=4),
-        sim.llama_workload(sim.LlamaSizes(1024, 2, 16, 4, 2816, 50304), sequence_length=1024, microbatch_size=4),
-    ],
-    ids=["gpt", "llama"],
-)
+@pytest.mark.parametrize("workload", [
+    sim.gpt_workload(**SIZES, microbatch_size=4),
+    sim.llama_workload(sim.LlamaSizes(1024, 2, 16, 4, 2816, 50304), sequence_length=1024, microbatch_size=4),
+], ids=["gpt", "llama"])  # fmt: skip
 def test_products_have_the_flops_of_their_region(workload):
     for layer in workload.layers:
         for region in layer.regions:
@@ -69,6 +65,7 @@ NARROW_LLAMA = fuse_attention(llama_workload(LlamaSizes(H8, 2, 4, 4, F8, 128), s
 
 def both_rates(**rates):
     device = Device("both", 1e12, 1e30, 1e15, attention_flops_per_s=1e30, float8_flops_per_s=2e12)
+    device = replace(device, float4_flops_per_s=4e12)
     return replace(sim.cluster("dgx-h100", 8, stack="best-case"), device=replace(device, **rates))
 
 
@@ -79,18 +76,23 @@ def block_and_head(where, **plan):
 
 
 def test_products_of_blocks_take_half_and_the_head_as_long():
-    wide, narrow = block_and_head(both_rates()), block_and_head(both_rates(), float8="products")
-    assert [narrow[0], narrow[1]] == [pytest.approx(wide[0] / 2, abs=1), pytest.approx(wide[1] / 2, abs=1)]
-    assert narrow[2:] == wide[2:]
+    wide = block_and_head(both_rates())
+    for kind, times in (("products", 2), ("mxfp8", 2), ("nvfp4", 4)):
+        narrow = block_and_head(both_rates(), float8=kind)
+        assert [*narrow[:2]] == [pytest.approx(each / times, abs=1) for each in wide[:2]]
+        assert narrow[2:] == wide[2:]
 
 
 def test_quantising_reads_and_writes_four_bytes_an_element_and_six_where_layouts_are_cast_one_by_one():
     """Gathered parameters, which come in 8 bits, are read and written once: 2 bytes."""
-    slow = both_rates(memory_bytes_per_s=1e9, matmul_flops_per_s=1e30, float8_flops_per_s=1e30)
+    rates = dict.fromkeys(("matmul_flops_per_s", "float8_flops_per_s", "float4_flops_per_s"), 1e30)
+    slow = both_rates(memory_bytes_per_s=1e9, **rates)
     twice = replace(slow, software=Software(casts_twice=True))
     states, weights = S8 * (H8 + H8 + H8 + F8), 3 * H8 * H8 + H8 * H8 + 3 * F8 * H8  # inputs of products; parameters
     out = S8 * (3 * H8 + H8 + 2 * F8 + H8)  # outputs, whose gradients they are
     wide, own = block_and_head(slow), {"data": 2, "sharding": Sharding(3), "float8": "gathers"}
+    for where, kind, each in ((slow, "mxfp8", 4 + 1 / 16), (slow, "nvfp4", 5 + 1 / 8)):
+        assert block_and_head(where, float8=kind)[0] - wide[0] == pytest.approx(each * (states + weights), abs=2)
     for where, each in ((slow, 4), (twice, 6)):
         narrow = block_and_head(where, float8="products")
         assert narrow[0] - wide[0] == pytest.approx(each * (states + weights), abs=2)

@@ -114,19 +114,12 @@ def test_experts_are_divided_and_have_fewer_copies():
     assert held == [2 * (MIXED.num_parameters - experts + experts // n) for n in (1, 2, 4, 4)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan"),
-    [
-        ("all_reduce", Plan(tensor=2)),
-        ("all_gather", Plan(tensor=2, sequence_parallel=True)),
-        ("reduce_scatter", Plan(tensor=2, sequence_parallel=True)),
-        ("all_to_all", Plan(expert=2)),
-        ("all_to_all", Plan(context=2, context_kind="all_to_all")),
-        ("send", Plan(context=2)),
-        ("send", Plan(pipeline=2)),
-        ("all_reduce", Plan(data=2, gradient_sync="flat")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "plan"), [
+    ("all_reduce", Plan(tensor=2)), ("all_gather", Plan(tensor=2, sequence_parallel=True)),
+    ("reduce_scatter", Plan(tensor=2, sequence_parallel=True)), ("all_to_all", Plan(expert=2)),
+    ("all_to_all", Plan(context=2, context_kind="all_to_all")), ("send", Plan(context=2)),
+    ("send", Plan(pipeline=2)), ("all_reduce", Plan(data=2, gradient_sync="flat")),
+])  # fmt: skip
 def test_a_line_of_its_own_reaches_the_calls_of_every_axis(kind, plan):
     """A line for one kind: what a cluster whose links are all that line has in calls of the kind, and no more."""
     slow = Link("slow", (Protocol(1e-2, 1e6),))
