@@ -196,17 +196,20 @@ class Pipelines:
             states, kept = np.zeros((2, v, p)), np.add.reduceat(cost.kept, firsts).reshape(v, p)
             kept = kept * (not plan.offload_activations)
             on_host = {"none": (), "optimizer": (1,), "all": (1, 2, 3)}[plan.sharding.offload]
-            every, few = plan.copies, plan.data * plan.context
+            (every, few), grown = (plan.copies, plan.data * plan.context), np.zeros((v, p))
             base = np.add.reduceat(cost.base, firsts).reshape(v, p)
             states[int(3 in on_host)] += base / (every if stage == 3 else 1)
             for parameters, copies in zip(local_parameters(shape, cost), (every, few), strict=True):
                 own = np.add.reduceat(parameters, firsts).reshape(v, p)
                 for size, needed in sizes:
                     states[int(needed in on_host)] += size / (copies if stage >= needed else 1) * own
+                grown += gradient / (copies if stage >= 2 else 1) * own * (2 not in on_host)
             if v == 1:
                 most = states[0, 0] + np.minimum(m, p - np.arange(p)) * kept[0]
             else:
                 most = states[0, :, 0].sum() + min(m * v, 2 * (p - 1) + (v - 1) * p + 1) * kept[:, 0].min()
+            again = np.maximum.reduceat(cost.again, firsts).reshape(v, p).max(axis=0)  # beside states, in a backward
+            most = np.maximum(most, (states[0] - grown).sum(axis=0) + again)
             self._least[row] = float(most.max() * SLACK), float(states[1].sum(axis=0).max() * SLACK)
         return self._least[row]
 

@@ -109,12 +109,13 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """A shape's layers on a rank [L]: seconds forward and backward, bytes kept of a micro-batch, frozen bytes."""
+    """A shape's layers on a rank [L]: seconds forward and backward; bytes kept, made again, and frozen."""
 
     workload: Workload
     forward: Floats
     backward: Floats
     kept: Floats
+    again: Floats
     base: Floats
 
     @cached_property

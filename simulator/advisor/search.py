@@ -23,7 +23,7 @@ from simulator.advisor.bounds import Pipelines, bounds_s
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.memory import Memory, memory_of
-from simulator.memory.stage import kept_by_layers
+from simulator.memory.stage import kept_and_again
 from simulator.stage.local_layer import base_on_a_rank, divides, time_layers
 from simulator.stage.recomputed import recomputed
 from simulator.step.result import Step
@@ -178,7 +178,7 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
     if shape.recompute_layers > 1:
         backward = np.where(recomputed(workload, plan, (0, len(workload.layers))), backward, known["none"][1])
     base = np.array([base_on_a_rank(layer, plan) for layer in workload.layers], np.float64)
-    return Costs(workload, forward, backward, kept_by_layers(workload, plan, question.cluster.software), base)
+    return Costs(workload, forward, backward, *kept_and_again(workload, plan, question.cluster.software), base)
 
 
 ROUGH, TIGHT, RUN, EXACT = range(4)
