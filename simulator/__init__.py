@@ -9,7 +9,8 @@ Read the rooms in this order:
 6. `step`: all together. 7. `memory`. 8. `models`. 9. `sweeps`. 10. `advisor`: which plan to use.
 11. `runs`: failures, days and dollars of a whole run. 12. `validation`: how near all of it comes to published steps.
 
-`units` converts numbers and says how wide they are; `plan_file` reads all that a step needs from one file.
+`units` converts numbers and says how wide they are; `plan_file` reads all that a step needs from one file; `listing`
+says what has a name.
 """
 
 from simulator.advisor.question import Question as Question
@@ -23,6 +24,7 @@ from simulator.advisor.reasons import (
     words_of as words_of,
 )
 from simulator.advisor.search import Choice as Choice, Search as Search, search as search
+from simulator.advisor.ways_out import beside as beside, nearest as nearest, ways_out as ways_out
 from simulator.gradients.compression import (
     CodecWork as CodecWork,
     MeasuredCodec as MeasuredCodec,

@@ -41,7 +41,7 @@ from typing import Any, get_args, get_type_hints
 
 from distlab.plan import AXES, Cluster, Plan, Workload
 from distlab.plan.mesh import check_order
-from simulator.hardware.presets import ClusterDescription, given
+from simulator.hardware.presets import OWN, ClusterDescription, given
 from simulator.models.description import ModelDescription
 from simulator.models.parts import shown
 from simulator.runs.money import Run
@@ -125,12 +125,29 @@ class PlanFile:
     def text(self) -> str:
         """Return the file: what differs from defaults, and reads back as this."""
         order = {} if self.order == AXES else {"order": list(self.order)}
-        tables = {"workload": given(self.workload), "cluster": given(self.cluster), "plan": given(self.plan) | order}
+        machine = {"name": self.cluster.name} if self.cluster.device else {}
+        tables = {"workload": given(self.workload), "cluster": machine | given(self.cluster)}
+        tables["plan"] = given(self.plan) | order
         tables |= {} if self.run is None else {"run": given(self.run)}
         return "\n".join(
             f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
             for name, table in tables.items()
         )
+
+
+def cluster_table(path: Path | str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table [cluster] of a file, which needs no other one, with what flags say in place of its own.
+
+    Raises:
+        ValueError: there is none, or something in it makes no sense, told as of a plan file.
+        OSError: the file cannot be read.
+    """
+    with told_of(path):
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig")).get("cluster")
+        if not isinstance(table, dict):
+            raise ValueError("there is no table [cluster]; write one, with keys as in a plan file's")
+        plan_of_tables({"cluster": {**table, **flags}}).cluster.cluster(1)
+    return {**table, **flags}
 
 
 def read_plan_file(path: Path | str) -> PlanFile:
@@ -167,6 +184,8 @@ def plan_of_tables(tables: Mapping[str, Any]) -> PlanFile:
     if not (isinstance(order, list) and all(isinstance(axis, str) for axis in order)):
         raise ValueError(f"[plan] order is {order!r}; write a list of {', '.join(AXES)}")
     said = {"workload": {}, "cluster": {}, **tables, "plan": plan}  # with their defaults, where a file leaves one out
+    if "device" in said["cluster"]:  # without a preset's name, none of a preset's figures
+        said["cluster"] = {"name": OWN, **said["cluster"]}
     made = {name: _record(TABLES[name], table, name) for name, table in said.items()}
     return PlanFile(**made, order=check_order(order))
 

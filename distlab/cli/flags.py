@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 from distlab.faces import attributes_of
-from distlab.plan import AXES, SCHEDULES, Cluster, Link, Plan, Precision, Sharding
+from distlab.plan import AXES, SCHEDULES, Cluster, Plan, Precision, Sharding
 
 if TYPE_CHECKING:
     from simulator import ClusterDescription, PlanFile
@@ -87,11 +87,12 @@ def _named(text: str) -> str:
     return re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda one: keys.get(one[0], one[0]), text)
 
 
-def add_flags(command: argparse.ArgumentParser, *tables: str) -> None:
-    """Declare the flags of some tables of a plan file; what was not given is left out of the arguments."""
+def add_flags(command: argparse.ArgumentParser, *said: str) -> None:
+    """Declare the flags of some tables of a plan file, or of single keys; those not given are no arguments."""
+    tables = dict.fromkeys(each.partition(".")[0] for each in said)
     groups = {table: command.add_argument_group(f"the {table}, as in a plan file's [{table}]") for table in tables}
     for path, flag in _flags().items():
-        if (table := path.partition(".")[0]) not in tables:
+        if (table := path.partition(".")[0]) not in said and path not in said:
             continue
         options: dict[str, Any] = {}
         text = re.sub(r"; None: (.*)$", r" (default: \1)", _named(flag.text))
@@ -136,14 +137,17 @@ def tables_said(arguments: argparse.Namespace) -> PlanFile:
     """
     from simulator.plan_file import plan_of_tables
 
+    tables = _tables(arguments)
     try:
-        return plan_of_tables(_tables(arguments))
+        return plan_of_tables(tables)
     except ValueError as error:
         raise ValueError(_named(str(error))) from None
 
 
 def _tables(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the tables of a plan file that say what the flags say."""
+    from simulator.plan_file import cluster_table
+
     tables: dict[str, Any] = {}
     given = BEGIN | {path: value for path, value in vars(arguments).items() if path in _flags()}
     for path, value in given.items():
@@ -153,7 +157,9 @@ def _tables(arguments: argparse.Namespace) -> dict[str, Any]:
             table = table.setdefault(name, {})
         is_number = int in _flags()[path].kinds and re.fullmatch(r"[+-]?\d+", str(value).strip())
         table[key] = int(value) if is_number else value
-    plan = tables["plan"]
+    plan, name = tables["plan"], tables.get("cluster", {}).get("name", "")
+    if name.endswith(".toml"):
+        tables["cluster"] = cluster_table(name, {key: own for key, own in tables["cluster"].items() if key != "name"})
     if "precision" in plan:
         plan["precision"] = {"compute": "bfloat16"} | plan["precision"]
     if (family := SCHEDULES.get(plan.get("schedule", Plan.schedule))) is not None:
@@ -166,13 +172,12 @@ def _tables(arguments: argparse.Namespace) -> dict[str, Any]:
     return tables
 
 
-def changed_flags(after: PlanFile, before: PlanFile | None = None) -> str:
-    """Return the flags that make what the flags say a different plan; None: what no flag says."""
+def changed_flags(after: PlanFile, before: PlanFile) -> str:
+    """Return the flags that make what the flags say a different plan."""
 
     def value(record: Any, path: str) -> Any:
         return reduce(lambda part, name: getattr(part, name, None), path.split("."), record)
 
-    before = before or tables_said(argparse.Namespace())
     changed = [(flag, new) for path, flag in _flags().items() if (new := value(after, path)) != value(before, path)]
     return " ".join(flag.name if new is True else f"{flag.name} {shlex.quote(str(new))}" for flag, new in changed)
 
@@ -185,9 +190,10 @@ def cluster_of(said: ClusterDescription, num_ranks: int) -> Cluster:
             file, which has what its machine reached.
     """
     from simulator.hardware import presets as hardware
+    from simulator.hardware.presets import OWN
 
     known = hardware.names("clusters")
-    if said.name in known:
+    if said.name in (*known, OWN):
         return said.cluster(num_ranks)
     if not Path(said.name).exists():
         raise ValueError(f"{said.name!r} is neither a preset nor a file; presets: {', '.join(known)}")
@@ -196,27 +202,3 @@ def cluster_of(said: ClusterDescription, num_ranks: int) -> Cluster:
     from distlab.measure import load_calibration
 
     return load_calibration(Path(said.name)).cluster
-
-
-def presets() -> str:
-    """List the clusters, the stacks and the models that have a name, with what they are."""
-    from simulator import model_by_name
-    from simulator.hardware import presets as hardware
-    from simulator.models.by_name import MODELS
-    from simulator.units import format_bytes, format_bytes_per_s
-
-    def wire(link: Link) -> str:
-        return f"{link.name} of {format_bytes_per_s(max(protocol.bytes_per_s for protocol in link.protocols))}"
-
-    rows = [("clusters (--cluster)", "a node")]
-    for name in hardware.names("clusters"):
-        one = hardware.cluster(name)
-        node = f"{one.devices_per_node} x {one.device.name} of {format_bytes(one.device.memory_bytes)}"
-        rows.append((f"  {name}", f"{node}; {wire(one.intra_node)} inside, {wire(one.inter_node)} between nodes"))
-    rows.append(("stacks (--stack)", "software; of the best product and of the memory's rate what it reaches"))
-    for name in hardware.names("stacks"):
-        own = hardware.stack(name)
-        rows.append((f"  {name}", f"{own.software}; {own.matmul_fraction:.0%}, {own.memory_fraction:.0%}"))
-    rows.append(("models (--model)", "parameters"))
-    rows += [(f"  {name}", f"{model_by_name(name).num_parameters / 1e9:,.4g} billion") for name in MODELS]
-    return "\n".join(f"{name:<22} {value}" for name, value in rows)

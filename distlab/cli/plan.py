@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.command import check_output, counts_of_devices, flag, flags, positive_number
-from distlab.cli.flags import add_flags, changed_flags, cluster_of, tables_said
-from distlab.cli.simulate import check_size, memory_by_run
+from distlab.cli.flags import add_flags, cluster_of, tables_said
+from distlab.cli.simulate import check_size
 from distlab.course.flags import number
+from distlab.plan.sharding import OFFLOADS
 
 if TYPE_CHECKING:
-    from distlab.plan import Plan
     from simulator import Bill, Curve, PlanFile, Question, Run, Search
 
 DRAWN = 2_000_000  # failures, over all drawn runs
@@ -35,7 +35,8 @@ def _rate(text: str) -> str | float:
 
 FAILED = "failures of a device in an hour: llama-3, llama-3-all, b200-504, opt-175b, none, or a number such as 2e-5"
 FAILURES = flag("--failures", type=_rate, metavar="RATE", help=FAILED)
-CLUSTERS = "a cluster of the presets, with dollars for a device and an hour; give the flag again for more"
+CLUSTERS = "a preset or a TOML file with [cluster], and dollars for a device and an hour; give the flag again for more"
+FIXED = ("float8", "precision.compute", "precision.master", "cut", "context_kind", "offload_activations")
 WHOLE = "leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run"
 
 
@@ -54,18 +55,19 @@ def _priced(text: str) -> tuple[str, float | None]:
 @FAILURES
 @flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
 @flag("--headroom", type=number(least=0, most=99), default=5, metavar="N", help="per cent of memory to keep free")
+@flag("--offload", choices=OFFLOADS, help="what goes to the host's memory (default: nothing, unless nothing fits)")
 @flag("--whole-recompute", action="store_true", help=WHOLE)
 @flag("--top", type=number(least=1, most=20), default=3, metavar="N", help="plans to show")
 @flag("--save", type=Path, metavar="PLAN.toml", help="write the best as a file for distlab simulate")
 @flag("--curve", "--picture", type=Path, metavar="FILE", help="save the cost curve as PNG")
 @flag("--json", action="store_true", help="print the plans as JSON")
-@flags(lambda command: add_flags(command, "workload"))
+@flags(lambda command: add_flags(command, "workload", *(f"plan.{name}" for name in FIXED)))
 def plan(arguments: argparse.Namespace) -> int:
     """Find the best plan for a model, a batch and a cluster: the fastest or the cheapest, why, and what it costs.
 
-    Every way to divide the devices, without offload, is bounded from below, and simulated in the order of its bound
-    until nothing can be better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C
-    ends the search with the best so far.
+    Every way to divide the devices is bounded from below, and simulated in the order of its bound until nothing can be
+    better. Several clusters, with prices, and several numbers of devices give a cost curve. Ctrl-C ends the search with
+    the best so far.
     """
     from simulator import Failures, Run, bill, search
 
@@ -77,11 +79,12 @@ def plan(arguments: argparse.Namespace) -> int:
     failures = None if arguments.failures is None else Failures(arguments.failures)
     found: list[tuple[Search, list[Bill]]] = []
     too_long: list[float] = []
-    for question in _questions(arguments):
+    asked = _questions(arguments)
+    for _, question in asked:
         on = f"{question.cluster.num_devices} x {question.cluster.name}"
         _say(f"{on}: listing every plan")
         one = search(question)
-        best = one.best(arguments.top, tell=partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
+        best = one.advised(arguments.top, partial(_say, f"{on}: {{:,}} plans left, {{}} simulated"))
         _say("")
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
         billed = [bill(choice.step, run) for choice in best]
@@ -92,64 +95,55 @@ def plan(arguments: argparse.Namespace) -> int:
             print("interrupted: better plans may be left", file=sys.stderr)
             break
     if not found:
-        raise ValueError(_why_none(arguments, one, too_long))
+        raise ValueError(_why_none(one, too_long, as_json=arguments.json))
 
     least = "price" if arguments.wish == "cheapest" else "days"
     pairs = [(one, bill) for one, bills in found for bill in bills]
     ranked = sorted(pairs, key=lambda pair: getattr(pair[1], least))[: arguments.top]
     bests = [bills[0] for _, bills in found]
-    _save(arguments, *ranked[0], bests)
+    file = next(said for said, question in asked if question is ranked[0][0].found.question)
+    _save(arguments, file, ranked[0][1], bests)
     said = _facts(ranked[0][0], [bill for _, bill in ranked], bests, has_tokens=arguments.tokens is not None)
     print(json.dumps(said, indent=2) if arguments.json else _text(said))
     return 0
 
 
-def _why_none(arguments: argparse.Namespace, last: Search, too_long: list[float]) -> str:
-    from simulator import words_of
-    from simulator.memory.advice import NOTHING, find_change
-    from simulator.units import counted, format_bytes
+def _why_none(last: Search, too_long: list[float], *, as_json: bool) -> str:
+    """Return why no plan is left, in one line, and print the ways out where that is memory."""
+    from simulator import nearest, ways_out
 
     if too_long:
         return f"no plan ends in time: the shortest does with --days {1.005 * min(too_long):.3g}"
     if not last.is_complete:
         return "no plan that fits had been found when the search was interrupted; let it run longer"
-    question, row = last.found.question, last.leanest
-    plan, workload, software = last.found.plan(row), last.found.workload(row), question.cluster.software
-    said = _file(arguments, question, plan, workload.samples)
-    change = find_change(workload, plan, question.device, software=software, run=memory_by_run(said, None))
-    needs, free = last.needs(row), question.device.memory_bytes
-    more = f"{format_bytes(needs)}, {format_bytes(needs - free)} more than the {format_bytes(free)} of a device"
-    lean = f"the leanest ({words_of(plan, workload.samples)}) needs {more}"
-    why = f"no plan fits: on {counted(plan.world_size, 'device')} {lean}; "
-    if change is None:
-        return why + NOTHING
-    why += change.why if change.plan.sharding.offload == "none" else "plan does not search offload, and with it "
-    after = said.changed(change.plan, workload.samples // change.split)
-    return f"{why}`distlab simulate {changed_flags(after)}` needs {change.holds}"
+    ways = [str(way) for way in ways_out(last.found.question)]
+    print(json.dumps({"plans": [], "ways_out": ways}, indent=2) if as_json else "\n   ".join(["ways out", *ways]))
+    return f"no plan fits: {nearest(last)}"
 
 
-def _file(arguments: argparse.Namespace, question: Question, plan: Plan, samples: int) -> PlanFile:
-    from simulator import ClusterDescription, PlanFile
-
-    machine = ClusterDescription(question.cluster.name, plan.world_size, arguments.stack)
-    return PlanFile(question.model.with_microbatch(samples), machine, plan)
-
-
-def _questions(arguments: argparse.Namespace) -> list[Question]:
-    from simulator import ClusterDescription, Question
+def _questions(arguments: argparse.Namespace) -> list[tuple[PlanFile, Question]]:
+    """Return what each cluster is called in a plan file, and the question for each number of its devices."""
+    from simulator import Question, Stack
 
     if "workload.microbatch_size" in vars(arguments):
         raise ValueError("--microbatch is what the search chooses; leave it out")
-    model, asked = tables_said(arguments).workload, []
+    offloads = OFFLOADS if arguments.offload is None else (arguments.offload,)
+    asked: list[tuple[PlanFile, Question]] = []
     for name, dollars in arguments.cluster or [("dgx-a100", None)]:
+        flags = {"cluster.name": name} | ({"cluster.stack": arguments.stack} if arguments.stack else {})
+        said = tables_said(argparse.Namespace(**vars(arguments) | flags))
         for count in arguments.gpus:
-            machine = cluster_of(ClusterDescription(name, stack=arguments.stack), count)
+            machine = cluster_of(said.cluster, count)
             if max(count, machine.num_devices) > machine.devices_per_node and count != machine.num_devices:
                 raise ValueError(f"--gpus {count} does not fill nodes of {machine.devices_per_node}; use a multiple")
-            own: dict[str, Any] = {"headroom": arguments.headroom / 100, "price": dollars}
-            own["partial_recompute"] = not arguments.whole_recompute
-            asked.append(Question(model, replace(machine, num_devices=count), arguments.batch, **own))
-    if len({question.price is None for question in asked}) > 1:
+            named = Path(name).stem if name.endswith(".toml") else machine.name
+            machine = replace(machine, num_devices=count, name=named)
+            rest: dict[str, Any] = {"headroom": arguments.headroom / 100, "price": dollars, "offloads": offloads}
+            rest |= {"partial_recompute": not arguments.whole_recompute, "fixed": replace(said.plan, data=1)}
+            if said.cluster.stack and isinstance(own := machine.software, Stack):  # a preset's own is only assumed
+                rest |= {each: known for each in ("axes", "stages") if (known := getattr(own, each))}
+            asked.append((said, Question(said.workload, machine, arguments.batch, **rest)))
+    if len({question.price is None for _, question in asked}) > 1:
         raise ValueError("some clusters have a price and others none; give one to all, such as dgx-h100:2.50")
     return asked
 
@@ -160,28 +154,30 @@ def _say(text: str, *numbers: int) -> None:
         print(f"\r{text.format(*numbers):<78}\r", end="", file=sys.stderr, flush=True)
 
 
-def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bill]) -> None:
+def _save(arguments: argparse.Namespace, said: PlanFile, best: Bill, bests: list[Bill]) -> None:
     """Write the best plan as a file, and draw the cost curve, each where a file is named."""
     from simulator import curve
     from simulator.viz import draw_cost_curve
 
     if arguments.save:
-        file = _file(arguments, own.found.question, best.step.plan, best.step.workload.samples)
-        arguments.save.write_text(replace(file, run=best.run if arguments.tokens else None).text(), encoding="utf-8")
+        plan, model = best.step.plan, said.workload.with_microbatch(best.step.workload.samples)
+        own: dict[str, Any] = {"workload": model, "cluster": replace(said.cluster, num_devices=plan.world_size)}
+        file = replace(said, **own, plan=plan, run=best.run if arguments.tokens else None)
+        arguments.save.write_text(file.text(), encoding="utf-8")
     if arguments.curve:
         draw_cost_curve(curve(bests)).figure.savefig(arguments.curve, dpi=150)
 
 
 def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
     """Return the plans, the reasons and the cost curve as JSON-ready values."""
-    from simulator import curve, near_fit, reasons, words_of
+    from simulator import beside, curve, near_fit, reasons, words_of
     from simulator.validation.confidence import words_on_plans
 
     def row(bill: Bill) -> dict[str, Any]:
         step, machine = bill.step, bill.step.cluster
         said: dict[str, Any] = {"cluster": machine.name, "devices": machine.num_devices}
         said |= {"plan": words_of(step.plan, step.workload.samples), "step_s": step.steady_s, "mfu": step.mfu}
-        said["max_memory_bytes"] = step.memory.max_bytes
+        said |= {"max_memory_bytes": step.memory.max_bytes, "host_memory_bytes": step.memory.host_bytes}
         said |= {"goodput": bill.goodput.useful, "goodput_range": bill.goodput_range} if bill.run.failures else {}
         return said | ({"days": bill.days, "dollars": bill.dollars} if has_tokens else {})
 
@@ -190,6 +186,7 @@ def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bo
     said |= {"simulated": own.num_simulated, "is_complete": own.is_complete, "plans": [row(bill) for bill in ranked]}
     said["error"] = words_on_plans([bill.step for bill in ranked])
     said |= {"why": [reason._asdict() for reason in reasons(own, best)], "nearly_fits": near_fit(own)}
+    said |= {"beside": beside(own, best)}
     return said | (curve_facts(curve(bests), row) if len(bests) > 1 else {})
 
 
@@ -199,7 +196,8 @@ def _text(said: dict[str, Any]) -> str:
 
     def line(row: dict[str, Any]) -> str:
         parts = [f"{row['devices']} x {row['cluster']}: {format_s(row['step_s'])}, MFU {row['mfu']:.1%}"]
-        parts.append(f"{format_bytes(row['max_memory_bytes'])} held")
+        on_host = f", {format_bytes(row['host_memory_bytes'])} of the host per rank" if row["host_memory_bytes"] else ""
+        parts.append(f"{format_bytes(row['max_memory_bytes'])} held{on_host}")
         if "goodput" in row:
             parts.append("goodput {:.1%} ({:.1%} to {:.1%})".format(row["goodput"], *row["goodput_range"]))
         if "days" in row:
@@ -213,6 +211,7 @@ def _text(said: dict[str, Any]) -> str:
     for reason in said["why"]:
         lines += [f"   {reason['part']}: {reason['instead']}".rstrip(": "), f"      {reason['rule']}"]
     lines += [f"faster, if it fitted: {said['nearly_fits']}"] if said["nearly_fits"] else []
+    lines += [f"{name}: {text}" for name, texts in said["beside"].items() for text in texts]
     if "curve" in said:
         lines.append("the best plan of each")
         lines += [f"   {line(row)}{mark}" for row, mark in marked(said)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.cli.command import check_output, flag, flags, positive_number
-from distlab.cli.flags import add_description, changed_flags, cluster_of, presets, said_by
+from distlab.cli.flags import add_description, changed_flags, cluster_of, said_by
 from distlab.plan import SCHEDULES, Cluster, Plan, Workload
 
 if TYPE_CHECKING:
@@ -49,12 +49,13 @@ def simulate(arguments: argparse.Namespace) -> int:
     [workload], [cluster] and [plan]) says all of it in place of flags.
     """
     from simulator import memory_of, simulate, why_not_timed
+    from simulator.listing import list_presets
     from simulator.memory.memory import KINDS
     from simulator.plan_file import told_of
     from simulator.validation.confidence import words_on_step
 
     if arguments.list:
-        print(presets())
+        print(list_presets())
         return 0
     said = said_by(arguments)
     plan = said.plan
@@ -169,7 +170,8 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
     rows = [("does not fit", found["why_not"])] if found["why_not"] else []
     rows += [("note", note) for note in found["notes"]]
     rows.append(("model", f"{found['workload']}, {in_words(found['parameters'])} parameters"))
-    rows.append(("ranks", f"{shown} on {found['cluster']}"))
+    there = f"; {plan.num_replicas} data ranks in Megatron-LM's and torchtitan's words" if plan.expert > 1 else ""
+    rows.append(("ranks", f"{shown} on {found['cluster']}{there}"))
     if step is None:
         rows.append(("step", f"not simulated: {why_no_time}"))
     elif not found["fits"]:

@@ -49,10 +49,10 @@ class Plan:
         tensor: ranks that split each layer.
         context: ranks that split each sequence.
         sequence_parallel: whether tensor-parallel ranks split the parts between their layers along the sequence.
-        expert: ranks that split the experts of mixture layers. Each works on samples of its own, so that they are
-            replicas too; see `copies`.
+        expert: ranks that split the experts of mixture layers. It multiplies the ranks, each with own samples; see
+            `copies`. Megatron-LM's and torchtitan's degree divides the data ranks, which are data x expert here.
         context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
-        cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many blocks each).
+        cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many each, as in Megatron-LM).
         offload_activations: whether the host's memory keeps what blocks keep, from their forward to their backward.
     """
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distlab.plan import AXES, Link, Plan
-from distlab.plan.partition import Cuts
+from distlab.plan.partition import Cuts, even_blocks
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.gradients.fsdp_units import UNIT_KERNELS, VIEW_KERNELS
 from simulator.hardware.rank_layout import RankLayout
@@ -31,7 +32,6 @@ from simulator.stage.stage import message_ns, parts_of_messages
 from simulator.step.timed import compile_family
 from simulator.units import widths_of
 
-PLAIN = Plan()  # of the workload's own precision, as all that is searched
 SLACK = 1 - 1e-6  # of sums of rounded times
 
 
@@ -60,7 +60,12 @@ def wire_s(question: Question, shape: Shape, copies: Floats | Ints, num_bytes: F
 
 
 def update_s(
-    question: Question, cost: Costs, parameters: Floats, tensors: Floats | Ints | int, shards: Floats | Ints
+    question: Question,
+    cost: Costs,
+    parameters: Floats,
+    tensors: Floats | Ints | int,
+    shards: Floats | Ints,
+    on_host: NDArray[np.bool_] | bool,
 ) -> Floats:
     """Return a lower bound of the time of an update: parameters in a number of tensors, spread over shards."""
     whole, device = cost.workload.optimizer, question.cluster.device
@@ -68,7 +73,9 @@ def update_s(
     kernels = np.maximum(0.0, whole.num_kernels / max(cost.workload.num_tensors, 1) * tensors / shards - 1)
     kernels = kernels * (not question.cluster.software.flat_buffers)
     busy = size / device.memory_bytes_per_s + kernels * device.kernel_s
-    return np.asarray(np.maximum(busy, kernels * device.launch_s), np.float64)
+    sharing = min(question.cluster.num_devices, question.cluster.devices_per_node)
+    on_device = np.maximum(busy, kernels * device.launch_s)
+    return np.asarray(np.where(on_host, sharing * size / device.host_memory_bytes_per_s, on_device), np.float64)
 
 
 def pack_s(question: Question, num_bytes: Floats, tensors: Floats | Ints | int) -> Floats:
@@ -87,17 +94,17 @@ def local_parameters(shape: Shape, cost: Costs) -> tuple[Floats, Floats]:
 
 def bounds_s(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Floats:
     """Return a time for each row that its step in a run is not below."""
-    p, v, data, m, stage = rows.T
+    p, v, data, m, stage, offload = rows.T
     both = cost.forward + cost.backward
     total, blocks = float(both.sum()), both[1:-1]
     own, experts = local_parameters(shape, cost)
     copies = data * shape.expert * shape.context
     shards, few = np.where(stage > 0, copies, 1), np.where(stage > 0, data * shape.context, 1)
-    widths, tensors = widths_of(cost.workload, PLAIN), cost.tensors.sum() / p
+    widths, tensors = widths_of(cost.workload, question.fixed), cost.tensors.sum() / p
     width = min(widths.reduce, widths.parameter)
     updated = np.where(stage < 3, tensors, 0)  # stage 3 updates units, which are fewer
-    update = update_s(question, cost, own.sum() / p, updated, shards)
-    update = update + update_s(question, cost, experts.sum() / p, 0, few)
+    update = update_s(question, cost, own.sum() / p, updated, shards, offload > 0)
+    update = update + update_s(question, cost, experts.sum() / p, 0, few, offload > 0)
     packs = np.where((copies > 1) & (stage < 3), pack_s(question, widths.reduce * own.sum() / p, tensors), 0.0)
     once = wire_s(question, shape, copies, width * own.sum() / p)
     gathered = np.where(
@@ -131,7 +138,7 @@ class Pipelines:
     _cuts: dict[int, Cuts] = field(default_factory=dict)
     _stages: dict[tuple[int, int], tuple[Ints, Ints, Ints]] = field(default_factory=dict)
     _known: dict[int, float] = field(default_factory=dict)
-    _least: dict[int, float] = field(default_factory=dict)
+    _least: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def short_s(self, row: int) -> float:
         """Return a bound from the stages' times without a schedule; 0 where there is no pipeline.
@@ -173,35 +180,46 @@ class Pipelines:
             forward, backward = (np.rint(times * 1e9).astype(np.int64) for times in (cost.forward, cost.backward))
             if shape not in self._cuts:
                 self._cuts[shape] = Cuts((forward + backward).tolist())
-            firsts = np.array([first for first, _ in self._cuts[shape].into(p * v)])
+            is_even = self.found.question.fixed.cut == "blocks"
+            even = even_blocks(*cost.workload.blocks, len(forward), p * v) if is_even else ()
+            firsts = np.array([first for first, _ in even or self._cuts[shape].into(p * v)])
             self._stages[shape, p * v] = (firsts, np.add.reduceat(forward, firsts), np.add.reduceat(backward, firsts))
         return self._stages[shape, p * v]
 
-    def least_bytes(self, row: int) -> float:
-        """Return bytes that the row's fullest rank does not hold less than, whatever its schedule's order."""
+    def least_bytes(self, row: int) -> tuple[float, float]:
+        """Return bytes that the row's fullest rank does not hold less than, on its device and on its host."""
         if row not in self._least:
             (_, p, v, m), firsts, (plan, shape, cost) = self._key(row), self.stages(row)[0], self._of(row)
             widths, stage = widths_of(cost.workload, plan), plan.sharding.stage
             gradient = widths.gradient if plan.copies > 1 else 0
             sizes = ((widths.parameter, 3), (gradient, 2), (widths.master + widths.optimizer, 1))
-            states, kept = np.zeros((v, p)), np.add.reduceat(cost.kept, firsts).reshape(v, p)
-            every, few = plan.copies, plan.data * plan.context
+            states, kept = np.zeros((2, v, p)), np.add.reduceat(cost.kept, firsts).reshape(v, p)
+            kept = kept * (not plan.offload_activations)
+            on_host = {"none": (), "optimizer": (1,), "all": (1, 2, 3)}[plan.sharding.offload]
+            (every, few), grown = (plan.copies, plan.data * plan.context), np.zeros((v, p))
+            base = np.add.reduceat(cost.base, firsts).reshape(v, p)
+            states[int(3 in on_host)] += base / (every if stage == 3 else 1)
             for parameters, copies in zip(local_parameters(shape, cost), (every, few), strict=True):
-                each = sum(size / (copies if stage >= needed else 1) for size, needed in sizes)
-                states += each * np.add.reduceat(parameters, firsts).reshape(v, p)
+                own = np.add.reduceat(parameters, firsts).reshape(v, p)
+                for size, needed in sizes:
+                    states[int(needed in on_host)] += size / (copies if stage >= needed else 1) * own
+                grown += gradient / (copies if stage >= 2 else 1) * own * (2 not in on_host)
             if v == 1:
-                most = states[0] + np.minimum(m, p - np.arange(p)) * kept[0]
+                most = states[0, 0] + np.minimum(m, p - np.arange(p)) * kept[0]
             else:
-                most = states[:, 0].sum() + min(m * v, 2 * (p - 1) + (v - 1) * p + 1) * kept[:, 0].min()
-            self._least[row] = float(most.max() * SLACK)
+                most = states[0, :, 0].sum() + min(m * v, 2 * (p - 1) + (v - 1) * p + 1) * kept[:, 0].min()
+            again = np.maximum.reduceat(cost.again, firsts).reshape(v, p).max(axis=0)  # beside states, in a backward
+            most = np.maximum(most, (states[0] - grown).sum(axis=0) + again)
+            self._least[row] = float(most.max() * SLACK), float(states[1].sum(axis=0).max() * SLACK)
         return self._least[row]
 
     def _update_s(self, row: int) -> Floats:
         question, (plan, shape, cost) = self.found.question, self._of(row)
         own, experts = (self._of_ranks(row, each) for each in local_parameters(shape, cost))
         shards, few = (plan.copies, plan.data * plan.context) if plan.sharding.stage else (1, 1)
-        update = update_s(question, cost, own, self._of_ranks(row, cost.tensors), np.array(shards))
-        return update + update_s(question, cost, experts, 0, np.array(few))
+        on_host = plan.sharding.offload != "none"
+        update = update_s(question, cost, own, self._of_ranks(row, cost.tensors), np.array(shards), on_host)
+        return update + update_s(question, cost, experts, 0, np.array(few), on_host)
 
     def _gather_s(self, row: int) -> Floats | float:
         question, (plan, shape, cost) = self.found.question, self._of(row)

@@ -1,8 +1,8 @@
 """A question for the advisor, and all plans for it as columns of numbers: the records that the search works on.
 
 A shape says what one rank computes in a pass: tensor, context and expert ranks, whether the sequence is split, the
-micro-batch, and what is computed again. Its layers are costed once. Rows of a shape differ in stages, replicas and
-sharding.
+micro-batch, and what is computed again. Its layers are costed once. Rows of a shape differ in stages, replicas,
+sharding and offload.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan import Cluster, Device, Plan, Sharding, Workload
+from distlab.plan import AXES, Cluster, Device, Plan, Sharding, Workload
+from distlab.plan.sharding import OFFLOADS
 from distlab.plan.work import COLUMNS
 from simulator.models.description import ModelDescription
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,14 @@ class Question:
         price: dollars for a device and an hour, or None.
         partial_recompute: also search recompute per operator, and in full of every second or fourth block. This
             library and torchtitan run these; Megatron-LM and DeepSpeed have others.
+        fixed: what all plans have: types of numbers, 8 bits, how layers are cut; its degrees do not count.
+        offloads: what may go to the host's memory, of OFFLOADS.
+        axes: the degrees that may be above 1; a stack may have fewer.
+        stages: of sharding, likewise.
 
     Raises:
         ValueError: the batch is less than 1, the headroom is not from 0 to below 1, the price is negative or not
-            finite, or the cluster's ranks share cores.
+            finite, the cluster's ranks share cores, or nothing is left but offload to memory of unknown size.
     """
 
     model: ModelDescription
@@ -46,6 +52,10 @@ class Question:
     headroom: float = 0.05
     price: float | None = None
     partial_recompute: bool = False
+    fixed: Plan = Plan()
+    offloads: tuple[str, ...] = OFFLOADS[:1]
+    axes: tuple[str, ...] = AXES
+    stages: tuple[int, ...] = STAGES
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -56,6 +66,12 @@ class Question:
             raise ValueError(f"the price is {self.price}; pass dollars for a device and an hour")
         if self.cluster.num_cores is not None:
             raise ValueError(f"ranks of {self.cluster.name} share cores; plans are searched for devices of their own")
+        if self.cluster.device.host_memory_bytes is None and OFFLOADS[0] not in self.offloads:
+            raise ValueError(
+                f"offload is {' or '.join(self.offloads)!r} and {self.cluster.name} has no host_memory_bytes, so that "
+                "nothing says what fits there: write what one device may use of its host into [cluster.device] of a "
+                "file for --cluster, such as 64e9, or leave --offload out"
+            )
 
     @cached_property
     def device(self) -> Device:
@@ -75,13 +91,13 @@ class Shape(NamedTuple):
     recompute: str
     recompute_layers: int = 1  # one block in this many is recomputed in full
 
-    def plan(self, **changes: Any) -> Plan:
-        """Return a plan of this shape."""
+    def plan(self, fixed: Plan, **changes: Any) -> Plan:
+        """Return a plan of this shape, which has what is fixed."""
         degrees = {"tensor": self.tensor, "context": self.context, "expert": self.expert}
         own: dict[str, Any] = degrees | {"sequence_parallel": self.sequence_parallel, "recompute": self.recompute}
         if self.recompute_layers > 1:
             own |= {"recompute_method": "every", "recompute_layers": self.recompute_layers}
-        return Plan(**own | changes)
+        return replace(fixed, **own | changes)
 
     def is_aligned(self, cluster: Cluster) -> bool:
         """Return whether groups of ranks sit alike in all nodes, so that the first group's times are all groups'."""
@@ -93,12 +109,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """A shape's layers on one rank: forward and backward in seconds, and bytes kept, of a micro-batch [L]."""
+    """A shape's layers on a rank [L]: seconds forward and backward; bytes kept, made again, and frozen."""
 
     workload: Workload
     forward: Floats
     backward: Floats
     kept: Floats
+    again: Floats
+    base: Floats
 
     @cached_property
     def tensors(self) -> Ints:
@@ -127,6 +145,7 @@ class Candidates:
         data: replicas.
         microbatches: of a replica.
         sharding: stage.
+        offload: its place in OFFLOADS.
         bound_s: no step is shorter.
     """
 
@@ -139,6 +158,7 @@ class Candidates:
     data: Ints
     microbatches: Ints
     sharding: Ints
+    offload: Ints
     bound_s: Floats
     _plans: dict[int, Plan] = field(default_factory=dict)
 
@@ -150,12 +170,13 @@ class Candidates:
         if row not in self._plans:  # each bound asks for it
             per_rank = int(self.per_rank[row])
             self._plans[row] = self.shapes[int(self.shape[row])].plan(
+                self.question.fixed,
                 data=int(self.data[row]),
                 pipeline=int(self.pipeline[row]),
                 num_microbatches=int(self.microbatches[row]),
                 schedule="interleaved" if per_rank > 1 else "one_f_one_b",
                 stages_per_rank=per_rank,
-                sharding=Sharding(int(self.sharding[row])),
+                sharding=Sharding(int(self.sharding[row]), offload=OFFLOADS[self.offload[row]]),
             )
         return self._plans[row]
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import Cluster, Plan
+from distlab.plan.sharding import OFFLOADS
 from simulator.advisor.question import Candidates, Question, Shape
 from simulator.advisor.search import COUNTED, Choice, Search, search
 from simulator.models.description import ModelDescription
@@ -37,7 +38,8 @@ def columns_of(found: Candidates) -> dict[str, NDArray[np.generic]]:
     """Return each part of a plan as a column: its degree, or whether it is there."""
     shapes = {name: np.array([getattr(shape, name) for shape in found.shapes]) for name in found.shapes[0]._fields}
     own = {"data": found.data, "pipeline": found.pipeline, "stages_per_rank": found.per_rank}
-    return own | {"sharding": found.sharding} | {name: column[found.shape] for name, column in shapes.items()}
+    own |= {"sharding": found.sharding, "offload": np.array(OFFLOADS)[found.offload]}
+    return own | {name: column[found.shape] for name, column in shapes.items()}
 
 
 def reasons(search: Search, best: Choice) -> list[Reason]:
@@ -46,16 +48,16 @@ def reasons(search: Search, best: Choice) -> list[Reason]:
     The plans without a part are first bounded from below: where no such plan can be as fast, nothing is simulated.
     """
     plan, columns = best.plan, columns_of(search.found)
-    if plan.world_size == 1:
+    if plan.world_size == 1 and plan.sharding.offload == "none":
         return [Reason("one device", "", RULES["alone"])]
-    plain = {"recompute": "none", "sequence_parallel": False, "sharding": 0}
-    has = {name: getattr(plan, name) for name in RULES if name not in ("alone", "batch", "sharding")}
-    has["sharding"] = plan.sharding.stage
-    found = []
+    plain = {"recompute": "none", "sequence_parallel": False, "sharding": 0, "offload": "none"}
+    has = {name: getattr(plan, name) for name in RULES if hasattr(plan, name)}
+    has |= {"sharding": plan.sharding.stage, "offload": plan.sharding.offload}
+    found, like = [], (search.found.offload == 0) | (plan.sharding.offload != "none")
     for name, rule in RULES.items():
         without = plain.get(name, 1)
         if name in has and has[name] != without:
-            text = _instead(search, best, np.asarray(columns[name] == without))
+            text = _instead(search, best, np.asarray(columns[name] == without) & like)
             found.append(Reason(name if has[name] is True else f"{name} = {has[name]}", text, rule))
     num, batch = plan.world_size, search.found.question.batch_size
     if batch % num:
@@ -99,7 +101,7 @@ def near_fit(search: Search) -> str:
     """Return which faster plan lacks least memory, in words; "": all that could be faster fit."""
     found = search.found
     free = found.question.device.memory_bytes
-    large = [row for row in search.too_large()[:COUNTED] if search.needs(row) > free]
+    large = [row for row in search.too_large()[:COUNTED] if free < search.needs(row) <= 2 * free]  # else it is not near
     row = min(large, key=search.needs, default=None)
     if row is None:
         return ""
@@ -119,6 +121,10 @@ def words_of(plan: Plan, microbatch: int) -> str:
     parts.append(f"{counted(plan.num_microbatches, 'micro-batch')} of {microbatch}")
     if plan.sharding.stage:
         parts.append(f"sharding {plan.sharding.stage}")
+    if plan.sharding.offload != "none":
+        parts.append({"optimizer": "optimizer", "all": "all states"}[plan.sharding.offload] + " on the host")
+    if plan.offload_activations:
+        parts.append("activations on the host")
     if plan.recompute != "none":
         name = "per-operator" if plan.recompute == "operators" else plan.recompute
         some = f" of one of {plan.recompute_layers} blocks" if plan.recompute_layers > 1 else ""

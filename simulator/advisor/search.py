@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import AXES, Plan, Workload
+from distlab.plan.sharding import OFFLOADS
 from simulator.advisor.bounds import Pipelines, bounds_s
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.hardware.rank_layout import RankLayout
-from simulator.memory.memory import memory_of
-from simulator.memory.stage import kept_by_layers
-from simulator.stage.local_layer import divides, time_layers
+from simulator.memory.memory import Memory, memory_of
+from simulator.memory.stage import kept_and_again
+from simulator.stage.local_layer import base_on_a_rank, divides, time_layers
 from simulator.stage.recomputed import recomputed
 from simulator.step.result import Step
 from simulator.step.simulate import simulate
@@ -34,6 +35,10 @@ MOST_MICROBATCH = 64
 MOST_PER_RANK = 8
 MOST_CONTEXT = 16
 EVERY = (2, 4)  # one block in 2, or in 4, is recomputed, where that is searched
+NOT_SEARCHED = (
+    "other orders of axes, schedules that split backward, stage 3 beside a pipeline or expert ranks, sizes of buckets "
+    "and units, other stacks (--stack)"
+)
 
 
 def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) -> Candidates:
@@ -41,11 +46,11 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
 
     Searched: every way to divide the devices among pipeline, data, expert, context and tensor ranks whose groups sit
     alike in all nodes (3 tensor ranks in nodes of 8 would cross some); micro-batches of up to MOST_MICROBATCH samples;
-    1F1B, and interleaved stages where the micro-batches fill rounds; sharding; recompute; sequence parallelism.
+    1F1B, and interleaved stages where the micro-batches fill rounds; sharding; recompute; sequence parallelism; offload
+    where the question has it. With `cut` "blocks" in what is fixed, stages have as many blocks each.
     Sharding's stage 2 is searched with one micro-batch, since it sends gradients in each; stage 3 without a pipeline
     and without expert ranks, since every pass gathers. That is 128,397 plans for 175B on 1,536 devices with 1,536
-    samples, and 256,794 with `partial_recompute`. Not searched: other orders of axes, schedules that split backward,
-    offload, sizes of buckets and units.
+    samples, and 256,794 with `partial_recompute`. Not searched: NOT_SEARCHED.
 
     Raises:
         ValueError: nothing divides the batch and the model among the devices.
@@ -58,7 +63,7 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
         wanted = [base._replace(**recompute) for recompute in _recomputes(question, workload)]
         wanted = [shape for shape in wanted if keep is None or keep(shape)]
         rows = _rows(question, base, workload)
-        if not (len(rows) and wanted and divides(workload, base.plan())):
+        if not (len(rows) and wanted and divides(workload, base.plan(question.fixed))):
             continue
         known: dict[str, Seconds] = {}
         for shape in wanted:
@@ -68,9 +73,11 @@ def candidates(question: Question, keep: Callable[[Shape], bool] | None = None) 
             shapes.append(shape)
             costs.append(cost)
     if not shapes:
+        own = f" by {', '.join(question.axes)} ranks alone, as its stack does" if len(question.axes) < len(AXES) else ""
+        even = " into stages with as many blocks each" if question.fixed.cut == "blocks" else ""
         raise ValueError(
-            f"no plan divides {question.batch_size} samples among {question.cluster.num_devices} devices; change the "
-            "batch, or the number of devices"
+            f"no plan divides {question.batch_size} samples among {question.cluster.num_devices} devices{even}{own}; "
+            "change the batch, or the number of devices"
         )
     columns = (*np.concatenate(plans).T, np.concatenate(bounds))  # from the shape to the bound
     return Candidates(question, tuple(shapes), tuple(costs), *columns)
@@ -100,13 +107,17 @@ def _bases(question: Question) -> Iterator[tuple[Shape, Workload]]:
     heads = attention.num_key_value_heads if attention else 1
     positions = attention.num_positions if attention else 1
     experts = max((layer.experts.num_experts for layer in one.layers if layer.experts), default=1)
+    has = question.axes
     for microbatch in (size for size in divisors(batch) if size <= MOST_MICROBATCH):
         workload = one if microbatch == 1 else question.model.with_microbatch(microbatch).workload()
-        for tensor in (t for t in divisors(num) if heads % t == 0):
+        for tensor in (t for t in divisors(num) if t == 1 or ("tensor" in has and heads % t == 0)):
             for context in (
-                c for c in divisors(num // tensor) if c == 1 or (c <= MOST_CONTEXT and positions % (2 * c) == 0)
+                c
+                for c in divisors(num // tensor)
+                if c == 1 or ("context" in has and c <= MOST_CONTEXT and positions % (2 * c) == 0)
             ):
-                for expert in (e for e in divisors(num // tensor // context) if experts % e == 0):
+                most = experts if "expert" in has else 1
+                for expert in (e for e in divisors(num // tensor // context) if most % e == 0):
                     split = (False, True) if tensor > 1 and positions // context % tensor == 0 else (False,)
                     for along in split:
                         shape = Shape(tensor, context, expert, along, microbatch, "none")
@@ -115,10 +126,15 @@ def _bases(question: Question) -> Iterator[tuple[Shape, Workload]]:
 
 
 def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
-    """Return pipeline, stages per rank, data, micro-batches and sharding of a shape's plans, one per row."""
+    """Return pipeline, stages per rank, data, micro-batches, sharding and offload of a shape's plans, one per row."""
     rest = question.cluster.num_devices // (shape.tensor * shape.context * shape.expert)
     rows = []
-    for pipeline in divisors(rest):
+    own, known = (
+        {*question.stages},
+        question.cluster.device.host_memory_bytes is not None,
+    )  # else offload is not searched
+    offloads = [name for name in question.offloads if known or name == OFFLOADS[0]]
+    for pipeline in divisors(rest) if "pipeline" in question.axes else (1,):
         data, num_layers = rest // pipeline, len(workload.layers)
         each, left = divmod(question.batch_size, data * shape.expert)
         if left or each % shape.microbatch or pipeline > num_layers:
@@ -126,16 +142,32 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
         count = each // shape.microbatch
         most = min(MOST_PER_RANK, num_layers // pipeline) if pipeline > 1 and count % pipeline == 0 else 1
         copies = data * shape.expert * shape.context
-        stages = [0, 1] if copies > 1 else [0]
-        units = copies > 1 and pipeline == 1 and shape.expert == 1 and question.model.weights != "nf4"
-        stages += [2] * (copies > 1 and count == 1) + [3] * units
-        rows += [(pipeline, v, data, count, stage) for v in range(1, most + 1) for stage in stages]
-    return np.array(rows, np.int64).reshape(-1, 5)
+        numbers = [v for v in range(1, most + 1) if question.fixed.cut == "time" or is_even(workload, pipeline * v)]
+        units = pipeline == shape.expert == 1 and question.model.weights != "nf4"
+        stages = {0, 1} | ({2} if count == 1 else set()) | ({3} if units else set())
+        ways = [
+            (stage, OFFLOADS.index(name))
+            for name in offloads
+            for stage in sorted(stages & own & _holding(name, copies))
+        ]
+        rows += [(pipeline, v, data, count, *way) for v in numbers for way in ways]
+    return np.array(rows, np.int64).reshape(-1, 6)
+
+
+def _holding(offload: str, copies: int) -> set[int]:
+    """Return the stages that offload what it says; without offload, those that split something among copies."""
+    return {"none": {0, 1, 2, 3} if copies > 1 else {0}, "optimizer": {1, 2, 3}, "all": {3}}[offload]
+
+
+def is_even(workload: Workload, num_stages: int) -> bool:
+    """Return whether stages have as many blocks each; see `even_blocks`."""
+    first, stop = workload.blocks
+    return num_stages in (1, *divisors(stop - first), *divisors(stop - first + 2))
 
 
 def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str, Seconds]) -> Costs:
     """Cost a shape's layers; `known` has forward and backward of shapes that differ in what runs again alone."""
-    plan = shape.plan()
+    plan = shape.plan(question.fixed)
     for name in (shape.recompute, *(["none"] if shape.recompute_layers > 1 else [])):
         if name not in known:
             own = replace(plan, recompute=name, recompute_method="uniform", recompute_layers=1)
@@ -145,7 +177,8 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
     forward, backward = known[shape.recompute]
     if shape.recompute_layers > 1:
         backward = np.where(recomputed(workload, plan, (0, len(workload.layers))), backward, known["none"][1])
-    return Costs(workload, forward, backward, kept_by_layers(workload, plan, question.cluster.software))
+    base = np.array([base_on_a_rank(layer, plan) for layer in workload.layers], np.float64)
+    return Costs(workload, forward, backward, *kept_and_again(workload, plan, question.cluster.software), base)
 
 
 ROUGH, TIGHT, RUN, EXACT = range(4)
@@ -192,7 +225,7 @@ class Search:
     num_simulated: int = 0
     is_complete: bool = True
     _exact: dict[int, Choice | None] = field(default_factory=dict)
-    _needs: dict[int, int] = field(default_factory=dict)
+    _memory: dict[int, Memory] = field(default_factory=dict)
 
     @cached_property
     def pipelines(self) -> Pipelines:
@@ -244,6 +277,11 @@ class Search:
         done = sorted((entry for entry in heap if entry[1] == EXACT), key=lambda entry: (entry[0], entry[2]))
         return chosen + [self._choice(row) for _, _, row in done[: count - len(chosen)]]
 
+    def advised(self, count: int, tell: Callable[[int, int], None] | None = None) -> list[Choice]:
+        """Return the best plans without offload, whose times are surer, and where none fits the best with it."""
+        best = self.best(count, among=self.found.offload == 0, tell=tell)
+        return best if best or not self.is_complete else self.best(count, tell=tell)
+
     @property
     def choices(self) -> list[Choice]:
         """All that was simulated and fits."""
@@ -260,13 +298,15 @@ class Search:
             question = self.found.question
             step = simulate(self.found.workload(row), question.cluster, self.found.plan(row))
             self.num_simulated += 1
-            self._needs[row] = step.memory.max_bytes
+            self._memory[row] = step.memory
             self._exact[row] = Choice(question, step.plan, step) if step.memory.fits(question.device) else None
         return self._exact[row]
 
     def may_fit(self, row: int) -> bool:
         """Return whether a row's fullest rank may have room."""
-        return self.pipelines.least_bytes(row) <= self.found.question.device.memory_bytes
+        device = self.found.question.device
+        least, on_host = self.pipelines.least_bytes(row)
+        return least <= device.memory_bytes and on_host <= (device.host_memory_bytes or np.inf)
 
     def tight_s(self, row: int) -> float:
         """Return a time that a row's step is not below: by its passes and messages."""
@@ -274,24 +314,34 @@ class Search:
 
     def needs(self, row: int) -> int:
         """Return what a row's fullest rank holds, where its step was not simulated as `memory_of` counts it."""
-        if row not in self._needs:
-            software = self.found.question.cluster.software
-            memory = memory_of(self.found.workload(row), self.found.plan(row), software=software)
-            self._needs[row] = memory.max_bytes
-        return self._needs[row]
+        return self.memory(row).max_bytes
 
-    @property
-    def leanest(self) -> int:
-        """The row that needs least memory, of those that were simulated and the COUNTED with the lowest bounds."""
-        rows = sorted(range(len(self.found)), key=self.pipelines.least_bytes)[:COUNTED]
-        return min([*self._needs, *rows], key=self.needs)
+    def memory(self, row: int) -> Memory:
+        """Return a row's memory, see `needs`."""
+        if row not in self._memory:
+            software = self.found.question.cluster.software
+            self._memory[row] = memory_of(self.found.workload(row), self.found.plan(row), software=software)
+        return self._memory[row]
+
+    def part(self, needed: tuple[float, float]) -> float:
+        """Return which part bytes are of what a device and its host have for them, whichever is larger."""
+        device = self.found.question.device
+        return max(needed[0] / device.memory_bytes, needed[1] / (device.host_memory_bytes or np.inf))
+
+    def nearest(self, among: NDArray[np.bool_] | None = None) -> int:
+        """Return the row that lacks least memory, of those simulated and the COUNTED with the lowest bounds."""
+        own = range(len(self.found)) if among is None else np.flatnonzero(among).tolist()
+        rows = sorted(own, key=lambda row: self.part(self.pipelines.least_bytes(row)))[:COUNTED]
+        held = {row: self.memory(row) for row in {*self._memory, *rows} & {*own}}
+        return min(sorted(held), key=lambda row: self.part((held[row].max_bytes, held[row].host_bytes)))
 
     def too_large(self) -> list[int]:
         """Return rows that do not fit and could be faster than the best, those that lack least memory first."""
         best = min((choice.seconds for choice in self.choices), default=np.inf)
-        rows = np.flatnonzero(self.found.bound_s < best).tolist()
+        plain = any(choice.plan.sharding.offload == "none" for choice in self.choices)
+        rows = np.flatnonzero((self.found.bound_s < best) & ((self.found.offload == 0) | (not plain))).tolist()
         large = [row for row in rows if not self.may_fit(row) or (row in self._exact and self._exact[row] is None)]
-        return sorted(large, key=self.pipelines.least_bytes)
+        return sorted(large, key=lambda row: self.part(self.pipelines.least_bytes(row)))
 
 
 def search(question: Question, keep: Callable[[Shape], bool] | None = None) -> Search:

@@ -38,6 +38,9 @@ def megatron_flags(said: PlanFile, options: Options) -> Exported:
     ]
     if plan.stages_per_rank > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {plan.stages_per_rank}")
+    first, stop = said.workload.workload().blocks
+    if (stop - first) % (plan.pipeline * plan.stages_per_rank):  # each end counts as a block, see `even_blocks`
+        flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
     if plan.context > 1:
         flags.append(f"--cp-comm-type {'p2p' if plan.context_kind == 'ring' else 'a2a'}")
     if plan.expert > 1:
@@ -67,7 +70,7 @@ def _refuse(said: PlanFile) -> None:
         "ALiBi": name in GPT and GPT[name][-1] == ALIBI,
         "latent attention": name in LLAMA and LLAMA[name].latent is not None,
         "no such schedule": plan.schedule not in SCHEDULES,
-        "unequal stages": layers % stages > 0,
+        "unequal stages": layers % stages > 0 and (layers + 2) % stages > 0,
         "neither the usual order nor slow data": not (order_is_usual(said) or is_slow),
     }
     words = {"model": name, "schedules": ", ".join(SCHEDULES), "layers": layers, "stages": stages}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -22,6 +23,9 @@ from typing import Any
 from distlab.plan import Cluster, Device, Link, Protocol, Software
 
 BEST_CASE = "best-case"
+OWN = "own"  # name of a cluster that has nothing of a preset
+DEVICE_NEEDS = ("matmul_flops_per_s", "memory_bytes_per_s", "memory_bytes")
+CLUSTER_NEEDS = ("stack", "devices_per_node", "intra_node", "inter_node")
 # Of an operation of 16 bits, over one of 8 or 4 bits (assumed): where power bounds them, those are so much faster.
 ENERGY_OF_16_BITS = {"float8_flops_per_s": 2, "float4_flops_per_s": 4}
 
@@ -43,6 +47,8 @@ class Stack(Software):
         warp_attention: whether fused attention uses instructions of single warps, as FlashAttention 1 and 2 do, and not
             Hopper's of warp groups.
         compute_slowdown: how much longer computation takes while collectives run: their kernels hold multiprocessors.
+        axes: the degrees that its users choose from, beside its sharding; (): all.
+        stages: of sharding, likewise.
         source: where the numbers come from, with a date.
     """
 
@@ -55,6 +61,8 @@ class Stack(Software):
     network_fraction: float = 1.0
     warp_attention: bool = False
     compute_slowdown: float = 1.0
+    axes: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
     source: str = ""
     software: str = ""
 
@@ -200,7 +208,9 @@ def _presets() -> dict[str, dict[str, dict[str, Any]]]:
 def _row(table: str, name: str) -> dict[str, Any]:
     rows = _presets()[table]
     if name not in rows:
-        raise ValueError(f"no preset {name!r} among the {table}; choose one of {', '.join(rows)}")
+        like = [known for known, row in rows.items() if name.lower() in row.get("software", "").lower()]
+        near = f"; did you mean {like[-1]}?" if (like := like or get_close_matches(name, rows, 1)) else ""
+        raise ValueError(f"no preset {name!r} among the {table}; choose one of {', '.join(rows)}{near}")
     return rows[name]
 
 
@@ -252,7 +262,7 @@ class ClusterDescription:
     """A cluster in a few words: a preset, and what differs from it.
 
     Attributes:
-        name: a preset; `distlab simulate --list` prints them.
+        name: a preset; `distlab simulate --list` prints them; or own: the figures below are all there is.
         num_devices: as many as the plan has ranks; None: whole nodes that hold them.
         stack: what its software reaches: one that --list prints, or best-case; None: the preset's own.
         devices_per_node: neighbours that `intra_node` links.
@@ -274,6 +284,13 @@ class ClusterDescription:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; write a whole number of at least 1")
+        missing = [f"device.{name}" for name in DEVICE_NEEDS if getattr(self.device, name, None) is None]
+        missing += [name for name in CLUSTER_NEEDS if getattr(self, name) is None]
+        if self.name == OWN and missing:
+            raise ValueError(
+                f"{missing[0]} is not given, and no preset's name either, whose figures would stand in its place: "
+                f"write it, or the name of a preset such as dgx-a100; a cluster of its own needs {', '.join(missing)}"
+            )
 
     def cluster(self, num_ranks: int) -> Cluster:
         """Return the cluster, with enough whole nodes for a number of ranks.
@@ -281,7 +298,11 @@ class ClusterDescription:
         Raises:
             ValueError: a preset does not exist, or a figure makes no sense.
         """
-        bare = cluster(self.name, stack=BEST_CASE)
+        bare = cluster("laptop" if self.name == OWN else self.name, stack=BEST_CASE)
+        if self.name == OWN:
+            wire = Link(OWN, (Protocol(0.0, 1.0),))  # its place is taken below
+            device = Device(OWN, **{name: getattr(self.device, name) for name in DEVICE_NEEDS}, source="the plan file")
+            bare = replace(bare, name=OWN, device=device, intra_node=wire, inter_node=wire)
         per_node = self.devices_per_node or bare.devices_per_node
         num_devices = num_ranks if num_ranks <= per_node else -(-num_ranks // per_node) * per_node
         changes: dict[str, Any] = {"devices_per_node": per_node, "num_devices": num_devices}

@@ -215,10 +215,16 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
 
 def kept_by_layers(workload: Workload, plan: Plan, software: Software) -> Floats:
     """Return the bytes of a micro-batch that each layer of a whole model keeps for backward on a rank [L]."""
+    return kept_and_again(workload, plan, software)[0]
+
+
+def kept_and_again(workload: Workload, plan: Plan, software: Software) -> tuple[Floats, Floats]:
+    """Return the same, and the bytes that are there again in each layer's backward [L]."""
     whole = (0, len(workload.layers))
     table = _with_gates(dict(zip(COLUMNS, workload.columns, strict=True)), workload, whole, software)
     width, full = widths_of(workload, plan).activations, recomputed(workload, plan, whole)
-    return np.asarray(_kept(table, plan, width, full, software)[0].sum(axis=1), np.float64)
+    kept, again = _kept(table, plan, width, full, software)
+    return np.asarray(kept.sum(axis=1), np.float64), again
 
 
 def _with_gates(

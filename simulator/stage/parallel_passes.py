@@ -317,7 +317,8 @@ def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[st
     timeline.call("expert", "rows to experts" if forward else "gradients to experts", "all_to_all", rows, crossing)
     for name in names or ["forward"]:
         work: Work = getattr(experts, name)
-        kernels = work.num_kernels - experts.kernels_each * (experts.num_experts - most)
+        each = min(experts.kernels_each, work.num_kernels // experts.num_experts)  # a frozen expert has fewer in W
+        kernels = work.num_kernels - each * (experts.num_experts - most)
         timeline.work(replace(work, num_kernels=kernels).times(load))
     timeline.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows, crossing)
     if not forward:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import sys
 from types import SimpleNamespace
 
@@ -152,6 +151,8 @@ NOTES = """
 {LLAMA} | near the device's memory: published runs | --recompute full
 {LONG} --sequence 100000 | all pairs of positions | --sequence 1024
 {LLAMA} --precision float32 | float32: products are timed at the device's one rate | --precision bfloat16
+--experts 4 --top-k 2 --expert 2 | expert 2 multiplies the ranks to 16: what Megatron-LM and torchtitan call 16 data \
+| --expert 1
 --expert 2 | the model has no experts, so that 2 expert ranks are replicas: use data | --expert 1
 --cluster dgx-h100 --experts 4 --top-k 2 --expert 8 | 8 expert ranks share 4 experts, so that most have none: use 4 \
 | --expert 4
@@ -255,14 +256,69 @@ def test_a_curve_over_clusters_and_counts_with_days_and_dollars_and_failures(sai
     assert facts("cost", path)["days"] == pytest.approx(found["plans"][0]["days"])
 
 
-def test_where_no_plan_fits_the_command_that_is_named_does(refused, facts):
-    flags = "--model=llama-3-8b --cluster=rtx-4090-server --gpus=4 --batch=16 --sequence=2048"
-    told = refused("plan", *flags.split())
-    assert "on 4 devices the leanest (" in told
-    numbers = r"\) needs (\S+) GB, (\S+) GB more than the (\S+) GB of a device; plan does not"
-    needs, missing, has = map(float, re.search(numbers, told).groups())
-    assert needs == pytest.approx(has + missing, abs=0.1)
-    assert facts(*shlex.split(re.search(r"`distlab (.*)` needs", told)[1]))["fits"]
+OWN = """
+[cluster]
+stack = "fsdp"
+devices_per_node = 8
+intra_node = { latency_s = 1e-5, bytes_per_s = 20e9 }
+inter_node = "ethernet-25g"
+device = { matmul_flops_per_s = 1e14, memory_bytes_per_s = 1e12, memory_bytes = 0.2e9, host_memory_bytes = 64e9 }
+"""
+
+
+def test_where_nothing_fits_the_nearest_plan_is_told_in_full_and_each_way_out_is_what_its_search_finds(
+    facts, capsys, tmp_path
+):
+    path, best = tmp_path / "own.toml", tmp_path / "best.toml"
+    path.write_text(OWN)
+    flags = [*SMALL, f"--cluster={path}", "--gpus=2"]
+    assert main([*flags, "--offload=none"]) == 2
+    told = capsys.readouterr()
+    numbers = (
+        r"distlab plan: no plan fits: on 2 devices the nearest \(.*\) needs (\S+) MB, (\S+) MB more than the (\S+) MB"
+    )
+    needs, missing, has = map(float, re.match(numbers, told.err).groups())
+    assert needs == pytest.approx(has + missing, abs=0.6)
+    found, ways = facts(*flags, "--save", best), [line.strip() for line in told.out.splitlines()[1:]]
+    assert found["beside"]["other way out"] == ways[1:]
+    assert ways[0].startswith(f"offload: {found['plans'][0]['plan']}: ")
+    assert needs > found["plans"][0]["max_memory_bytes"] / 1e6
+    assert f"needs {needs:.0f} MB" in found["beside"]["without offload nothing fits"][0]
+    more = ("--lora-rank=16", "--lora-rank=16 --weights=nf4", "--optimizer=adamw-8bit")
+    more = (f"--gpus={ways[1].split()[0]}", "--offload-activations", *more)
+    for way, change in zip(ways[1:], more, strict=True):
+        offload = ["--offload=none"] * ("activations" not in change)
+        if not way.endswith(": nothing fits"):
+            assert facts(*flags, "--top=1", *offload, *change.split())["plans"][0]["plan"] in way
+    again = facts("simulate", best)
+    assert again["steady_s"] == pytest.approx(found["plans"][0]["step_s"])
+    assert again["fits"]
+
+
+def test_what_plan_cannot_take_is_one_line_with_a_way_out(refused, tmp_path):
+    path = tmp_path / "own.toml"
+    for text, flags, words in (
+        (
+            OWN.replace("matmul_flops_per_s = 1e14, ", ""),
+            "",
+            r"own.toml: \[cluster\] device.matmul_flops_per_s is not given, ",
+        ),
+        (OWN.replace("[cluster]", "[machine]"), "", r"own.toml: there is no table \[cluster\]; write one"),
+        (
+            OWN.replace(", host_memory_bytes = 64e9", ""),
+            "--offload=all",
+            r"own has no host_memory_bytes, .*or leave --offload",
+        ),
+        (OWN, "--float8=products", r"own has no products of 8 bits; use a device that has"),
+        (OWN, "--stack=torchtitan", r"no preset 'torchtitan' among the stacks; .*; did you mean compiled-fsdp\?"),
+        (
+            OWN,
+            "--gpus=7 --cut=blocks",
+            "no plan divides 8 samples among 7 devices into stages with as many blocks each by",
+        ),
+    ):
+        path.write_text(text)
+        assert re.search(words, refused(*SMALL, f"--cluster={path}", "--stack=fsdp", *flags.split()))
 
 
 def test_a_search_says_where_it_is_on_a_terminal_alone_and_leaves_its_line_empty(capsys, monkeypatch):
@@ -276,7 +332,7 @@ def test_a_search_says_where_it_is_on_a_terminal_alone_and_leaves_its_line_empty
 
 
 def test_a_search_that_is_interrupted_before_it_found_a_plan_does_not_say_that_none_fits(capsys, monkeypatch):
-    nothing = SimpleNamespace(best=lambda top, tell: [], is_complete=False)
+    nothing = SimpleNamespace(advised=lambda top, tell: [], is_complete=False)
     monkeypatch.setattr("simulator.search", lambda question: nothing)
     assert main(SMALL) == 2
     assert "no plan that fits had been found when the search was interrupted" in capsys.readouterr().err

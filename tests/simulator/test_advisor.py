@@ -7,10 +7,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import simulator as sim
+from distlab.plan import Plan, Precision
+from distlab.plan.sharding import OFFLOADS
 
+FIXED = (
+    Plan(),
+    Plan(cut="blocks"),
+    Plan(offload_activations=True),
+    Plan(precision=Precision("bfloat16", gradients="bfloat16")),
+)
 SMALL = sim.ModelDescription(hidden_size=512, num_layers=4, num_heads=8, vocab_size=8000, sequence_length=256)
 GATED = replace(SMALL, num_key_value_heads=4, feed_forward_size=1024, attention="flash")
 MIXED = replace(SMALL, num_key_value_heads=4, feed_forward_size=512, num_experts=4, top_k=2)
+ADAPTED = (replace(GATED, lora_rank=8), replace(MIXED, lora_rank=8, weights="nf4", optimizer="adamw-8bit"))
 
 
 def machine_of(memory_bytes, num_devices=8, per_node=8, name="dgx-a100"):
@@ -58,7 +67,7 @@ def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch)
 
 @settings(max_examples=5, deadline=None)
 @given(
-    model=st.sampled_from([SMALL, GATED, MIXED]),
+    model=st.sampled_from([SMALL, GATED, MIXED, *ADAPTED]),
     memory=st.floats(0.5e9, 80e9),
     layout=st.sampled_from([(8, 8), (8, 2), (16, 4), (12, 4), (6, 6), (1, 8)]),
     name=st.sampled_from(["dgx-a100", "dgx-h100", "rtx-4090-server", "h800"]),
@@ -66,9 +75,13 @@ def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch)
     data=st.data(),
 )
 def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, layout, name, batch, data):
-    question = sim.Question(model, machine_of(memory, *layout, name), batch, partial_recompute=data.draw(st.booleans()))
+    rest = {
+        "fixed": data.draw(st.sampled_from(FIXED)),
+        "offloads": data.draw(st.sampled_from([OFFLOADS, OFFLOADS[:1]])),
+    }
+    rest |= {"partial_recompute": data.draw(st.booleans())}
     try:
-        one = sim.search(question)
+        one = sim.search(sim.Question(model, machine_of(memory, *layout, name), batch, **rest))
     except ValueError:
         return  # nothing divides the batch
     found = one.found
@@ -76,7 +89,8 @@ def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, la
         plan, workload = found.plan(row), found.workload(row)
         step = sim.simulate(workload, found.question.cluster, plan)
         assert max(found.bound_s[row], one.tight_s(row)) <= step.steady_s, plan
-        assert one.pipelines.least_bytes(row) <= step.memory.max_bytes, plan
+        held = (step.memory.max_bytes, step.memory.host_bytes)
+        assert all(least <= own for least, own in zip(one.pipelines.least_bytes(row), held, strict=True)), plan
         assert plan.world_size == layout[0]
         assert plan.num_replicas * plan.num_microbatches * workload.samples == batch
 
@@ -90,6 +104,16 @@ def test_recompute_in_part_is_searched_to_the_same_best():
     assert best[0].seconds < whole.best()[0].seconds
     ways = {(shape.recompute, shape.recompute_layers) for shape in one.found.shapes}
     assert ways - {(shape.recompute, 1) for shape in whole.found.shapes} == {("operators", 1), ("full", 2), ("full", 4)}
+
+
+def test_stages_of_equal_blocks_and_the_degrees_of_a_stack_bound_what_is_searched():
+    question = sim.Question(replace(SMALL, num_layers=6), machine_of(80e9), 8, fixed=Plan(cut="blocks"))
+    found = sim.search(question).found
+    assert {*(found.pipeline * found.per_rank).tolist()} == {1, 2, 4, 6, 8}  # the two ends may count as blocks
+    few = sim.search(replace(question, axes=("data", "tensor"), stages=(0, 3))).found
+    assert ({*few.pipeline.tolist()}, {*few.sharding.tolist()}) == ({1}, {0, 3})
+    assert {(shape.context, shape.expert) for shape in few.shapes} == {(1, 1)}
+    assert {shape.tensor for shape in few.shapes} == {1, 2, 4, 8}
 
 
 def test_it_repeats_and_an_interrupt_gives_the_best_so_far():
@@ -144,7 +168,7 @@ def test_one_device_is_told_not_to_distribute_and_what_nearly_fits_what_it_lacks
     assert "too much; it could take" in sim.near_fit(tight)
     rows = range(0, len(tight.found), 7)
     held = [sim.memory_of(tight.found.workload(row), tight.found.plan(row)).max_bytes for row in rows]
-    assert 0 < tight.needs(tight.leanest) <= min(held)
+    assert 0 < tight.needs(tight.nearest()) <= min(held)
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_told_as_a_reason():
