@@ -34,6 +34,7 @@ from simulator.hardware.cost import (
     all_to_all_s as all_to_all_s,
     bus_bytes_per_s as bus_bytes_per_s,
     compute_s as compute_s,
+    dispatch_s as dispatch_s,
     hierarchical_all_reduce_s as hierarchical_all_reduce_s,
     hierarchical_all_to_all_s as hierarchical_all_to_all_s,
     message_s as message_s,

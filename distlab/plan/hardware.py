@@ -22,8 +22,7 @@ class Device:
         float8_flops_per_s: matrix products of 8-bit numbers, as achieved; None: it has none.
         multiprocessors: that make tiles of a product at the same time; None: a product's shape does not matter.
         peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
-        host_link_bytes_per_s: copies between the device and its host, one way. 25e9 is what can be
-            reached of the 32 GB/s each way that PCIe 4.0 x16 has by its specification.
+        host_link_bytes_per_s: copies between the device and its host, one way: 25e9 of the 32e9 of PCIe 4.0 x16.
         host_memory_bytes_per_s: what a node's host streams when it updates parameters, its arithmetic included; the
             node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024); with
             one thread a rank, as torchrun sets it, hosts take up to five times as long.
@@ -117,14 +116,17 @@ class Software:
 
     Attributes:
         name: of a stack of software, such as those of `simulator.hardware.presets`.
-        send_s: fixed time of a message between pipeline stages, in addition to the link's latency: kernels start on
-            both ranks, and their hosts wait.
+        send_s: fixed time of a message between pipeline stages besides the link's latency: both ranks start kernels.
         send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
         splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
-        tensor_overlap: of the time of tensor ranks' calls, the part that software hides behind the products that need
-            them, chunk by chunk.
+        tensor_overlap: of the time of tensor ranks' calls, the part that hides behind the products that need them.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
-        dispatches_once: a token whose experts are several in a node crosses to that node once, and is handed on inside.
+        dispatches_once: a token goes once to a node and to a rank with several of its experts, by DeepEP's one kernel.
+        expert_overlap: of the time of expert ranks' calls over nodes, the part that interleaved schedules hide: one
+            micro-batch's forward runs beside the backward of a different one.
+        pass_launch_s: time in which the host launches one kernel of a pass; 0 with CUDA graphs.
+        expert_launches: of a forward, of gradients of inputs or of weights: launches of all experts' products together
+            and of routing; 0: of each kernel of each expert.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
         bucket_elements: of gradients for each copy of the parameters, in the software's own buckets. A plan that leaves
             its buckets at their default has those. 0: there are none.
@@ -132,16 +134,11 @@ class Software:
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
-        casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does, not both at
-            once.
-        scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP does outside of `no_sync`, and adds up
-            its shard; else in the last one.
-        block_host_s: of a micro-batch's forward and backward through a block, the least that the host takes to launch
-            them; 0 with CUDA graphs.
-        gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole from its first micro-batch to its
-            last, as torchtitan does with FSDP2; else it gathers them for every pass.
-        parallel_loss_copies: tensors of the logits' size that backward of a loss over divided logits holds at once,
-            besides the log-softmax.
+        casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does.
+        scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP outside of `no_sync`; else in the last.
+        gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole through all micro-batches, as
+            torchtitan does; else it gathers them for every pass.
+        parallel_loss_copies: of the logits' size, what a loss over divided logits holds in backward beside log-softmax.
     """
 
     name: str = ""
@@ -151,6 +148,9 @@ class Software:
     tensor_overlap: float = 0.0
     gathers_ahead: bool = False
     dispatches_once: bool = False
+    expert_overlap: float = 0.0
+    pass_launch_s: float = 0.0
+    expert_launches: int = 0
     flat_buffers: bool = False
     bucket_elements: int = 0
     fused_sums: bool = False
@@ -159,17 +159,18 @@ class Software:
     stops_early: bool = False
     casts_twice: bool = False
     scatters_each: bool = False
-    block_host_s: float = 0.0
     gathers_once: bool = False
     parallel_loss_copies: int = 2
 
     def __post_init__(self) -> None:
         owner = f"Software {self.name!r}"
         require_least(owner, bucket_elements=self.bucket_elements, send_s=self.send_s, slice_s=self.slice_s)
-        require_least(owner, block_host_s=self.block_host_s)
-        part, hidden = self.send_fraction, self.tensor_overlap
+        require_least(owner, pass_launch_s=self.pass_launch_s, expert_launches=self.expert_launches)
+        part = self.send_fraction
         require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
-        require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")
+        for name in ("tensor_overlap", "expert_overlap"):
+            hidden = getattr(self, name)
+            require(0 <= hidden <= 1, f"{owner}: {name} is {hidden!r}; pass a part from 0 to 1")
 
 
 PLAIN = Software()  # this project's own runs

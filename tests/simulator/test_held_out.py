@@ -4,21 +4,16 @@
 source does not say is left at its default.
 
 MosaicML's rows on H100 showed that attention and products reach less of that device, and that collectives slow what
-runs beside them; rows of torchtitan on A100 and H200, what power leaves the 500 W part; rows in 8 bits, how dear
-quantising is. That every micro-batch scatters gradients is in MosaicML's code. How much comes from elsewhere: see
-`presets.toml` and the page of `distlab validate`.
+runs beside them; torchtitan's, what power leaves the 500 W part; rows in 8 bits, how dear quantising is.
 
-Of NVIDIA's benchmarks half of the rows, drawn at random, were predicted once, after the simulator's mixtures of experts
-had been changed. Errors of those halves: dense models 1.6 to 5.0 %, Grok-1 5.0 % (8.2 % before), other mixtures 18 %
-(26 % before). Grok-1 ran with experts that tensor ranks divide, which the simulator does not have: its steps are 6 %
-too short. Of dropless and dropping experts are on all tensor ranks too ("folded"), so that one expert rank stands for
-as many here.
+Half of NVIDIA's rows, drawn at random, were predicted once after the simulator's mixtures of experts had changed: dense
+models were 1.6 to 5.0 % off, Grok-1 5.0 %, other mixtures 18 %. Grok-1 ran with experts that tensor ranks divide, which
+the simulator does not have. Experts on all tensor ranks too ("folded") are said with fewer expert ranks. Stack
+nemo-25.02 stands for software of 2025 whose products of B200, also in mixtures of 25.09, were those of 25.02.
 
-Of one node of B200, and of DeepSpeed on A100, half of the rows were predicted once before anything was changed and once
-after: dense models on B200 24 % before and 8 % after, mixtures of experts 16 and 9 %, long sequences 12 and 9 %. Every
-step on B200 is too short by some 8 %. Left out are rows of DeepSpeed that looked at 8,192 positions of 34B and 70B: by
-their source's own figures they reach 145 to 166 TFLOP/s where four times the positions reach 209 to 240 with as many
-tokens on each GPU.
+Half of the rows of B200's node, and of DeepSpeed on A100, were predicted once before changes and once after: dense
+models 24 and 8 %, mixtures 16 and 9 %, long sequences 12 and 9 %, all too short. Left out are rows of DeepSpeed of 8,192
+positions of 34B and 70B: they reach 145 to 166 TFLOP/s, and four times the positions 209 to 240.
 """
 
 import json

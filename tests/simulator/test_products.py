@@ -7,8 +7,9 @@ from statistics import mean
 import pytest
 
 import simulator as sim
-from distlab.plan import Device, Plan, Sharding, Software
+from distlab.plan import Device, Link, Plan, Protocol, Sharding, Software
 from simulator import LlamaSizes, cluster, fuse_attention, llama_workload, memory_of, simulate
+from simulator.hardware.cost import Sent
 from simulator.memory.model_states import ACTIVATIONS, BUFFERS
 from simulator.stage.products import FULL, START, slowdown, with_shapes
 from simulator.stage.recomputed import recomputed
@@ -131,7 +132,7 @@ def test_on_how_many_nodes_a_tokens_experts_are(experts, top_k, nodes, groups):
     assert found == pytest.approx(nodes_by_counting(experts, top_k, nodes, *(groups or ())))
 
 
-def test_a_token_crosses_to_a_node_once():
+def test_a_token_goes_to_a_node_and_to_a_rank_once():
     """Four ranks on two nodes: of two experts both are in the other node one time in six, and one is four times."""
     machine = replace(sim.cluster("dgx-h100", 16, stack="best-case"), devices_per_node=2)
     mixed = fuse_attention(llama_workload(MIXED_SIZES, sequence_length=SX))
@@ -140,12 +141,38 @@ def test_a_token_crosses_to_a_node_once():
     rows = 2 * K * SX * HX
     nodes = 2 * (1 - 1 / 6)
     links = {"intra_node": machine.intra_node, "inter_node": machine.inter_node}
-    for calls, crossing in ((twice, 1.0), (once, nodes / K)):
+    each_s = sim.hierarchical_all_to_all_s(rows, 2, 2, **links)
+    kernel_s = sim.dispatch_s(rows, 2, 2, **links, sent=Sent(1.0, nodes / K))
+    for calls, seconds, part in ((twice, each_s, 1.0), (once, kernel_s, nodes / K)):
         there, back = calls[-2:]
         assert there.num_bytes == back.num_bytes == rows
-        expected_s = sim.hierarchical_all_to_all_s(rows, 2, 2, **links, crossing=crossing)
-        assert there.end_ns - there.start_ns == pytest.approx(expected_s * 1e9, abs=1)
-        assert there.sent_bytes == pytest.approx(rows * (1 / 4 + 2 / 4 * crossing))
+        assert there.end_ns - there.start_ns == pytest.approx(seconds * 1e9, abs=1)
+        assert there.sent_bytes == pytest.approx(rows * (1 / 4 + 2 / 4 * part))
+
+
+def test_a_dispatch_kernel_sends_to_ranks_and_nodes_at_once():
+    wire, slow = Link("wire", (Protocol(1e-6, 1e11),)), Link("network", (Protocol(5e-6, 1e10),), start_s=2e-6)
+    inside = sim.dispatch_s(8e6, 8, 1, intra_node=wire, inter_node=slow, sent=Sent(0.5, 1.0))
+    assert inside == pytest.approx(1e-6 + 7 / 8 * 0.5 * 8e6 / 1e11)
+    over = sim.dispatch_s(8e6, 4, 2, intra_node=wire, inter_node=slow, sent=Sent(0.5, 0.25))
+    assert over == pytest.approx(2e-6 + 5e-6 + 1 / 2 * 0.25 * 8e6 / 1e10)
+    assert sim.dispatch_s(8e6, 1, 1, intra_node=wire, inter_node=slow, sent=Sent(1.0, 1.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("plan", "hidden"),
+    [({}, 0.75), ({"recompute": "full"}, 0.0), ({"schedule": "one_f_one_b", "stages_per_rank": 1}, 0.0)],
+)
+def test_an_interleaved_schedule_hides_experts_calls_over_nodes(plan, hidden):
+    mixed = fuse_attention(llama_workload(replace(MIXED_SIZES, num_layers=4), sequence_length=SX))
+    machine = replace(sim.cluster("dgx-h100", 8, stack="best-case"), devices_per_node=2)
+    waits = []
+    for part in (0.0, 0.75):
+        own = replace(machine, software=replace(machine.software, expert_overlap=part))
+        said = {"schedule": "interleaved", "stages_per_rank": 2, **plan}
+        step = simulate(mixed, own, Plan(pipeline=2, expert=4, num_microbatches=4, **said))
+        waits.append(sum(call.exposed_ns for call in step.stages[0].calls[0][1]))
+    assert waits[1] == pytest.approx((1 - hidden) * waits[0], rel=1e-3)
 
 
 # A device on which products alone take time: 1 ns each 1,000 operations.
