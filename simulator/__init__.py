@@ -49,6 +49,7 @@ from simulator.hardware.presets import (
     device as device,
     link as link,
     names as names,
+    sheet_note as sheet_note,
     stack as stack,
 )
 from simulator.memory.advice import DoesNotFitError as DoesNotFitError, check_fit as check_fit

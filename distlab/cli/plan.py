@@ -174,7 +174,7 @@ def _save(arguments: argparse.Namespace, own: Search, best: Bill, bests: list[Bi
 
 def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
     """Return the plans, the reasons and the cost curve as JSON-ready values."""
-    from simulator import curve, near_fit, reasons, words_of
+    from simulator import curve, near_fit, reasons, sheet_note, words_of
 
     def row(bill: Bill) -> dict[str, Any]:
         step, machine = bill.step, bill.step.cluster
@@ -189,6 +189,7 @@ def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bo
     said: dict[str, Any] = {"model": best.step.workload.name, "searched": len(own.found)}
     said |= {"simulated": own.num_simulated, "is_complete": own.is_complete, "plans": [row(bill) for bill in ranked]}
     said |= {"why": [reason._asdict() for reason in reasons(own, best)], "nearly_fits": near_fit(own)}
+    said["notes"] = sorted({sheet_note(bill.step.cluster.device) for bill in [*ranked, *bests]} - {""})
     return said | (curve_facts(curve(bests), row) if len(bests) > 1 else {})
 
 
@@ -208,6 +209,7 @@ def _text(said: dict[str, Any]) -> str:
     lines = [f"{said['model']}: {said['searched']:,} plans on this cluster, {said['simulated']} of them simulated"]
     for place, row in enumerate(said["plans"], 1):
         lines += [f"{place}. {row['plan']}", f"   {line(row)}"]
+    lines += [f"note: {note}" for note in said["notes"]]
     if said["why"]:
         lines.append("why the first")
     for reason in said["why"]:

@@ -83,6 +83,7 @@ class Link:
         start_s: fixed time of a collective: its kernel starts, and the ranks meet.
         switch: protocols of an all-reduce whose sums the switch makes; (): it makes none.
         idle_steps: of each round of a ring, in which every rank sends a chunk 2(n-1) times: steps that carry nothing.
+        pipelined: chunks of an all-reduce travel between nodes while others are summed inside of them.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Link:
     start_s: float = 0.0
     switch: tuple[Protocol, ...] = ()
     idle_steps: float = 0.0
+    pipelined: bool = False
 
     def __post_init__(self) -> None:
         require(len(self.protocols) > 0, f"Link {self.name!r} has no protocol; give it one or two")
@@ -122,22 +124,19 @@ class Software:
         tensor_overlap: of the time of tensor ranks' calls, the part that hides behind the products that need them.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
         dispatches_once: a token goes once to a node and to a rank with several of its experts, by DeepEP's one kernel.
-        expert_overlap: of the time of expert ranks' calls over nodes, the part that interleaved schedules hide: one
-            micro-batch's forward runs beside the backward of a different one.
+        expert_overlap: of expert ranks' calls over nodes, the part that interleaved schedules hide in other passes.
         pass_launch_s: time in which the host launches one kernel of a pass; 0 with CUDA graphs.
         expert_launches: of a forward, of gradients of inputs or of weights: launches of all experts' products together
             and of routing; 0: of each kernel of each expert.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
-        bucket_elements: of gradients for each copy of the parameters, in the software's own buckets. A plan that leaves
-            its buckets at their default has those. 0: there are none.
+        bucket_elements: of gradients for each copy of the parameters, in buckets of plans that name none; 0: none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
         casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does.
         scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP outside of `no_sync`; else in the last.
-        gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole through all micro-batches, as
-            torchtitan does; else it gathers them for every pass.
+        gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole in all micro-batches, as torchtitan.
         parallel_loss_copies: of the logits' size, what a loss over divided logits holds in backward beside log-softmax.
     """
 
@@ -168,8 +167,7 @@ class Software:
         require_least(owner, pass_launch_s=self.pass_launch_s, expert_launches=self.expert_launches)
         part = self.send_fraction
         require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
-        for name in ("tensor_overlap", "expert_overlap"):
-            hidden = getattr(self, name)
+        for name, hidden in (("tensor_overlap", self.tensor_overlap), ("expert_overlap", self.expert_overlap)):
             require(0 <= hidden <= 1, f"{owner}: {name} is {hidden!r}; pass a part from 0 to 1")
 
 

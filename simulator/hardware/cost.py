@@ -170,11 +170,17 @@ def hierarchical_all_reduce_s(
 ) -> float:
     """Return the time of reduce-scatter inside nodes, all-reduce across them on S/g, all-gather inside.
 
-    The three stages follow one another; each rank of a node has its own wire (`inter_node`) to other nodes.
+    The three stages follow one another; each rank of a node has its own wire (`inter_node`) to other nodes. Where that
+    is pipelined, the first chunk goes through all stages, and the others through the slower ones behind it.
     """
-    inside = reduce_scatter_s(num_bytes, ranks_per_node, intra_node)
-    across = all_reduce_s(num_bytes / ranks_per_node, num_nodes, inter_node)
-    return inside + across + all_gather_s(num_bytes, ranks_per_node, intra_node)
+
+    def parts(size: float) -> tuple[float, float]:
+        return 2 * reduce_scatter_s(size, ranks_per_node, intra_node), all_reduce_s(
+            size / ranks_per_node, num_nodes, inter_node
+        )
+
+    inside, across = parts(num_bytes)
+    return max(inside, across) + min(parts(0.0)) if inter_node.pipelined else inside + across
 
 
 def ring_over_nodes_s(

@@ -127,7 +127,8 @@ def link(name: str, *, measured: bool = True) -> Link:
     row = _row("links", name)
     row = row.get("measured", row) if measured else row
     protocols, switch = (tuple(Protocol(*numbers) for numbers in row.get(key, ())) for key in ("protocols", "switch"))
-    return Link(name, protocols, row["source"], row.get("start_s", 0.0), switch, row.get("idle_steps", 0.0))
+    times = {key: row[key] for key in ("start_s", "idle_steps", "pipelined") if key in row}
+    return Link(name, protocols, row["source"], switch=switch, **times)
 
 
 def stack(name: str) -> Stack:
@@ -180,6 +181,13 @@ def driven(bare: Cluster, stack: str | Stack | None = None) -> Cluster:
         return found
     device = found.device  # every launch waits for its kernel: their times add up
     return replace(found, device=replace(device, kernel_s=device.kernel_s + device.launch_s, launch_s=0.0))
+
+
+def sheet_note(device: Device) -> str:
+    """Return that a preset's figures are the data sheet's alone; "": a product was measured, or it is no preset."""
+    row = _presets()["devices"].get(device.name, {})
+    known = "measured" in row or "no data sheet" in row.get("source", "no data sheet")
+    return "" if known else f"{device.name}: figures from the data sheet; nothing measured is known"
 
 
 def names(table: str) -> tuple[str, ...]:

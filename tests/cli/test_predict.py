@@ -151,6 +151,7 @@ NOTES = """
 {LLAMA} | near the device's memory: published runs | --recompute full
 {LONG} --sequence 100000 | all pairs of positions | --sequence 1024
 {LLAMA} --precision float32 | float32: products are timed at the device's one rate | --precision bfloat16
+--cluster rtx-3090-server | figures from the data sheet | --cluster dgx-a100
 --expert 2 | the model has no experts, so that 2 expert ranks are replicas: use data | --expert 1
 --cluster dgx-h100 --experts 4 --top-k 2 --expert 8 | 8 expert ranks share 4 experts, so that most have none: use 4 \
 | --expert 4

@@ -6,14 +6,12 @@ source does not say is left at its default.
 MosaicML's rows on H100 showed that attention and products reach less of that device, and that collectives slow what
 runs beside them; torchtitan's, what power leaves the 500 W part; rows in 8 bits, how dear quantising is.
 
-Half of NVIDIA's rows, drawn at random, were predicted once after the simulator's mixtures of experts had changed: dense
-models were 1.6 to 5.0 % off, Grok-1 5.0 %, other mixtures 18 %. Grok-1 ran with experts that tensor ranks divide, which
-the simulator does not have. Experts on all tensor ranks too ("folded") are said with fewer expert ranks. Stack
-nemo-25.02 stands for software of 2025 whose products of B200, also in mixtures of 25.09, were those of 25.02.
-
-Half of the rows of B200's node, and of DeepSpeed on A100, were predicted once before changes and once after: dense
-models 24 and 8 %, mixtures 16 and 9 %, long sequences 12 and 9 %, all too short. Left out are rows of DeepSpeed of 8,192
-positions of 34B and 70B: they reach 145 to 166 TFLOP/s, and four times the positions 209 to 240.
+Halves of the rows, drawn at random, were predicted once. NVIDIA's, after the simulator's mixtures had changed: dense
+models 1.6 to 5.0 % off, Grok-1 5.0 %, other mixtures 18 %. B200's, before changes and after: dense models 24 and 8 %,
+mixtures 16 and 9 %, long sequences 12 and 9 %, all too short. Experts on all tensor ranks too ("folded") are said with
+fewer expert ranks. Stack nemo-25.02 stands for software of 2025 whose products of B200, also in mixtures of 25.09, were
+those of 25.02. Left out are rows of DeepSpeed of 8,192 positions of 34B and 70B, which reach 145 to 166 TFLOP/s where
+four times the positions reach 209 to 240.
 """
 
 import json

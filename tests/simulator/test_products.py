@@ -151,28 +151,22 @@ def test_a_token_goes_to_a_node_and_to_a_rank_once():
 
 
 def test_a_dispatch_kernel_sends_to_ranks_and_nodes_at_once():
-    wire, slow = Link("wire", (Protocol(1e-6, 1e11),)), Link("network", (Protocol(5e-6, 1e10),), start_s=2e-6)
-    inside = sim.dispatch_s(8e6, 8, 1, intra_node=wire, inter_node=slow, sent=Sent(0.5, 1.0))
-    assert inside == pytest.approx(1e-6 + 7 / 8 * 0.5 * 8e6 / 1e11)
-    over = sim.dispatch_s(8e6, 4, 2, intra_node=wire, inter_node=slow, sent=Sent(0.5, 0.25))
-    assert over == pytest.approx(2e-6 + 5e-6 + 1 / 2 * 0.25 * 8e6 / 1e10)
-    assert sim.dispatch_s(8e6, 1, 1, intra_node=wire, inter_node=slow, sent=Sent(1.0, 1.0)) == 0.0
+    links = {"intra_node": Link("wire", (Protocol(1e-6, 1e11),)), "inter_node": Link("slow", (Protocol(5e-6, 1e10),))}
+    assert sim.dispatch_s(8e6, 8, 1, **links, sent=Sent(0.5, 1.0)) == pytest.approx(1e-6 + 7 / 8 * 0.5 * 8e-5)
+    assert sim.dispatch_s(8e6, 4, 2, **links, sent=Sent(0.5, 0.25)) == pytest.approx(5e-6 + 1 / 2 * 0.25 * 8e-4)
+    assert sim.dispatch_s(8e6, 1, 1, **links, sent=Sent(1.0, 1.0)) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("plan", "hidden"),
-    [({}, 0.75), ({"recompute": "full"}, 0.0), ({"schedule": "one_f_one_b", "stages_per_rank": 1}, 0.0)],
-)
-def test_an_interleaved_schedule_hides_experts_calls_over_nodes(plan, hidden):
+def test_an_interleaved_schedule_hides_experts_calls_over_nodes():
     mixed = fuse_attention(llama_workload(replace(MIXED_SIZES, num_layers=4), sequence_length=SX))
     machine = replace(sim.cluster("dgx-h100", 8, stack="best-case"), devices_per_node=2)
-    waits = []
-    for part in (0.0, 0.75):
-        own = replace(machine, software=replace(machine.software, expert_overlap=part))
-        said = {"schedule": "interleaved", "stages_per_rank": 2, **plan}
-        step = simulate(mixed, own, Plan(pipeline=2, expert=4, num_microbatches=4, **said))
-        waits.append(sum(call.exposed_ns for call in step.stages[0].calls[0][1]))
-    assert waits[1] == pytest.approx((1 - hidden) * waits[0], rel=1e-3)
+    plan = Plan(pipeline=2, expert=4, num_microbatches=4, schedule="interleaved", stages_per_rank=2)
+    alone = replace(plan, schedule="one_f_one_b", stages_per_rank=1)
+    for said, hidden in ((plan, 0.75), (replace(plan, recompute="full"), 0.0), (alone, 0.0)):
+        ways = [replace(machine, software=replace(machine.software, expert_overlap=part)) for part in (0.0, 0.75)]
+        calls = [simulate(mixed, way, said).stages[0].calls[0][1] for way in ways]
+        none, some = (sum(call.exposed_ns for call in each) for each in calls)
+        assert some == pytest.approx((1 - hidden) * none, rel=1e-3)
 
 
 # A device on which products alone take time: 1 ns each 1,000 operations.
