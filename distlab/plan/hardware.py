@@ -126,8 +126,7 @@ class Software:
         dispatches_once: a token goes once to a node and to a rank with several of its experts, by DeepEP's one kernel.
         expert_overlap: of expert ranks' calls over nodes, the part that interleaved schedules hide in other passes.
         pass_launch_s: time in which the host launches one kernel of a pass; 0 with CUDA graphs.
-        expert_launches: of a forward, of gradients of inputs or of weights: launches of all experts' products together
-            and of routing; 0: of each kernel of each expert.
+        expert_launches: of a pass, for all experts' products together and routing; 0: one for each expert's kernel.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
         bucket_elements: of gradients for each copy of the parameters, in buckets of plans that name none; 0: none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.

@@ -11,6 +11,7 @@ from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import RankLayout
 from simulator.stage.parallel_passes import (
+    CASTS,
     INSIDE,
     CallCosts,
     CallInPass,
@@ -117,17 +118,19 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
 
 def _whole(layer: Layer, costs: CallCosts) -> LayerTimes:
     device, recompute = costs.device, costs.plan.recompute
-    experts = layer.experts
-    own = more_launches(experts, costs, experts.num_experts, casts=False) if experts else 0
-    products = [*(region.products for region in layer.regions), experts.products if experts else ()]
-    casts = sum(num_casts(each, costs.plan) for each in products)
-    forward = to_ns(compute_s(layer.forward, device, own + casts))
+    most = layer.experts.num_experts if layer.experts else 0
+    more = {
+        name: more_launches(layer.experts, costs, most, name)
+        + sum(num_casts(region.products, costs.plan, name) for region in layer.regions)
+        for name in CASTS
+    }
+    forward = to_ns(compute_s(layer.forward, device, more["forward"]))
     runs_again = run_again(layer, recompute, stops_early=costs.stops_early)
     again = layer.score_forward if recompute == "selective" else Work()
     again = runs_again.forward if runs_again else again
-    more = 2 * own + casts + (own + casts if runs_again else 0)
-    backward = to_ns(compute_s(layer.input_gradient + layer.weight_gradient + again, device, more))
-    weights = min(backward, to_ns(compute_s(layer.weight_gradient, device, own)))
+    launches = sum(more.values()) if runs_again else more["input_gradient"] + more["weight_gradient"]
+    backward = to_ns(compute_s(layer.input_gradient + layer.weight_gradient + again, device, launches))
+    weights = min(backward, to_ns(compute_s(layer.weight_gradient, device, more["weight_gradient"])))
     return LayerTimes((forward, backward, backward - weights, weights))
 
 

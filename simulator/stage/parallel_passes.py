@@ -27,6 +27,7 @@ from simulator.units import to_ns
 
 INSIDE = ("tensor", "context", "expert")  # axes whose ranks exchange inside of passes
 NO_WORK = Work()
+CASTS = {"forward": 2, "input_gradient": 1, "weight_gradient": 0}  # to 8 bits, of a product
 
 
 class CallInPass(NamedTuple):
@@ -215,7 +216,7 @@ def forward_of(layer: Layer, timeline: PassTimeline) -> None:
         if plan.sequence_parallel:
             timeline.call("tensor", region.name, "all_gather", region.input_bytes * width / shares.positions)
         work = region.forward.without(region.attention.forward) if region.attention else region.forward
-        timeline.work(work.times(1 / shares.inside), num_casts(region.products, plan))
+        timeline.work(work.times(1 / shares.inside), num_casts(region.products, plan, "forward"))
         if region.attention:
             attend(region.attention, timeline, shares)
         for size in region.sums_bytes:
@@ -247,7 +248,7 @@ def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, we
         if inputs and region.attention:
             work = work.without(region.attention.backward)
             attend(region.attention, timeline, shares, backward=True)
-        casts = num_casts(region.products, plan) * inputs
+        casts = num_casts(region.products, plan, names[0])
         timeline.work((work.without(region.beside) if hides else work).times(1 / shares.inside), casts)
         kind, size = ("reduce_scatter" if plan.sequence_parallel else "all_reduce"), region.input_bytes * inputs
         call = CallSpec("tensor", region.name, kind, size * width / shares.positions)
@@ -331,19 +332,19 @@ def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[st
     for name in names or ["forward"]:
         work: Work = getattr(experts, name)
         kernels = work.num_kernels - experts.kernels_each * (experts.num_experts - most)
-        launches = more_launches(experts, timeline.costs, most, casts=name != "weight_gradient")
+        launches = more_launches(experts, timeline.costs, most, name)
         timeline.work(replace(work, num_kernels=kernels).times(load), launches)
     timeline.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows, sent)
     if not forward:
         timeline.call("expert", "gradient of the balance loss", "all_reduce", loss)
 
 
-def num_casts(products: Sequence[Product], plan: Plan) -> int:
-    """Return the launches of a pass that cast parameters, or gradients, to 8 bits for its products."""
-    return len(products) if plan.float8 != "none" else 0
+def num_casts(products: Sequence[Product], plan: Plan, name: str) -> int:
+    """Return the launches of a pass that cast to 8 bits: inputs and parameters of products, then outputs' gradients."""
+    return CASTS[name] * len(products) if plan.float8 != "none" else 0
 
 
-def more_launches(experts: Experts | None, costs: CallCosts, most: int, *, casts: bool = True) -> int:
+def more_launches(experts: Experts | None, costs: CallCosts, most: int, name: str) -> int:
     """Return how many more launches than kernels a pass through `most` experts has, its casts included.
 
     Products that all experts launch together, and routing, are `Software.expert_launches` in number.
@@ -351,7 +352,7 @@ def more_launches(experts: Experts | None, costs: CallCosts, most: int, *, casts
     launches = costs.groups["expert"][0].cluster.software.expert_launches
     if experts is None or not launches:
         return 0
-    return launches - experts.kernels_each * most + num_casts(experts.products, costs.plan) * casts
+    return launches - experts.kernels_each * most + num_casts(experts.products, costs.plan, name)
 
 
 def _sent(experts: Experts, costs: CallCosts) -> Sent | None:

@@ -86,8 +86,7 @@ def test_every_preset_loads():
         own, sheet = (simulator.device(name, measured=measured) for measured in (True, False))
         assert own.name == sheet.name == name
         assert own.matmul_flops_per_s <= sheet.matmul_flops_per_s
-        says = "data sheet;" in simulator.sheet_note(own)
-        assert says == (name != "laptop-core" and "measured" not in PRESETS["devices"][name]), name
+        assert bool(simulator.sheet_note(own)) == (name != "laptop-core" and "measured" not in PRESETS["devices"][name])
     for kind, make in (("links", simulator.link), ("clusters", simulator.cluster)):
         assert all(make(name, measured=measured) for name in simulator.names(kind) for measured in (True, False))
     assert simulator.cluster("dgx-h100", 64).num_devices == 64
