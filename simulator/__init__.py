@@ -36,6 +36,7 @@ from simulator.hardware.cost import (
     all_to_all_s as all_to_all_s,
     bus_bytes_per_s as bus_bytes_per_s,
     compute_s as compute_s,
+    dispatch_s as dispatch_s,
     hierarchical_all_reduce_s as hierarchical_all_reduce_s,
     hierarchical_all_to_all_s as hierarchical_all_to_all_s,
     message_s as message_s,
@@ -50,6 +51,7 @@ from simulator.hardware.presets import (
     device as device,
     link as link,
     names as names,
+    sheet_note as sheet_note,
     stack as stack,
 )
 from simulator.memory.advice import DoesNotFitError as DoesNotFitError, check_fit as check_fit

@@ -170,7 +170,7 @@ def _save(arguments: argparse.Namespace, said: PlanFile, best: Bill, bests: list
 
 def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
     """Return the plans, the reasons and the cost curve as JSON-ready values."""
-    from simulator import beside, curve, near_fit, reasons, words_of
+    from simulator import beside, curve, near_fit, reasons, sheet_note, words_of
     from simulator.validation.confidence import words_on_plans
 
     def row(bill: Bill) -> dict[str, Any]:
@@ -186,6 +186,7 @@ def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bo
     said |= {"simulated": own.num_simulated, "is_complete": own.is_complete, "plans": [row(bill) for bill in ranked]}
     said["error"] = words_on_plans([bill.step for bill in ranked])
     said |= {"why": [reason._asdict() for reason in reasons(own, best)], "nearly_fits": near_fit(own)}
+    said["notes"] = sorted({sheet_note(bill.step.cluster.device) for bill in [*ranked, *bests]} - {""})
     said |= {"beside": beside(own, best)}
     return said | (curve_facts(curve(bests), row) if len(bests) > 1 else {})
 
@@ -207,6 +208,7 @@ def _text(said: dict[str, Any]) -> str:
     lines = [f"{said['model']}: {said['searched']:,} plans on this cluster, {said['simulated']} of them simulated"]
     for place, row in enumerate(said["plans"], 1):
         lines += [f"{place}. {row['plan']}", f"   {line(row)}"]
+    lines += [f"note: {note}" for note in said["notes"]]
     lines += [f"error of these times: {said['error']}", *(["why the first"] if said["why"] else [])]
     for reason in said["why"]:
         lines += [f"   {reason['part']}: {reason['instead']}".rstrip(": "), f"      {reason['rule']}"]

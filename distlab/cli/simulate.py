@@ -48,7 +48,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     The cluster is a preset (distlab simulate --list) or a file that distlab calibrate wrote. A plan file (TOML with
     [workload], [cluster] and [plan]) says all of it in place of flags.
     """
-    from simulator import memory_of, simulate, why_not_timed
+    from simulator import memory_of, sheet_note, simulate, why_not_timed
     from simulator.listing import list_presets
     from simulator.memory.memory import KINDS
     from simulator.plan_file import told_of
@@ -77,7 +77,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     found |= {"memory_bytes_by_kind": dict(zip(KINDS, kinds, strict=True)), "host_memory_bytes": memory.host_bytes}
     found |= {"fits": memory.fits(cluster.device), "verdict": memory.verdict(cluster.device)}
     found["why_not"] = "" if found["fits"] else _why_not(said, workload, cluster, arguments.file)
-    found["notes"] = _notes(workload, plan, found)
+    found["notes"] = [*filter(None, [sheet_note(cluster.device)]), *_notes(workload, plan, found)]
     found |= words_on_step(workload, plan, cluster, memory.max_bytes)
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -22,7 +22,7 @@ class Device:
         float8_flops_per_s: matrix products of 8-bit numbers, as achieved; None: it has none.
         multiprocessors: that make tiles of a product at the same time; None: a product's shape does not matter.
         peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
-        host_link_bytes_per_s: copies between the device and its host, one way: 25 of the 32 GB/s of PCIe 4.0 x16.
+        host_link_bytes_per_s: copies between the device and its host, one way: 25e9 of the 32e9 of PCIe 4.0 x16.
         host_memory_bytes_per_s: what a node's host streams when it updates parameters, its arithmetic included; the
             node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024); with
             one thread a rank, as torchrun sets it, hosts take up to five times as long.
@@ -84,6 +84,7 @@ class Link:
         start_s: fixed time of a collective: its kernel starts, and the ranks meet.
         switch: protocols of an all-reduce whose sums the switch makes; (): it makes none.
         idle_steps: of each round of a ring, in which every rank sends a chunk 2(n-1) times: steps that carry nothing.
+        pipelined: chunks of an all-reduce travel between nodes while others are summed inside of them.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Link:
     start_s: float = 0.0
     switch: tuple[Protocol, ...] = ()
     idle_steps: float = 0.0
+    pipelined: bool = False
 
     def __post_init__(self) -> None:
         require(len(self.protocols) > 0, f"Link {self.name!r} has no protocol; give it one or two")
@@ -117,22 +119,24 @@ class Software:
 
     Attributes:
         name: of a stack of software, such as those of `simulator.hardware.presets`.
-        send_s: fixed time of a message between pipeline stages besides the link's latency: kernels start, hosts wait.
+        send_s: fixed time of a message between pipeline stages besides the link's latency: both ranks start kernels.
         send_fraction: of a link's bandwidth, what one message between two ranks reaches. Collectives use more wires.
         splits_messages: tensor ranks send a part each of a message between stages (2104.04473, section 4.1).
         tensor_overlap: of the time of tensor ranks' calls, the part that hides behind the products that need them.
         gathers_ahead: sharding's stages 1 and 2 gather updated parameters under the next step's first forward.
-        dispatches_once: a token whose experts are several in a node crosses to that node once, and is handed on inside.
+        dispatches_once: a token goes once to a node and to a rank with several of its experts, by DeepEP's one kernel.
+        expert_overlap: of expert ranks' calls over nodes, the part that interleaved schedules hide in other passes.
+        pass_launch_s: time in which the host launches one kernel of a pass; 0 with CUDA graphs.
+        expert_launches: of a pass, for all experts' products together and routing; 0: one for each expert's kernel.
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
-        bucket_elements: of software's own buckets for each copy of the parameters, unless a plan has others; 0: none.
+        bucket_elements: of gradients for each copy of the parameters, in buckets of plans that name none; 0: none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
         casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does.
         scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP outside of `no_sync`; else in the last.
-        block_host_s: the least that the host takes to launch a block's forward and backward; 0 with CUDA graphs.
-        gathers_once: beside a pipeline, stage 3 gathers a stage's parameters once a step, as torchtitan with FSDP2.
+        gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole in all micro-batches, as torchtitan.
         loss_copies: of the logits in 32 bits, what a loss keeps for backward, and holds besides in forward, backward,
             and in backward over divided logits. A half is a 16-bit copy.
         keeps_messages: a pipeline keeps all micro-batches' outputs to a step's end, and room for all their gradients.
@@ -148,6 +152,9 @@ class Software:
     tensor_overlap: float = 0.0
     gathers_ahead: bool = False
     dispatches_once: bool = False
+    expert_overlap: float = 0.0
+    pass_launch_s: float = 0.0
+    expert_launches: int = 0
     flat_buffers: bool = False
     bucket_elements: int = 0
     fused_sums: bool = False
@@ -156,7 +163,6 @@ class Software:
     stops_early: bool = False
     casts_twice: bool = False
     scatters_each: bool = False
-    block_host_s: float = 0.0
     gathers_once: bool = False
     loss_copies: tuple[float, ...] = (1.0, 1.0, 2.0, 2.0)
     keeps_messages: bool = False
@@ -166,11 +172,12 @@ class Software:
 
     def __post_init__(self) -> None:
         owner = f"Software {self.name!r}"
-        names = ("bucket_elements", "send_s", "slice_s", "block_host_s")
-        require_least(owner, **{name: getattr(self, name) for name in names})
-        part, hidden = self.send_fraction, self.tensor_overlap
+        require_least(owner, bucket_elements=self.bucket_elements, send_s=self.send_s, slice_s=self.slice_s)
+        require_least(owner, pass_launch_s=self.pass_launch_s, expert_launches=self.expert_launches)
+        part = self.send_fraction
         require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
-        require(0 <= hidden <= 1, f"{owner}: tensor_overlap is {hidden!r}; pass a part from 0 to 1")
+        for name, hidden in (("tensor_overlap", self.tensor_overlap), ("expert_overlap", self.expert_overlap)):
+            require(0 <= hidden <= 1, f"{owner}: {name} is {hidden!r}; pass a part from 0 to 1")
 
 
 PLAIN = Software()  # this project's own runs

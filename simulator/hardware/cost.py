@@ -40,15 +40,22 @@ class Steps(NamedTuple):
     idle_factor: float = 0.0
 
 
-def compute_s(work: Work, device: Device) -> float:
+class Sent(NamedTuple):
+    """Parts of the rows that experts need which are sent: once to each rank that has some, and once to each node."""
+
+    to_ranks: float
+    to_nodes: float
+
+
+def compute_s(work: Work, device: Device, more_launches: int = 0) -> float:
     """Return the time of work on a device: matrix products, then all other kernels, and a fixed time per kernel.
 
     The parts are added, not the longest taken: `Work` already puts each kernel on the side of the roofline that bounds
     it, and the kernels of one stream follow one another.
     A device cannot start a kernel before its host has launched it: work of many small kernels takes as long as their
-    launches.
+    launches. There may be more of them than kernels are counted, or fewer.
     """
-    return max(busy_s(work, device), work.num_kernels * device.launch_s)
+    return max(busy_s(work, device), (work.num_kernels + more_launches) * device.launch_s)
 
 
 def busy_s(work: Work, device: Device) -> float:
@@ -163,11 +170,17 @@ def hierarchical_all_reduce_s(
 ) -> float:
     """Return the time of reduce-scatter inside nodes, all-reduce across them on S/g, all-gather inside.
 
-    The three stages follow one another; each rank of a node has its own wire (`inter_node`) to other nodes.
+    The three stages follow one another; each rank of a node has its own wire (`inter_node`) to other nodes. Where that
+    is pipelined, the first chunk goes through all stages, and the others through the slower ones behind it.
     """
-    inside = reduce_scatter_s(num_bytes, ranks_per_node, intra_node)
-    across = all_reduce_s(num_bytes / ranks_per_node, num_nodes, inter_node)
-    return inside + across + all_gather_s(num_bytes, ranks_per_node, intra_node)
+
+    def parts(size: float) -> tuple[float, float]:
+        return 2 * reduce_scatter_s(size, ranks_per_node, intra_node), all_reduce_s(
+            size / ranks_per_node, num_nodes, inter_node
+        )
+
+    inside, across = parts(num_bytes)
+    return max(inside, across) + min(parts(0.0)) if inter_node.pipelined else inside + across
 
 
 def ring_over_nodes_s(
@@ -208,21 +221,29 @@ def all_to_all_s(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def hierarchical_all_to_all_s(
-    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link, crossing: float = 1.0
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link
 ) -> float:
-    """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires.
-
-    Where only the part `crossing` of what is meant for other nodes crosses, since what goes to several ranks of a node
-    goes there once, it is handed on inside.
-    """
+    """Return the time of an all-to-all over nodes: messages inside and between nodes travel at once, on two wires."""
     n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
     inside, across = ranks_per_node - 1, n - ranks_per_node
     in_node, between = Steps(inside, inside / n), Steps(across, across / n)
-    if crossing < 1:
-        handed_on = across / n * inside / ranks_per_node
-        in_node = Steps(2 * inside, inside / n + handed_on)
-        between = Steps(num_nodes - 1, crossing * across / n)
     return max(steps_s(num_bytes, in_node, intra_node), steps_s(num_bytes, between, inter_node))
+
+
+def dispatch_s(
+    num_bytes: float, ranks_per_node: int, num_nodes: int, *, intra_node: Link, inter_node: Link, sent: Sent
+) -> float:
+    """Return the time in which one kernel brings rows to the ranks of their experts, or back: on two wires at once.
+
+    Rows for a different node go to the rank of the sender's own place there, which hands them on inside.
+
+    Source: deepseek-ai/DeepEP, README.md and csrc/kernels, 2025.
+    """
+    n = _check_ranks(ranks_per_node) * _check_ranks(num_nodes)
+    here, others = (ranks_per_node - 1) / ranks_per_node, (num_nodes - 1) / num_nodes
+    in_node = Steps(1 + (num_nodes > 1), here * sent.to_ranks) if ranks_per_node > 1 else Steps(0, 0.0)
+    between = Steps(1, others * sent.to_nodes) if num_nodes > 1 else Steps(0, 0.0)
+    return max(steps_s(num_bytes, in_node, intra_node), steps_s(num_bytes, between, inter_node)) if n > 1 else 0.0
 
 
 def bus_bytes_per_s(num_bytes: float, seconds: float, num_ranks: int) -> float:

@@ -14,7 +14,8 @@ reach is a matter of device and software together. A `Stack` holds the parts of 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -41,12 +42,13 @@ class Stack(Software):
         kernel_s: fixed time of each kernel: its start, its last wave, what no part of the model counts.
         launch_s: time in which the host launches one kernel: no pass takes less than all of its launches.
         attention_fraction: of the best measured rate of products, what fused attention reaches.
-        attention_on_a100: the same on A100, for whose instructions of single warps kernels were made that Hopper runs
-            too; None: as elsewhere.
         network_fraction: of the bandwidth of links between nodes, what collectives reach.
         warp_attention: whether fused attention uses instructions of single warps, as FlashAttention 1 and 2 do, and not
             Hopper's of warp groups.
         compute_slowdown: how much longer computation takes while collectives run: their kernels hold multiprocessors.
+        sustained_fraction: of the best measured rate of products, what power leaves in steps; None: as the preset says.
+        on: of devices whose names begin so, what differs from the other fields: kernels are made for some devices, and
+            become better with a release.
         axes: the degrees that its users choose from, beside its sharding; (): all.
         stages: of sharding, likewise.
         source: where the numbers come from, with a date.
@@ -57,10 +59,11 @@ class Stack(Software):
     kernel_s: float = 0.0
     launch_s: float = 0.0
     attention_fraction: float = 1.0
-    attention_on_a100: float | None = None
     network_fraction: float = 1.0
     warp_attention: bool = False
     compute_slowdown: float = 1.0
+    sustained_fraction: float | None = None
+    on: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
     axes: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
     source: str = ""
@@ -68,36 +71,39 @@ class Stack(Software):
 
     def on_device(self, device: Device) -> Device:
         """Return the device as this stack drives it: products of real shapes, where the preset says on what."""
+        own = self._for(device)
         row = _presets()["devices"].get(device.name, {})
-        at_home = self.attention_on_a100 if device.name.startswith("a100-") else None
-        reached = at_home or self.attention_fraction * (row.get("warp_fraction", 1.0) if self.warp_attention else 1.0)
-        sustained = device.matmul_flops_per_s * row.get("sustained_fraction", 1.0)
+        reached = own.attention_fraction * (row.get("warp_fraction", 1.0) if own.warp_attention else 1.0)
+        sustained = device.matmul_flops_per_s * (own.sustained_fraction or row.get("sustained_fraction", 1.0))
         known = {name: rate for name in ENERGY_OF_16_BITS if (rate := getattr(device, name)) is not None}
         narrow = {name: min(rate, ENERGY_OF_16_BITS[name] * sustained) for name, rate in known.items()}
         return replace(
             device,
-            matmul_flops_per_s=sustained * self.matmul_fraction,
-            **{name: rate * self.matmul_fraction for name, rate in narrow.items()},
+            matmul_flops_per_s=sustained * own.matmul_fraction,
+            **{name: rate * own.matmul_fraction for name, rate in narrow.items()},
             attention_flops_per_s=device.matmul_flops_per_s * reached,
-            memory_bytes_per_s=device.memory_bytes_per_s * self.memory_fraction,
-            kernel_s=device.kernel_s + self.kernel_s,
-            launch_s=device.launch_s + self.launch_s,
+            memory_bytes_per_s=device.memory_bytes_per_s * own.memory_fraction,
+            kernel_s=device.kernel_s + own.kernel_s,
+            launch_s=device.launch_s + own.launch_s,
             multiprocessors=row.get("multiprocessors"),
-            source=f"{device.source}; stack {self.name}: {self.source}",
+            source=f"{device.source}; stack {own.name}: {own.source}",
         )
+
+    def _for(self, device: Device) -> Stack:
+        """Return the stack with what differs on this device."""
+        found = [figures for start, figures in self.on.items() if device.name.startswith(start)]
+        return replace(self, on={}, **found[0]) if found else self
 
     def on_cluster(self, cluster: Cluster) -> Cluster:
         """Return the cluster as this stack drives it."""
-        wire = cluster.inter_node
-        protocols = tuple(
-            replace(each, bytes_per_s=each.bytes_per_s * self.network_fraction) for each in wire.protocols
-        )
+        own, wire = self._for(cluster.device), cluster.inter_node
+        protocols = tuple(replace(each, bytes_per_s=each.bytes_per_s * own.network_fraction) for each in wire.protocols)
         return replace(
             cluster,
             device=self.on_device(cluster.device),
             inter_node=replace(wire, protocols=protocols),
-            contention=replace(cluster.contention, compute_slowdown=self.compute_slowdown),
-            software=self,
+            contention=replace(cluster.contention, compute_slowdown=own.compute_slowdown),
+            software=own,
         )
 
 
@@ -132,7 +138,8 @@ def link(name: str, *, measured: bool = True) -> Link:
     row = _row("links", name)
     row = row.get("measured", row) if measured else row
     protocols, switch = (tuple(Protocol(*numbers) for numbers in row.get(key, ())) for key in ("protocols", "switch"))
-    return Link(name, protocols, row["source"], row.get("start_s", 0.0), switch, row.get("idle_steps", 0.0))
+    times = {key: row[key] for key in ("start_s", "idle_steps", "pipelined") if key in row}
+    return Link(name, protocols, row["source"], switch=switch, **times)
 
 
 def stack(name: str) -> Stack:
@@ -187,6 +194,13 @@ def driven(bare: Cluster, stack: str | Stack | None = None) -> Cluster:
     return replace(found, device=replace(device, kernel_s=device.kernel_s + device.launch_s, launch_s=0.0))
 
 
+def sheet_note(device: Device) -> str:
+    """Return that a preset's figures are the data sheet's alone; "": a product was measured, or it is no preset."""
+    row = _presets()["devices"].get(device.name, {})
+    known = "measured" in row or "no data sheet" in row.get("source", "no data sheet")
+    return "" if known else f"{device.name}: figures from the data sheet; nothing measured is known"
+
+
 def names(table: str) -> tuple[str, ...]:
     """Return the names of the presets in one of the tables "devices", "links", "clusters" and "stacks".
 
@@ -215,8 +229,10 @@ def _row(table: str, name: str) -> dict[str, Any]:
 
 
 def _named(table: str, name: str) -> dict[str, Any]:
-    row = {key: tuple(value) if isinstance(value, list) else value for key, value in _row(table, name).items()}
-    return {"name": name, **row}
+    """Return a row with its name; one that is `like` a different one has that one's figures where it has none."""
+    own = {key: tuple(value) if isinstance(value, list) else value for key, value in _row(table, name).items()}
+    row = {"name": name, **own}
+    return {**_named(table, like), **row} if (like := row.pop("like", None)) else row
 
 
 def given(record: Any) -> dict[str, Any]:

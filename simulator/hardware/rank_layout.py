@@ -63,14 +63,13 @@ class Group(NamedTuple):
         """Nodes that the ranks fill alike: 1 where they are in one, or sit unevenly."""
         return 1 if self.is_in_one_node or not self.ranks_per_node else self.num_ranks // self.ranks_per_node
 
-    def exchange_ns(self, kind: str, num_bytes: float, crossing: float = 1.0) -> int:
+    def exchange_ns(self, kind: str, num_bytes: float, sent: cost.Sent | None = None) -> int:
         """Return the time of a call with num_bytes on each rank: in one node a ring, over equal nodes hierarchical.
 
         Neighbours that span nodes without filling them, and ranks that spread over nodes unevenly, run a ring over the
         slower of the two links. So where few bytes travel, a group in one node may take longer than one that is spread
         evenly: 8 ranks wait for 14 latencies in a ring and, four to a node, for 3 + 2 + 3. A library that finds a
-        tree faster there picks it (6 latencies); this does not. `crossing` is an all-to-all's (see
-        `hierarchical_all_to_all_s`).
+        tree faster there picks it (6 latencies); this does not. `sent` makes an all-to-all a `dispatch_s`.
         """
         num_ranks, cluster = self.num_ranks, self.cluster
         one, many = _COSTS[kind]
@@ -78,14 +77,12 @@ class Group(NamedTuple):
         if (own := self.links.get(kind)) is not None:
             return to_ns(one(whole, num_ranks, own))
         intra, inter = cluster.intra_node, cluster.inter_node
+        links = {"intra_node": intra, "inter_node": inter}
+        if sent is not None and self.ranks_per_node:
+            return to_ns(cost.dispatch_s(whole, self.ranks_per_node, self.num_nodes, **links, sent=sent))
         if self.is_in_one_node:
             return to_ns(one(whole, num_ranks, intra))
         if per_node := self.ranks_per_node:
-            links = {"intra_node": intra, "inter_node": inter}
-            if kind == "all_to_all":
-                return to_ns(
-                    cost.hierarchical_all_to_all_s(whole, per_node, self.num_nodes, **links, crossing=crossing)
-                )
             return to_ns(many(whole, per_node, self.num_nodes, **links))
         return to_ns(max(one(whole, num_ranks, link) for link in (intra, inter)))
 
@@ -98,13 +95,15 @@ class Group(NamedTuple):
             links.append(self.cluster.intra_node)
         return to_ns(max(cost.message_s(num_bytes, link) for link in links))
 
-    def sent_bytes(self, kind: str, num_bytes: float, crossing: float = 1.0) -> float:
+    def sent_bytes(self, kind: str, num_bytes: float, sent: cost.Sent | None = None) -> float:
         """Return what a rank sends for a call with num_bytes on each rank, by a ring; of an all-to-all, what leaves."""
         if kind == "all_gather":
             return (self.num_ranks - 1) * num_bytes
         if kind == "all_to_all":
-            stays = (1 - crossing) * (self.num_ranks - self.ranks_per_node) if self.num_nodes > 1 else 0.0
-            return (self.num_ranks - 1 - stays) / self.num_ranks * num_bytes
+            if sent is None or not self.ranks_per_node:
+                return (self.num_ranks - 1) / self.num_ranks * num_bytes
+            here, nodes = (self.ranks_per_node - 1) / self.num_ranks, self.num_nodes
+            return (here * sent.to_ranks + (nodes - 1) / nodes * sent.to_nodes) * num_bytes
         if kind == "reduce_scatter":
             return cost.reduce_scatter_steps(self.num_ranks).bytes_factor * num_bytes
         return cost.all_reduce_steps(self.num_ranks).bytes_factor * num_bytes

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distlab.plan import Layer, Plan, Software, Work, Workload
+from distlab.plan import Layer, Plan, Work, Workload
 from distlab.plan.require import changed
 from simulator.gradients.buckets import Tensors
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import RankLayout
-from simulator.stage.parallel_passes import INSIDE, CallCosts, CallInPass, PassTimeline, Shares, backward_of, forward_of
+from simulator.stage.parallel_passes import (
+    CASTS,
+    INSIDE,
+    CallCosts,
+    CallInPass,
+    PassTimeline,
+    Shares,
+    backward_of,
+    forward_of,
+    more_launches,
+    num_casts,
+)
 from simulator.stage.products import with_shapes
 from simulator.stage.recomputed import run_again
 from simulator.units import Widths, to_ns, widths_of
@@ -78,14 +89,14 @@ def time_layers(workload: Workload, layout: RankLayout, pipeline: int = 0, *, sp
     cluster, known = layout.cluster, dict[int, LayerTimes]()
     groups = {axis: layout.groups((axis,), pipeline) for axis in INSIDE}
     own = (plan, widths.reduce, widths.activations, stops_early)
-    costs = CallCosts(cluster.device, cluster.contention, groups, *own)
+    launch_s = max(cluster.device.launch_s, cluster.software.pass_launch_s)
+    costs = CallCosts(changed(cluster.device, launch_s=launch_s), cluster.contention, groups, *own)
     sums = not cluster.software.fused_sums and not (plan.sharding.stage == 3 and cluster.software.scatters_each)
     for kind, layer in zip(workload.kinds, workload.layers, strict=True):
         if kind not in known:
             local = with_shapes(layer, plan, cluster)
             local = _with_sums(local, plan, widths) if sums else local
-            times = _shared(local, costs, splits=splits) if is_shared(plan) else _whole(local, costs)
-            known[kind] = _launched(times, layer, cluster.software)
+            known[kind] = _shared(local, costs, splits=splits) if is_shared(plan) else _whole(local, costs)
     return [known[kind] for kind in workload.kinds]
 
 
@@ -105,24 +116,21 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
     return changed(layer, weight_gradient=layer.weight_gradient + sums)
 
 
-def _launched(times: LayerTimes, layer: Layer, software: Software) -> LayerTimes:
-    """Return a block's times, which are no shorter than its host needs to launch them: F a third, B the rest."""
-    if not layer.input_bytes or not software.block_host_s:
-        return times
-    forward, backward, inputs, weights = times.durations_ns
-    third = to_ns(software.block_host_s / 3)
-    least = max(forward, third), max(backward, 2 * third), max(inputs, third), max(weights, third)
-    return times._replace(durations_ns=least)
-
-
 def _whole(layer: Layer, costs: CallCosts) -> LayerTimes:
     device, recompute = costs.device, costs.plan.recompute
-    forward = to_ns(compute_s(layer.forward, device))
+    most = layer.experts.num_experts if layer.experts else 0
+    more = {
+        name: more_launches(layer.experts, costs, most, name)
+        + sum(num_casts(region.products, costs.plan, name) for region in layer.regions)
+        for name in CASTS
+    }
+    forward = to_ns(compute_s(layer.forward, device, more["forward"]))
     runs_again = run_again(layer, recompute, stops_early=costs.stops_early)
     again = layer.score_forward if recompute == "selective" else Work()
     again = runs_again.forward if runs_again else again
-    backward = to_ns(compute_s(layer.input_gradient + layer.weight_gradient + again, device))
-    weights = min(backward, to_ns(compute_s(layer.weight_gradient, device)))
+    launches = sum(more.values()) if runs_again else more["input_gradient"] + more["weight_gradient"]
+    backward = to_ns(compute_s(layer.input_gradient + layer.weight_gradient + again, device, launches))
+    weights = min(backward, to_ns(compute_s(layer.weight_gradient, device, more["weight_gradient"])))
     return LayerTimes((forward, backward, backward - weights, weights))
 
 

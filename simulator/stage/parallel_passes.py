@@ -14,19 +14,20 @@ So a pass takes a fixed time, whatever the pipeline does around it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from distlab.plan import Attention, Contention, Device, Experts, Layer, Plan, Work
-from simulator.hardware.cost import busy_s
+from distlab.plan import Attention, Contention, Device, Experts, Layer, Plan, Product, Work
+from simulator.hardware.cost import Sent, busy_s
 from simulator.hardware.rank_layout import Group
 from simulator.stage.recomputed import run_again
 from simulator.units import to_ns
 
 INSIDE = ("tensor", "context", "expert")  # axes whose ranks exchange inside of passes
 NO_WORK = Work()
+CASTS = {"forward": 2, "input_gradient": 1, "weight_gradient": 0}  # to 8 bits, of a product
 
 
 class CallInPass(NamedTuple):
@@ -56,14 +57,14 @@ class CallInPass(NamedTuple):
 class CallSpec(NamedTuple):
     """A call to be made: the axis, what it is about, its kind, and bytes as `CallCosts.cost` counts them.
 
-    Of an all-to-all only the part `crossing` of what is meant for other nodes leaves for them.
+    `sent` tells of rows on their way to experts or back, where each goes to a rank and a node once.
     """
 
     axis: str
     name: str
     kind: str
     num_bytes: float
-    crossing: float = 1.0
+    sent: Sent | None = None
 
 
 @dataclass(frozen=True)
@@ -88,24 +89,36 @@ class CallCosts:
     width: float = 1.0
     stops_early: bool = False
 
-    def cost(self, axis: str, kind: str, num_bytes: float, crossing: float = 1.0) -> tuple[int, float]:
+    def cost(self, axis: str, kind: str, num_bytes: float, sent: Sent | None = None) -> tuple[int, float]:
         """Return nanoseconds and sent bytes of a call on num_bytes: of the whole for a gather, a rank's for others."""
-        key, groups = (axis, kind, num_bytes, crossing), self.groups[axis]
+        key, groups = (axis, kind, num_bytes, sent), self.groups[axis]
         if key in self._costs:  # a layer's passes repeat their calls
             return self._costs[key]
         if kind == "send":
             found = max([group.hop_ns(num_bytes) for group in groups]), num_bytes
         else:
             each = num_bytes / groups[0].num_ranks if kind == "all_gather" else num_bytes
-            time_ns = max([group.exchange_ns(kind, each, crossing) for group in groups])
-            if axis == "tensor":
-                time_ns = round(time_ns * (1 - groups[0].cluster.software.tensor_overlap))
-            found = time_ns, groups[0].sent_bytes(kind, each, crossing)
+            time_ns = max([group.exchange_ns(kind, each, sent) for group in groups])
+            found = round(time_ns * (1 - self._hidden(axis, groups[0]))), groups[0].sent_bytes(kind, each, sent)
         self._costs[key] = found
         return found
 
+    def _hidden(self, axis: str, group: Group) -> float:
+        """Return the part of a call's time that software hides behind products.
+
+        Megatron-Core hides expert ranks' calls by interleaved schedules that do not recompute all, and its recipes do
+        so over nodes alone: inside of them the calls' kernels would cost products more than is hidden.
+
+        Source: NVIDIA-NeMo/Megatron-Bridge, comm_overlap.py and scripts/performance/configs, 2025 and 2026.
+        """
+        software, plan = group.cluster.software, self.plan
+        if axis == "tensor":
+            return software.tensor_overlap
+        alternates = plan.schedule == "interleaved" and plan.recompute != "full" and not group.is_in_one_node
+        return software.expert_overlap if axis == "expert" and alternates else 0.0
+
     @cached_property
-    def _costs(self) -> dict[tuple[str, str, float, float], tuple[int, float]]:
+    def _costs(self) -> dict[tuple[str, str, float, Sent | None], tuple[int, float]]:
         return {}
 
     def shared(self, axis: str) -> bool:
@@ -135,15 +148,15 @@ class PassTimeline:
         """Time of the pass so far: of the device, or of the host where that takes longer."""
         return max(self.now, to_ns(self.launches * self.costs.device.launch_s))
 
-    def work(self, work: Work) -> None:
-        """Add work alone."""
+    def work(self, work: Work, more_launches: int = 0) -> None:
+        """Add work alone, with more launches than it has kernels, or fewer."""
         self.now += self.costs.work_ns(work)
-        self.launches += work.num_kernels
+        self.launches += work.num_kernels + more_launches
 
-    def call(self, axis: str, name: str, kind: str, num_bytes: float, crossing: float = 1.0) -> None:
+    def call(self, axis: str, name: str, kind: str, num_bytes: float, sent: Sent | None = None) -> None:
         """Add a call that overlaps nothing."""
         if num_bytes > 0 and self.costs.shared(axis):
-            self.overlap(NO_WORK, [CallSpec(axis, name, kind, num_bytes, crossing)])
+            self.overlap(NO_WORK, [CallSpec(axis, name, kind, num_bytes, sent)])
 
     def overlap(self, work: Work, calls: list[CallSpec]) -> None:
         """Add work and the calls that overlap it, one after the other on the wire; what follows waits for all."""
@@ -152,7 +165,7 @@ class PassTimeline:
             self.work(work)
             return
         self.launches += work.num_kernels + len(sent)
-        found = [self.costs.cost(call.axis, call.kind, call.num_bytes, call.crossing) for call in sent]
+        found = [self.costs.cost(call.axis, call.kind, call.num_bytes, call.sent) for call in sent]
         wire = sum(time for time, _ in found)
         worked, travelled = side_by_side(self.costs.work_ns(work), wire, self.costs.contention)
         so_far, begin = 0, self.now
@@ -203,7 +216,7 @@ def forward_of(layer: Layer, timeline: PassTimeline) -> None:
         if plan.sequence_parallel:
             timeline.call("tensor", region.name, "all_gather", region.input_bytes * width / shares.positions)
         work = region.forward.without(region.attention.forward) if region.attention else region.forward
-        timeline.work(work.times(1 / shares.inside))
+        timeline.work(work.times(1 / shares.inside), num_casts(region.products, plan, "forward"))
         if region.attention:
             attend(region.attention, timeline, shares)
         for size in region.sums_bytes:
@@ -235,7 +248,8 @@ def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, we
         if inputs and region.attention:
             work = work.without(region.attention.backward)
             attend(region.attention, timeline, shares, backward=True)
-        timeline.work((work.without(region.beside) if hides else work).times(1 / shares.inside))
+        casts = num_casts(region.products, plan, names[0])
+        timeline.work((work.without(region.beside) if hides else work).times(1 / shares.inside), casts)
         kind, size = ("reduce_scatter" if plan.sequence_parallel else "all_reduce"), region.input_bytes * inputs
         call = CallSpec("tensor", region.name, kind, size * width / shares.positions)
         timeline.overlap(region.beside.times(1 / shares.inside) if hides else NO_WORK, [call])
@@ -302,7 +316,7 @@ def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[st
     loss' gradient. Where the experts do not divide by the ranks, the ranks with the most count.
 
     Cost: (e-1)/e of the rows' bytes sent in each all-to-all; 8 (E + 4 e) bytes of counts; 8 (2 E + 1) of the loss.
-        Where the cluster dispatches once, a token crosses to the nodes of its experts, not to each of its experts.
+        Where the cluster dispatches once, a token goes to the ranks and nodes of its experts, not to each expert.
     """
     ranks, forward = timeline.costs.plan.expert, names is None
     sends = forward or "input_gradient" in names  # type: ignore[operator]
@@ -313,24 +327,38 @@ def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[st
     if forward:
         timeline.call("expert", "balance loss", "all_reduce", loss)
         timeline.call("expert", "counts", "all_to_all", NUMBER_BYTES * (experts.num_experts + 4 * ranks))
-    crossing = _crossing(experts, timeline.costs)
-    timeline.call("expert", "rows to experts" if forward else "gradients to experts", "all_to_all", rows, crossing)
+    sent = _sent(experts, timeline.costs)
+    timeline.call("expert", "rows to experts" if forward else "gradients to experts", "all_to_all", rows, sent)
     for name in names or ["forward"]:
         work: Work = getattr(experts, name)
         each = min(experts.kernels_each, work.num_kernels // experts.num_experts)  # a frozen expert has fewer in W
         kernels = work.num_kernels - each * (experts.num_experts - most)
-        timeline.work(replace(work, num_kernels=kernels).times(load))
-    timeline.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows, crossing)
+        launches = more_launches(experts, timeline.costs, most, name)
+        timeline.work(replace(work, num_kernels=kernels).times(load), launches)
+    timeline.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows, sent)
     if not forward:
         timeline.call("expert", "gradient of the balance loss", "all_reduce", loss)
 
 
-def _crossing(experts: Experts, costs: CallCosts) -> float:
-    """Return the part of the rows for other nodes that crosses to them: all, or one for each node of a token's experts.
+def num_casts(products: Sequence[Product], plan: Plan, name: str) -> int:
+    """Return the launches of a pass that cast to 8 bits: inputs and parameters of products, then outputs' gradients."""
+    return CASTS[name] * len(products) if plan.float8 != "none" else 0
 
-    Source: deepseek-ai/DeepEP, 2025: a token crosses to the rank of its own place in a node, which hands it on.
+
+def more_launches(experts: Experts | None, costs: CallCosts, most: int, name: str) -> int:
+    """Return how many more launches than kernels a pass through `most` experts has, its casts included.
+
+    Products that all experts launch together, and routing, are `Software.expert_launches` in number.
     """
-    group = costs.groups["expert"][0]
-    if not group.cluster.software.dispatches_once or group.num_nodes == 1:
-        return 1.0
-    return min(1.0, experts.nodes_of_a_token(group.num_nodes) / experts.top_k)
+    launches = costs.groups["expert"][0].cluster.software.expert_launches
+    if experts is None or not launches:
+        return 0
+    return launches - experts.kernels_each * most + num_casts(experts.products, costs.plan, name)
+
+
+def _sent(experts: Experts, costs: CallCosts) -> Sent | None:
+    """Return the parts of a token's rows that are sent to ranks and to nodes; None: each row goes to its expert."""
+    group, top_k = costs.groups["expert"][0], experts.top_k
+    if not group.cluster.software.dispatches_once or not group.ranks_per_node:
+        return None
+    return Sent(*(min(1.0, experts.nodes_of_a_token(n) / top_k) for n in (group.num_ranks, group.num_nodes)))

@@ -153,6 +153,7 @@ NOTES = """
 {LLAMA} --precision float32 | float32: products are timed at the device's one rate | --precision bfloat16
 --experts 4 --top-k 2 --expert 2 | expert 2 multiplies the ranks to 16: what Megatron-LM and torchtitan call 16 data \
 | --expert 1
+--cluster rtx-3090-server | figures from the data sheet | --cluster dgx-a100
 --expert 2 | the model has no experts, so that 2 expert ranks are replicas: use data | --expert 1
 --cluster dgx-h100 --experts 4 --top-k 2 --expert 8 | 8 expert ranks share 4 experts, so that most have none: use 4 \
 | --expert 4

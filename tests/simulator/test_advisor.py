@@ -70,7 +70,7 @@ def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch)
     model=st.sampled_from([SMALL, GATED, MIXED, *ADAPTED]),
     memory=st.floats(0.5e9, 80e9),
     layout=st.sampled_from([(8, 8), (8, 2), (16, 4), (12, 4), (6, 6), (1, 8)]),
-    name=st.sampled_from(["dgx-a100", "dgx-h100", "rtx-4090-server", "h800"]),
+    name=st.sampled_from(["dgx-a100", "dgx-h100", "rtx-4090-server", "dgx-b200"]),
     batch=st.sampled_from([4, 12, 24]),
     data=st.data(),
 )

@@ -7,8 +7,9 @@ from statistics import mean
 import pytest
 
 import simulator as sim
-from distlab.plan import Device, Plan, Sharding, Software
+from distlab.plan import Device, Link, Plan, Protocol, Sharding, Software
 from simulator import LlamaSizes, cluster, fuse_attention, llama_workload, memory_of, simulate
+from simulator.hardware.cost import Sent
 from simulator.memory.model_states import ACTIVATIONS, BUFFERS
 from simulator.stage.products import FULL, START, slowdown, with_shapes
 from simulator.stage.recomputed import recomputed
@@ -133,7 +134,7 @@ def test_on_how_many_nodes_a_tokens_experts_are(experts, top_k, nodes, groups):
     assert found == pytest.approx(nodes_by_counting(experts, top_k, nodes, *(groups or ())))
 
 
-def test_a_token_crosses_to_a_node_once():
+def test_a_token_goes_to_a_node_and_to_a_rank_once():
     """Four ranks on two nodes: of two experts both are in the other node one time in six, and one is four times."""
     machine = replace(sim.cluster("dgx-h100", 16, stack="best-case"), devices_per_node=2)
     mixed = fuse_attention(llama_workload(MIXED_SIZES, sequence_length=SX))
@@ -142,12 +143,32 @@ def test_a_token_crosses_to_a_node_once():
     rows = 2 * K * SX * HX
     nodes = 2 * (1 - 1 / 6)
     links = {"intra_node": machine.intra_node, "inter_node": machine.inter_node}
-    for calls, crossing in ((twice, 1.0), (once, nodes / K)):
+    each_s = sim.hierarchical_all_to_all_s(rows, 2, 2, **links)
+    kernel_s = sim.dispatch_s(rows, 2, 2, **links, sent=Sent(1.0, nodes / K))
+    for calls, seconds, part in ((twice, each_s, 1.0), (once, kernel_s, nodes / K)):
         there, back = calls[-2:]
         assert there.num_bytes == back.num_bytes == rows
-        expected_s = sim.hierarchical_all_to_all_s(rows, 2, 2, **links, crossing=crossing)
-        assert there.end_ns - there.start_ns == pytest.approx(expected_s * 1e9, abs=1)
-        assert there.sent_bytes == pytest.approx(rows * (1 / 4 + 2 / 4 * crossing))
+        assert there.end_ns - there.start_ns == pytest.approx(seconds * 1e9, abs=1)
+        assert there.sent_bytes == pytest.approx(rows * (1 / 4 + 2 / 4 * part))
+
+
+def test_a_dispatch_kernel_sends_to_ranks_and_nodes_at_once():
+    links = {"intra_node": Link("wire", (Protocol(1e-6, 1e11),)), "inter_node": Link("slow", (Protocol(5e-6, 1e10),))}
+    assert sim.dispatch_s(8e6, 8, 1, **links, sent=Sent(0.5, 1.0)) == pytest.approx(1e-6 + 7 / 8 * 0.5 * 8e-5)
+    assert sim.dispatch_s(8e6, 4, 2, **links, sent=Sent(0.5, 0.25)) == pytest.approx(5e-6 + 1 / 2 * 0.25 * 8e-4)
+    assert sim.dispatch_s(8e6, 1, 1, **links, sent=Sent(1.0, 1.0)) == 0.0
+
+
+def test_an_interleaved_schedule_hides_experts_calls_over_nodes():
+    mixed = fuse_attention(llama_workload(replace(MIXED_SIZES, num_layers=4), sequence_length=SX))
+    machine = replace(sim.cluster("dgx-h100", 8, stack="best-case"), devices_per_node=2)
+    plan = Plan(pipeline=2, expert=4, num_microbatches=4, schedule="interleaved", stages_per_rank=2)
+    alone = replace(plan, schedule="one_f_one_b", stages_per_rank=1)
+    for said, hidden in ((plan, 0.75), (replace(plan, recompute="full"), 0.0), (alone, 0.0)):
+        ways = [replace(machine, software=replace(machine.software, expert_overlap=part)) for part in (0.0, 0.75)]
+        calls = [simulate(mixed, way, said).stages[0].calls[0][1] for way in ways]
+        none, some = (sum(call.exposed_ns for call in each) for each in calls)
+        assert some == pytest.approx((1 - hidden) * none, rel=1e-3)
 
 
 # A device on which products alone take time: 1 ns each 1,000 operations.

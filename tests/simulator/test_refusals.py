@@ -17,7 +17,6 @@ from simulator.engine.task_graph import COMPUTE, NONE, Graph
 from simulator.export import Options
 from simulator.hardware import cost, fit
 from simulator.memory.advice import split_samples
-from simulator.step.timed import notes_on
 
 SIZES = {"hidden_size": 32, "num_heads": 4, "sequence_length": 64, "vocab_size": 96}
 GPT = sim.gpt_workload(num_layers=5, **SIZES)  # seven layers, with its ends
@@ -153,7 +152,3 @@ def test_what_makes_no_sense_is_refused_in_one_line(words, call):
     assert said.startswith("ValueError: ")
     assert words in said
     assert "\n" not in said
-
-
-def test_float8_that_distlab_has_not_is_noted():
-    assert "not modelled" in notes_on(Plan(float8="products"))[0]
