@@ -230,8 +230,8 @@ def _row(table: str, name: str) -> dict[str, Any]:
 
 def _named(table: str, name: str) -> dict[str, Any]:
     """Return a row with its name; one that is `like` a different one has that one's figures where it has none."""
-    own = {key: tuple(value) if isinstance(value, list) else value for key, value in _row(table, name).items()}
-    row = {"name": name, **own}
+    row: dict[str, Any] = {"name": name, **_row(table, name)}
+    row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     return {**_named(table, like), **row} if (like := row.pop("like", None)) else row
 
 

@@ -4,7 +4,9 @@ import json
 import math
 import shlex
 import time
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -254,61 +256,7 @@ def test_a_device_with_faster_products_has_no_slower_data_sheet():
     assert told.peak_flops_per_s == 5e12
 
 
-WRONG = {  # a line of the file: what stands in its place, and words of the refusal
-    "num_devices = 16": [
-        ("num_devices = 32", r"= 16 ranks and \[cluster\] num_devices = 32: .* data = 4"),
-        ("num_devices = -16", r"\[cluster\] num_devices is -16; write a whole number of at least 1"),
-        ("num_devices = 20", r"num_devices = 20: make them equal, or use a multiple of 8"),
-    ],
-    "data = 2": [
-        ("data = 0", r"\[plan\] Plan: data is 0; pass a whole number of at least 1"),
-        ('data = "two"', r'\[plan\] data is "two"; write a whole number'),
-        ("data = 1.5", r"\[plan\] data is 1.5; write a whole number"),
-        ("dp = 2", r"\[plan\] has no key 'dp'; did you mean 'data'\?"),
-        ("size = 2", r"\[plan\] has no key 'size'; known are data, "),
-        ("gpus = 2", r"\[plan\] has no key 'gpus'; write num_devices in \[cluster\]"),
-        ("bucket = 2", r"has no key 'bucket'; units are in names: write bucket_bytes"),
-    ],
-    "tensor = 2": [("tenser = 2", r"\[plan\] has no key 'tenser'; did you mean 'tensor'\?")],
-    'model = "gpt-3-175b"': [
-        ("size = 4", r"did you mean 'head_size' or 'vocab_size' or "),
-        ("num_experts = 2\nexpert_size = 4", r"experts are as wide as its feed-forward part"),
-        ("expert_size = 4", r"there is no mixture of experts; add num_experts"),
-        ('model = "gpt-9"', r"no model 'gpt-9'"),
-        ("layers = 4", r"\[workload\] has no key 'layers'; did you mean 'num_layers'\?"),
-        ('model = ""', r"\[workload\] model is empty; name one, or leave model out"),
-        ("lora_rank = 0", r"\[workload\] lora_rank is 0; write a whole number from 1 to 4,096, or leave it out"),
-        ('weights = "nf4"', r"weights is 'nf4' and there are no adapters .*; add lora_rank, such as 16, or leave"),
-        ('optimizer = "sgd-8bit"', r"sgd keeps no states that could have 8 bits; write sgd, or .* such as adamw-8bit"),
-        ('optimizer = "lion"', r"optimizer is 'lion'; choose one of adamw, sgd, "),
-        (
-            'model = "gpt-2-124m"\ndocument_length = 9',
-            r"document_length is 9 and attention is plain, .* use attention fl",
-        ),
-        ("num_heads = 16\nfull_attention_every = 2", r"full_attention_every is 2 and no layer has a window; add slid"),
-        ('weights = "int3"\nlora_rank = 8', r"weights is 'int3'; choose one of bfloat16, nf4"),
-    ],
-    'name = "dgx-h100"': [
-        ("intra_node = 3", r"write a text in quotes or a table with latency_s, bytes_per_s"),
-        ('name = "dgx-x"', r"^\[cluster\] no preset 'dgx-x' among the clusters"),
-        ("inter_node = { bytes_per_s = 1e9 }", r"\[cluster.inter_node\] lacks latency_s; add it$"),
-        (
-            "inter_node = { latency_s = 0, bytes_per_s = -1 }",
-            r"plan.toml: \[cluster.inter_node\] bytes_per_s is -1.0; write a number from 1 to 1e\+24",
-        ),
-        (
-            "inter_node = { latency_s = -1e-6, bytes_per_s = 1e9 }",
-            r"\[cluster.inter_node\] latency_s is -1e-06; write a number from 0 to 10000",
-        ),
-        ("device = { memory = 80 }", r"\[cluster.device\] has no key 'memory'; .*write memory_bytes"),
-        ("devices_per_node = 0", r"devices_per_node is 0; write a whole number of at least 1"),
-        (f"devices_per_node = {10**30}", r"devices_per_node has 31 digits; pass at most"),
-    ],
-    "stage = 1": [("stage = 4", r"\[plan.sharding\] Sharding: stage is 4")],
-    'order = ["data"': [('order = ["data", "data"', r"the order of axes is 'data, data")],
-    "pipeline = 4": [("pipeline = 100", r"^\[plan\] .*has 100 pipeline stages")],
-    "[plan]": [("[plans]", r"plans is not a table of a plan file"), ("[plan", r"plan.toml: ")],
-}
+WRONG = tomllib.loads(Path(__file__).with_name("wrong_lines.toml").read_text("utf-8"))
 
 
 @pytest.mark.parametrize(("before", "after", "text"), [(old, *row) for old, rows in WRONG.items() for row in rows])
