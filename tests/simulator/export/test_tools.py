@@ -8,6 +8,7 @@ import csv
 import json
 import re
 import subprocess
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from simulator import ModelDescription, model_by_name
 from simulator.export import TOOLS, Options, export
 
 TENSOR_FIRST = ("tensor", "pipeline", "data", "expert", "context")
-THIRD = Precision("float16", reduce="bfloat16", gradients="bfloat16")
 
 
 def test_the_command_line_knows_all_tools():
@@ -78,65 +78,11 @@ SAID_WHOLE = {  # no tool has a note on these, but megatron and accelerate on wh
     **dict.fromkeys(("fsdp2", "torchtitan"), said(sharding=Sharding(3), precision=BF16)),
     **dict.fromkeys(("megatron", "accelerate"), said(num_microbatches=1, sharding=Sharding(3))),
 }
-FULL = {"recompute": "full"}
-# What gives a plan each part of limits.csv; a tool's name behind it: for that tool alone.
+MADE = {"sharding": Sharding, "precision": Precision, "compression": Compression}
 HAS = {
-    **{axis: {axis: 2} for axis in ("tensor", "context", "expert", "pipeline")},
-    "pipeline, deepspeed": {"pipeline": 2, "sharding": Sharding()},
-    "pipeline of 1F1B": {"pipeline": 2, "sharding": Sharding()},
-    "pipeline of a different schedule": {"pipeline": 2, "sharding": Sharding(), "schedule": "gpipe"},
-    "stages of equal time": {"sharding": Sharding(1), "pipeline": 2},
-    "context by a ring": {"context": 2},
-    "context by all-to-alls": {"context": 2, "context_kind": "all_to_all"},
-    "context with tensor or pipeline": {"context": 2, "tensor": 2},
-    "sequence_parallel": {"tensor": 2, "sequence_parallel": True},
-    "stage 1": {"sharding": Sharding(1)},
-    "stage 2": {"sharding": Sharding(2)},
-    "stage 3": {"sharding": Sharding(3, unit_layers=2)},
-    "stage 0 with context": {"sharding": Sharding(), "context": 2},
-    "stage 3 with tensor": {"sharding": Sharding(3), "tensor": 2},
-    "stage 2 or 3 with a pipeline": {"pipeline": 2},
-    "tensor or context below stage 2": {"sharding": Sharding(), "tensor": 2},
-    "stage 3 that keeps parameters after forward": {"sharding": Sharding(3, reshard_after_forward=False)},
-    "units of its own": {"sharding": Sharding(3, unit_layers=2)},
-    "nothing ahead from stage 2 on": {"sharding": Sharding(3, prefetch=0)},
-    "replicas of shards": {"sharding": Sharding(2, replicas=2)},
-    "replicas with stage 1": {"sharding": Sharding(1, replicas=2)},
-    "offload of all": {"sharding": Sharding(3, offload="all")},
-    "offload of the optimizer": {"sharding": Sharding(3, offload="optimizer")},
-    "offload of the optimizer below stage 2": {"sharding": Sharding(1, offload="optimizer")},
-    "offload of the optimizer from stage 2 on": {"sharding": Sharding(3, offload="optimizer")},
-    "full recompute of every block": FULL,
-    "full recompute of some blocks": FULL | {"recompute_method": "block", "recompute_layers": 3},
-    "recompute of chosen blocks": FULL | {"recompute_layers": 2},
-    "recompute of several blocks at once": FULL | {"recompute_layers": 2},
-    "recompute of every second block or so": FULL | {"recompute_method": "every", "recompute_layers": 2},
-    "recompute that no flag says": FULL | {"recompute_layers": 4},
-    "selective recompute": {"recompute": "selective"},
-    "recompute by operators": {"recompute": "operators"},
-    "float8": {"float8": "products"},
-    "float16": {"precision": Precision("float16")},
-    "float64": {"precision": Precision("float64")},
-    "16 bits without a master": {"precision": Precision("bfloat16", master=False)},
-    "16 bits, gradients not in float32": {"precision": Precision("bfloat16", gradients="bfloat16")},
-    "no float32 at all": {"precision": Precision("bfloat16", master=False)},
-    "gradients of a third type": {"precision": THIRD},
-    "sums not in float32": {"precision": Precision("bfloat16", reduce="bfloat16")},
-    "sums not in the gradients' type": {"precision": Precision("bfloat16", reduce="bfloat16")},
-    "compression": {"sharding": Sharding(), "compression": Compression("top_k")},
-    "no overlap": {"gradient_sync": "flat"},
-    "a call for each parameter": {"gradient_sync": "per_parameter"},
-    "gradients without buckets": {"gradient_sync": "flat"},
-    "buckets of its own": {"bucket_bytes": 1_000_000},
-    "a first bucket of its own": {"first_bucket_bytes": 1_000_000},
-    "micro-batches without DeepSpeed": {"num_microbatches": 4},
-    "several nodes": {"data": 16},
-    "no such schedule": {"pipeline": 4, "sharding": Sharding(), "schedule": "zb_h1"},
-    "unequal stages": {"pipeline": 3, "sharding": Sharding()},
-    "stages that no setting cuts": {
-        "pipeline": 2, "num_microbatches": 4, "sharding": Sharding(), "schedule": "interleaved", "stages_per_rank": 7,
-    },
-}  # fmt: skip
+    part: {name: MADE[name](**value) if isinstance(value, dict) else value for name, value in keys.items()}
+    for part, keys in tomllib.loads(KEPT.with_name("parts_of_plans.toml").read_text("utf-8")).items()
+}
 # Parts that a plan alone does not have: the whole file, and words of the refusal.
 OWN = [
     ("torchtitan", said(model=ModelDescription("gpt-2-1.5b")), "the model gpt-2-1.5b"),
