@@ -15,9 +15,7 @@ from distlab.comm.command import runnable
 from distlab.measure import Window, judge
 from distlab.trace import read_chrome
 
-SPLIT = "simulate --sharding 3 --pipeline 8 --data 2 --layers 30 --schedule zb_h1"
-SMALL = "plan --hidden=512 --layers=4 --heads=8 --vocabulary=8000 --sequence=256 --batch=8"
-MISTAKES = Path(__file__).with_name("mistakes.txt").read_text("utf-8").format(file=__file__, split=SPLIT, small=SMALL)
+MISTAKES = Path(__file__).with_name("mistakes.txt").read_text("utf-8").format(file=__file__)
 WORK = ("measure.calibrate", "cli.tour.run_training", "cli.claims.load", "comm.launch.ranks.run_script")
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -143,25 +144,11 @@ def test_what_fills_the_memory_also_where_no_time_is_simulated(said, facts, refu
     assert "use --memory" in refused("simulate", *split, "--picture", tmp_path / "step.png")
 
 
-LLAMA = "--model llama-3-8b --cluster dgx-h100 --sharding 3"
-LONG = "--hidden 256 --layers 2 --heads 8 --vocabulary 100 --stack best-case --attention flash"
-NOTES = """
---data 1 --pipeline 4 --schedule interleaved --microbatches 10 | which Megatron-LM refuses: use a multiple of 4 \
-| --microbatches 8
-{LLAMA} | near the device's memory: published runs | --recompute full
-{LONG} --sequence 100000 | all pairs of positions | --sequence 1024
-{LLAMA} --precision float32 | float32: products are timed at the device's one rate | --precision bfloat16
---experts 4 --top-k 2 --expert 2 | expert 2 multiplies the ranks to 16: what Megatron-LM and torchtitan call 16 data \
-| --expert 1
---cluster rtx-3090-server | figures from the data sheet | --cluster dgx-a100
---expert 2 | the model has no experts, so that 2 expert ranks are replicas: use data | --expert 1
---cluster dgx-h100 --experts 4 --top-k 2 --expert 8 | 8 expert ranks share 4 experts, so that most have none: use 4 \
-| --expert 4
-"""  # a plan, what is noted of it, and a change with which it is not
+NOTES = Path(__file__).with_name("notes.txt").read_text("utf-8")  # a plan, a note, and a change without it
 
 
 def test_what_to_know_of_a_plan_is_noted(facts):
-    for row in NOTES.format(LLAMA=LLAMA, LONG=LONG).strip().splitlines():
+    for row in NOTES.splitlines():
         flags, words, change = row.split(" | ")
         assert words in "\n".join(facts("simulate", *flags.split())["notes"])
         assert words not in "\n".join(facts("simulate", *flags.split(), *change.split())["notes"])

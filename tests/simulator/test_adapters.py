@@ -117,15 +117,10 @@ def test_memory_is_what_torchtune_publishes(name, own, recompute, published):
 
 def test_windows_norms_documents_and_parts_of_a_loss_by_sizes():
     """By sizes as by a configuration; documents and windows leave the pairs that they have, and MFU counts the same."""
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "head_dim": 16,
-    }
-    config |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 256}
-    config |= {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0, "tie_word_embeddings": False}
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "head_dim": 16}
+    config |= {"sliding_window": 32, "max_window_layers": 0, "tie_word_embeddings": False}
+    config |= {"use_sliding_window": True, "max_position_embeddings": 256}
     own = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_key_value_heads": 2, "feed_forward_size": 128}
     own |= {"vocab_size": 100, "sequence_length": 256, "attention": "flash"}
     own = sim.ModelDescription(**own, head_norms=True, sliding_window=32)
@@ -148,9 +143,8 @@ def test_what_blocks_keep_goes_to_the_host_and_comes_back():
     """The device keeps two blocks' at a time, the host those of micro-batches in flight; a slow wire is waited for."""
     made = sim.ModelDescription(**TUNED, **CHUNKED, lora_rank=8).workload()
     near, far = Plan(precision=PURE), Plan(precision=PURE, offload_activations=True)
-    kept = [
-        int(sim.memory_of(made, plan).stages[0].kept[1:-1, KINDS.index("activations")].sum()) for plan in (near, far)
-    ]
+    stages, kind = [sim.memory_of(made, plan).stages[0] for plan in (near, far)], KINDS.index("activations")
+    kept = [int(stage.kept[1:-1, kind].sum()) for stage in stages]
     assert kept[1] == 0
     assert sim.memory_of(made, far).host_bytes == kept[0]
     assert held(made, near)["activations"] - held(made, far)["activations"] == kept[0]
@@ -161,8 +155,7 @@ def test_what_blocks_keep_goes_to_the_host_and_comes_back():
     fast, slow = (sim.simulate(made, machine, plan) for plan in (near, far))
     copies = 28 * [kept[0] / 28 / machine.device.host_link_bytes_per_s * 1e9]
     assert slow.stages[0].forward_ns[1:-1] == pytest.approx([*map(max, fast.stages[0].forward_ns[1:-1], copies)], abs=1)
-    again = {"recompute": "full"}
-    hidden = [sim.simulate(made, machine, replace(plan, **again)).duration_s for plan in (near, far)]
+    hidden = [sim.simulate(made, machine, replace(plan, recompute="full")).duration_s for plan in (near, far)]
     assert hidden[0] == hidden[1] < slow.duration_s
     with pytest.raises(ValueError, match=r"how much of its host's memory t4 may use; write host_memory_bytes in \[clu"):
         sim.simulate(made, sim.cluster("t4-server"), far)

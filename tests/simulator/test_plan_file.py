@@ -176,25 +176,7 @@ def check_configuration(seed):
     return True
 
 
-TEXT = """
-[workload]
-model = "gpt-3-175b"
-microbatch_size = 2
-
-[cluster]
-name = "dgx-h100"
-num_devices = 16
-
-[plan]
-data = 2
-tensor = 2
-pipeline = 4
-num_microbatches = 8
-bucket_bytes = 25e6
-order = ["data", "pipeline", "expert", "context", "tensor"]
-sharding = { stage = 1 }
-precision = { compute = "bfloat16" }
-"""
+TEXT = Path(__file__).with_name("plan.toml").read_text("utf-8")
 
 
 def test_a_file_is_the_step_that_its_words_say(tmp_path):
