@@ -130,11 +130,8 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
     """Return pipeline, stages per rank, data, micro-batches, sharding and offload of a shape's plans, one per row."""
     rest = question.cluster.num_devices // (shape.tensor * shape.context * shape.expert)
     rows = []
-    own, known = (
-        {*question.stages},
-        question.cluster.device.host_memory_bytes is not None,
-    )  # else offload is not searched
-    offloads = [name for name in question.offloads if known or name == OFFLOADS[0]]
+    own, on_host = {*question.stages}, question.cluster.device.host_memory_bytes
+    offloads = [name for name in question.offloads if on_host is not None or name == OFFLOADS[0]]
     for pipeline in divisors(rest) if "pipeline" in question.axes else (1,):
         data, num_layers = rest // pipeline, len(workload.layers)
         each, left = divmod(question.batch_size, data * shape.expert)
@@ -219,7 +216,7 @@ class Search:
 
     Attributes:
         found: all plans in columns.
-        num_simulated: steps simulated so far.
+        num_simulated: steps simulated so far, or refused for their memory.
         is_complete: False after an interrupt, where better plans may be left.
     """
 
@@ -295,13 +292,14 @@ class Search:
         return choice
 
     def exact(self, row: int) -> Choice | None:
-        """Simulate a row; None where it does not fit."""
+        """Simulate a row; None where it does not fit, which its memory tells first and much sooner."""
         if row not in self._exact:
-            question = self.found.question
-            step = simulate(self.found.workload(row), question.cluster, self.found.plan(row))
+            question, plan = self.found.question, self.found.plan(row)
             self.num_simulated += 1
-            self._memory[row] = step.memory
-            self._exact[row] = Choice(question, step.plan, step) if step.memory.fits(question.device) else None
+            self._exact[row] = None
+            if self.memory(row).fits(question.device):
+                step = simulate(self.found.workload(row), question.cluster, plan)
+                self._exact[row] = Choice(question, step.plan, step)
         return self._exact[row]
 
     def may_fit(self, row: int) -> bool:
@@ -315,11 +313,11 @@ class Search:
         return self.pipelines.bound_s(row) if self.found.pipeline[row] > 1 else 0.0
 
     def needs(self, row: int) -> int:
-        """Return what a row's fullest rank holds, where its step was not simulated as `memory_of` counts it."""
+        """Return what a row's fullest rank holds."""
         return self.memory(row).max_bytes
 
     def memory(self, row: int) -> Memory:
-        """Return a row's memory, see `needs`."""
+        """Return a row's memory, as `memory_of` counts it."""
         if row not in self._memory:
             software = self.found.question.cluster.software
             self._memory[row] = memory_of(self.found.workload(row), self.found.plan(row), software=software)
