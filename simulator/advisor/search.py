@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -299,7 +300,8 @@ class Search:
             self._exact[row] = None
             if self.memory(row).fits(question.device):
                 step = simulate(self.found.workload(row), question.cluster, plan)
-                self._exact[row] = Choice(question, step.plan, step)
+                self._memory[row] = step.memory
+                self._exact[row] = Choice(question, step.plan, step) if step.memory.fits(question.device) else None
         return self._exact[row]
 
     def may_fit(self, row: int) -> bool:
@@ -317,10 +319,12 @@ class Search:
         return self.memory(row).max_bytes
 
     def memory(self, row: int) -> Memory:
-        """Return a row's memory, as `memory_of` counts it."""
+        """Return a row's memory, of the stages into which its step cuts the model."""
         if row not in self._memory:
+            workload, firsts = self.found.workload(row), self.pipelines.stages(row)[0].tolist()
+            cuts = [*pairwise([*firsts, len(workload.layers)])]
             software = self.found.question.cluster.software
-            self._memory[row] = memory_of(self.found.workload(row), self.found.plan(row), software=software)
+            self._memory[row] = memory_of(workload, self.found.plan(row), software=software, cuts=cuts)
         return self._memory[row]
 
     def part(self, needed: tuple[float, float]) -> float:

@@ -286,10 +286,13 @@ class Memory:
         return times[first], np.maximum.reduceat(rows, first, axis=0)  # of one moment, the most
 
 
-def memory_of(workload: Workload, plan: Plan, *, software: Software = PLAIN) -> Memory:
+def memory_of(
+    workload: Workload, plan: Plan, *, software: Software = PLAIN, cuts: Sequence[tuple[int, int]] | None = None
+) -> Memory:
     """Count what each rank of the pipeline holds under any plan, with no cluster and no clock.
 
-    Stages are cut so that their matrix products are balanced, or have as many blocks each (`Plan.cut`). In flight under
+    Stages are cut so that their matrix products are balanced, or have as many blocks each (`Plan.cut`), where `cuts`
+    does not say each stage's first layer and one past its last, as a step that is timed cuts them. In flight under
     1F1B: min(m, p - i) micro-batches on stage i; under GPipe all m. Any other schedule is counted action by action: a
     split backward holds a micro-batch's activations until its W, which needs them. Automatic schedules are made for
     equal times here; `simulate` knows the stages' own.
@@ -308,7 +311,7 @@ def memory_of(workload: Workload, plan: Plan, *, software: Software = PLAIN) -> 
     Raises:
         ValueError: more stages than the workload has layers, or blocks that do not divide into them.
     """
-    cuts = cut_layers(workload, plan, workload.matmul_flops, plan.pipeline * plan.stages_per_rank)
+    cuts = cuts or cut_layers(workload, plan, workload.matmul_flops, plan.pipeline * plan.stages_per_rank)
     stages = tuple(count_stage(workload, plan, cut, software=software) for cut in cuts)
     if plan.schedule not in ("gpipe", "one_f_one_b"):
         make = (plan.schedule, plan.pipeline, plan.num_microbatches, plan.stages_per_rank)
