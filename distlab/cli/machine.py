@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIN_TORCH = (2, 11)
 NOTEBOOK = ("jupyterlab", "ipywidgets", "anywidget")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SECONDS = 12  # of a calibration
 
 
