@@ -42,8 +42,8 @@ class Question:
         stages: of sharding, likewise.
 
     Raises:
-        ValueError: the batch is less than 1, the headroom is not from 0 to below 1, the price is negative or not
-            finite, the cluster's ranks share cores, or nothing is left but offload to memory of unknown size.
+        ValueError: the batch is less than 1, the headroom is not from 0 to below 1, or the price is negative or not
+            finite. The cluster's ranks share cores. Nothing is left but offload to memory of unknown size.
     """
 
     model: ModelDescription

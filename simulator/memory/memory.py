@@ -291,11 +291,11 @@ def memory_of(
 ) -> Memory:
     """Count what each rank of the pipeline holds under any plan, with no cluster and no clock.
 
-    Stages are cut so that their matrix products are balanced, or have as many blocks each (`Plan.cut`), where `cuts`
-    does not say each stage's first layer and one past its last, as a step that is timed cuts them. In flight under
-    1F1B: min(m, p - i) micro-batches on stage i; under GPipe all m. Any other schedule is counted action by action: a
-    split backward holds a micro-batch's activations until its W, which needs them. Automatic schedules are made for
-    equal times here; `simulate` knows the stages' own.
+    `cuts` are each stage's first layer and one past its last. Without `cuts` stages are cut so that their matrix
+    products are balanced, or have as many blocks each (`Plan.cut`); a step that is timed has a cut of its own. In
+    flight under 1F1B: min(m, p - i) micro-batches on stage i; under GPipe all m. Any other schedule is counted action
+    by action: a split backward holds a micro-batch's activations until its W, which needs them. Automatic schedules are
+    made for equal times here; `simulate` knows the stages' own.
 
     With several micro-batches, distlab's own runs and torch's DDP keep the sum of gradients outside the buckets. With
     `Software.flat_buffers` gradients are kept once, in the buffers that travel, as Megatron-LM does: 6 + 12/d bytes per

@@ -109,10 +109,8 @@ def _works(chosen: Sequence[Product], rank: int, packed: Sequence[Product], coun
     flops = 2.0 * count * rank * sum(p.rows * (p.depth + p.columns) for p in chosen)
     streamed = HALF_BYTES * count * sum(p.rows * (p.depth + 2 * rank + p.columns) for p in chosen)
     unpacking = (NF4_BYTES + HALF_BYTES) * count * sum(p.columns * p.depth for p in packed)
-    kernels, sums = (
-        count * 3 * len(chosen),
-        (sum(p.rows * p.columns for p in chosen), sum(p.rows * p.depth for p in chosen)),
-    )
+    kernels = count * 3 * len(chosen)
+    sums = (sum(p.rows * p.columns for p in chosen), sum(p.rows * p.depth for p in chosen))
     both = [Work(flops, streamed + ADDING * count * each + unpacking, kernels + count * len(packed)) for each in sums]
     return dict(zip(PASSES, (*both, Work(flops, streamed, kernels)), strict=True))
 

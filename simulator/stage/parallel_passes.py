@@ -331,8 +331,7 @@ def mix(experts: Experts, timeline: PassTimeline, shares: Shares, names: list[st
     timeline.call("expert", "rows to experts" if forward else "gradients to experts", "all_to_all", rows, sent)
     for name in names or ["forward"]:
         work: Work = getattr(experts, name)
-        each = min(experts.kernels_each, work.num_kernels // experts.num_experts)  # a frozen expert has fewer in W
-        kernels = work.num_kernels - each * (experts.num_experts - most)
+        kernels = work.num_kernels - _kernels_each(experts, name) * (experts.num_experts - most)
         launches = more_launches(experts, timeline.costs, most, name)
         timeline.work(replace(work, num_kernels=kernels).times(load), launches)
     timeline.call("expert", "rows back" if forward else "gradients back", "all_to_all", rows, sent)
@@ -353,7 +352,13 @@ def more_launches(experts: Experts | None, costs: CallCosts, most: int, name: st
     launches = costs.groups["expert"][0].cluster.software.expert_launches
     if experts is None or not launches:
         return 0
-    return launches - experts.kernels_each * most + num_casts(experts.products, costs.plan, name)
+    return launches - _kernels_each(experts, name) * most + num_casts(experts.products, costs.plan, name)
+
+
+def _kernels_each(experts: Experts, name: str) -> int:
+    """Return the kernels of one expert in a pass: a frozen one has fewer for gradients of weights."""
+    work: Work = getattr(experts, name)
+    return min(experts.kernels_each, work.num_kernels // experts.num_experts)
 
 
 def _sent(experts: Experts, costs: CallCosts) -> Sent | None:

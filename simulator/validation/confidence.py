@@ -142,6 +142,5 @@ def words_on_plans(steps: Sequence[Step]) -> str:
         if step.cluster.name != first.cluster.name or step.steady_s > first.steady_s * (1 + found.mean):
             break
         equal += 1
-    return f"{words}" + (
-        f"; plans 1 to {equal} are within {found.mean:.1%}: equal as far as known" if equal > 1 else ""
-    )
+    more = f"; plans 1 to {equal} are within {found.mean:.1%}: equal as far as known"
+    return words + more * (equal > 1)

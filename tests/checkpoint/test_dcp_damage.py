@@ -161,10 +161,16 @@ def half_twice(metadata):
 FORGED = {
     "a half that is there twice": (half_twice, "6 elements of model.first.weight are in no file"),
     "a file outside": (lambda m: setattr(first_place(m), "relative_path", "../run/__0_0.distcp"), "is not a file of"),
-    "a huge tensor": (lambda m: setattr(weight(m), "size", torch.Size([1 << 40, 3])), "first.weight are in no file"),
+    "a huge tensor": (
+        lambda m: setattr(weight(m), "size", torch.Size([1 << 40, 3])),
+        "elements of model.first.weight are in no file",
+    ),
     "more bytes than the file has": (lambda m: setattr(first_place(m), "length", 1 << 50), "__0_0.distcp is too short"),
     "a negative length": (lambda m: setattr(first_place(m), "length", -1), "__0_0.distcp is too short"),
-    "a box outside": (lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size([3, 0])), "damaged, .* .KeyError"),
+    "a box outside": (
+        lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size([3, 0])),
+        "run/.metadata is damaged, .* .KeyError",
+    ),
     "a value without a place": (
         lambda m: m.planner_data.update({"model.first.weight": ()}),
         "run/.metadata is damaged, .* .IndexError",

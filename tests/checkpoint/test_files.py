@@ -211,7 +211,8 @@ def test_foreign_manifests_are_refused_and_none_points_outside_its_directory(tmp
     facts = files.read_manifest(path)
     outside = manifest.FileRecord("../secret", 1, "0" * 64)
     forged = manifest.Manifest(1, 2, (*facts.files[:2], outside)).to_bytes()
-    for data, words in [*((one.encode("latin-1"), "is not a manifest") for one in FOREIGN), (forged, "lists other")]:
+    damaged = [*((text.encode("latin-1"), "is not a manifest") for text in FOREIGN), (forged, "lists other files")]
+    for data, words in damaged:
         (path / "manifest.json").write_bytes(data)
         with pytest.raises(ValueError, match=f"step-0000000001/manifest.json {words}"):
             files.verified(path)

@@ -73,7 +73,8 @@ def test_nothing_is_overwritten_and_what_is_odd_or_damaged_is_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [MODEL, "other"]
     for damaged in (b"", (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"\xff\xff", data[:-1]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="safetensors is damaged, or has numbers of a kind that torch has not"):
+        words = "model.safetensors is damaged, or has numbers of a kind that torch has not"
+        with pytest.raises(ValueError, match=words):
             read_safetensors(tmp_path)
     six = json.dumps({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
     path.write_bytes(len(six).to_bytes(8, "little") + six + bytes(3))

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,14 +245,7 @@ def test_a_curve_over_clusters_and_counts_with_days_and_dollars_and_failures(sai
     assert facts("cost", path)["days"] == pytest.approx(found["plans"][0]["days"])
 
 
-OWN = """
-[cluster]
-stack = "fsdp"
-devices_per_node = 8
-intra_node = { latency_s = 1e-5, bytes_per_s = 20e9 }
-inter_node = "ethernet-25g"
-device = { matmul_flops_per_s = 1e14, memory_bytes_per_s = 1e12, memory_bytes = 0.2e9, host_memory_bytes = 64e9 }
-"""
+OWN = Path(__file__).with_name("own_cluster.toml").read_text("utf-8")
 
 
 def test_where_nothing_fits_the_nearest_plan_is_told_in_full_and_each_way_out_is_what_its_search_finds(
@@ -262,9 +256,8 @@ def test_where_nothing_fits_the_nearest_plan_is_told_in_full_and_each_way_out_is
     flags = [*SMALL, f"--cluster={path}", "--gpus=2"]
     assert main([*flags, "--offload=none"]) == 2
     told = capsys.readouterr()
-    numbers = (
-        r"distlab plan: no plan fits: on 2 devices the nearest \(.*\) needs (\S+) MB, (\S+) MB more than the (\S+) MB"
-    )
+    numbers = r"distlab plan: no plan fits: on 2 devices the nearest \(.*\) "
+    numbers += r"needs (\S+) MB, (\S+) MB more than the (\S+) MB"
     needs, missing, has = map(float, re.match(numbers, told.err).groups())
     assert needs == pytest.approx(has + missing, abs=0.6)
     found, ways = facts(*flags, "--save", best), [line.strip() for line in told.out.splitlines()[1:]]
@@ -285,27 +278,9 @@ def test_where_nothing_fits_the_nearest_plan_is_told_in_full_and_each_way_out_is
 
 def test_what_plan_cannot_take_is_one_line_with_a_way_out(refused, tmp_path):
     path = tmp_path / "own.toml"
-    for text, flags, words in (
-        (
-            OWN.replace("matmul_flops_per_s = 1e14, ", ""),
-            "",
-            r"own.toml: \[cluster\] device.matmul_flops_per_s is not given, ",
-        ),
-        (OWN.replace("[cluster]", "[machine]"), "", r"own.toml: there is no table \[cluster\]; write one"),
-        (
-            OWN.replace(", host_memory_bytes = 64e9", ""),
-            "--offload=all",
-            r"own has no host_memory_bytes, .*or leave --offload",
-        ),
-        (OWN, "--float8=products", r"own has no products of 8 bits; use a device that has"),
-        (OWN, "--stack=torchtitan", r"no preset 'torchtitan' among the stacks; .*; did you mean compiled-fsdp\?"),
-        (
-            OWN,
-            "--gpus=7 --cut=blocks",
-            "no plan divides 8 samples among 7 devices into stages with as many blocks each by",
-        ),
-    ):
-        path.write_text(text)
+    rows = tomllib.loads(Path(__file__).with_name("plan_mistakes.toml").read_text("utf-8"))["rows"]
+    for before, after, flags, words in rows:
+        path.write_text(OWN.replace(before, after))
         assert re.search(words, refused(*SMALL, f"--cluster={path}", "--stack=fsdp", *flags.split()))
 
 

@@ -169,7 +169,8 @@ def test_ranks_without_room_for_their_records_are_refused():
     server = psutil.Process(fork_server().pid)  # what it forks has its limits
     before = server.rlimit(psutil.RLIMIT_FSIZE)
     server.rlimit(psutil.RLIMIT_FSIZE, (1 << 20, before[1]))
-    says = r"join the group in /.* \(make room there, or set TMPDIR to a different folder\): OSError: .* large"
+    says = r"could not join the group in /.* \(make room there, or set TMPDIR to a different folder\): "
+    says += "OSError: .* large"
     try:
         with pytest.raises(RankError, match=says):
             run(int, 2)

@@ -83,7 +83,10 @@ def test_the_last_step_takes_the_rest():
         (lambda: Work(BatchRule(2), 10, lr=-1), "lr is -1"),
         (lambda: Work(BatchRule(2, 2, "sqrt"), 10), "the rule changes the learning rate .sqrt. and lr is None"),
         (lambda: Work(BatchRule(30), 10, 2), "a batch of 30 is more than the run's 20 samples"),
-        (lambda: Work(BatchRule(4), 12).batch_at(10, 3), "12 samples are left for 3 ranks; start at most 2"),
+        (
+            lambda: Work(BatchRule(4), 12).batch_at(10, 3),
+            "2 of the run's 12 samples are left for 3 ranks; start at most 2",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(make, words):

@@ -37,7 +37,10 @@ BAD = [
     (lambda: ep.ExpertParallel.from_full(full(num_experts=3 + dist.get_rank())), "layers given to ExpertParallel"),
     (lambda: ep.ExpertParallel.from_full(full(top_k=1 + dist.get_rank())), SETTINGS),
     (lambda: ep.ExpertParallel.from_full(full(capacity_factor=None if dist.get_rank() else 1.5)), SETTINGS),
-    (lambda: ep.ExpertParallel(ep.Router(4, 2), {5 * dist.get_rank(): nn.Linear(4, 4)}), "experts [5], expected [1]"),
+    (
+        lambda: ep.ExpertParallel(ep.Router(4, 2), {5 * dist.get_rank(): nn.Linear(4, 4)}),
+        "holds experts [5], expected [1]",
+    ),
     (lambda: ep.ExpertParallel.from_full(full(), balance_over="everybody"), "balance_over is 'everybody'"),
     (lambda: ep.expert_parallel(nn.Linear(2, 2)), "no MixtureOfExperts"),
     (lonely, "and the group given has [0, 1]"),

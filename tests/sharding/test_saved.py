@@ -146,7 +146,10 @@ REFUSED = [
     ("layer 1 is [8] in the model and [7] in the saved", lambda: fits(**{"layer 1": ((8,), torch.float64)})),
     ("layer 2 is bfloat16 in the model and float64", lambda: fits(**{"layer 2": ((2, 2), torch.bfloat16)})),
     ("not a saved shard", lambda: SavedShard.from_dict({"weight": torch.zeros(2)})),
-    ("(format 'distlab shards', version 1)", lambda: SavedShard.from_dict({**FOUR[0].to_dict(), "version": 2})),
+    (
+        "not a saved shard (format 'distlab shards', version 1)",
+        lambda: SavedShard.from_dict({**FOUR[0].to_dict(), "version": 2}),
+    ),
     ("lacks a field", lambda: SavedShard.from_dict(without_start())),
 ]
 

@@ -10,12 +10,8 @@ import simulator as sim
 from distlab.plan import Plan, Precision
 from distlab.plan.sharding import OFFLOADS
 
-FIXED = (
-    Plan(),
-    Plan(cut="blocks"),
-    Plan(offload_activations=True),
-    Plan(precision=Precision("bfloat16", gradients="bfloat16")),
-)
+HALF = Precision("bfloat16", gradients="bfloat16")
+FIXED = (Plan(), Plan(cut="blocks"), Plan(offload_activations=True), Plan(precision=HALF))
 SMALL = sim.ModelDescription(hidden_size=512, num_layers=4, num_heads=8, vocab_size=8000, sequence_length=256)
 GATED = replace(SMALL, num_key_value_heads=4, feed_forward_size=1024, attention="flash")
 MIXED = replace(SMALL, num_key_value_heads=4, feed_forward_size=512, num_experts=4, top_k=2)
@@ -75,11 +71,8 @@ def test_the_search_finds_what_simulating_all_plans_finds(model, machine, batch)
     data=st.data(),
 )
 def test_no_step_is_shorter_than_its_bound_and_none_holds_less(model, memory, layout, name, batch, data):
-    rest = {
-        "fixed": data.draw(st.sampled_from(FIXED)),
-        "offloads": data.draw(st.sampled_from([OFFLOADS, OFFLOADS[:1]])),
-    }
-    rest |= {"partial_recompute": data.draw(st.booleans())}
+    fixed, offloads = data.draw(st.sampled_from(FIXED)), data.draw(st.sampled_from([OFFLOADS, OFFLOADS[:1]]))
+    rest = {"fixed": fixed, "offloads": offloads, "partial_recompute": data.draw(st.booleans())}
     try:
         one = sim.search(sim.Question(model, machine_of(memory, *layout, name), batch, **rest))
     except ValueError:

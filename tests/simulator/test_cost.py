@@ -11,6 +11,7 @@ from distlab.plan import Device, Link, Plan, Protocol, Work
 from simulator import all_reduce_s, link, units, words_of
 from simulator.hardware import cost, fit
 from simulator.hardware.cost import Steps
+from simulator.validation.case import read_table
 
 LINK = Link("wire", (Protocol(1e-6, 1e9),))
 PRESETS = tomllib.loads((Path(simulator.__file__).parent / "hardware" / "presets.toml").read_text(encoding="utf-8"))
@@ -136,3 +137,18 @@ def test_one_disturbed_measurement_does_not_move_the_line():
     times = [1e-5 + size / 1e9 for size in POWERS]
     times[9] *= 5
     assert fit.fit_steps(POWERS, times, Steps(1, 1.0)).protocols[-1].bytes_per_s == pytest.approx(1e9, rel=0.02)
+
+
+def test_published_collectives_a_size_left_out():
+    """Of 2 A100, each size is predicted from a link that is fitted to all the others."""
+    rows = [row for row in read_table("vtrain_allreduce_lut") if (row["gpu"], row["ranks"]) == ("a100", "2")]
+    pair = {int(row["size_bytes"]): float(row["time_us_out_of_place"]) * 1e-6 for row in rows}
+    errors = {}
+    for left_out, seconds in pair.items():
+        others = [(size, time) for size, time in pair.items() if size != left_out]
+        found = fit.fit_link(*zip(*others, strict=True), 2, "ring")
+        errors[left_out] = abs(all_reduce_s(left_out, 2, found, "ring") / seconds - 1)
+    large = [error for size, error in errors.items() if size >= 64 * 2**20]
+    assert (len(errors), len(large)) == (11, 5)
+    assert sum(large) / len(large) <= 0.04
+    assert sum(errors.values()) / len(errors) <= 0.07

@@ -9,6 +9,7 @@ Left out in this library: biases of GPT-OSS's experts, gates of shared experts.
 
 import json
 import re
+import tomllib
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -26,20 +27,7 @@ LLAMA, GPT2, OLMO = BY_NAME["llama-3-8b"], BY_NAME["gpt-2-124m"], RELEASED["OLMo
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 100}
 TOKENS = 64
-# Parameters (and the router's biases) of transformers 5.23's models of these sizes, built on the meta device, 2026-11.
-PUBLISHED = {
-    "llama-2-7b": 6_738_415_616,
-    "llama-3-70b": 70_553_706_496,
-    "llama-3-405b": 405_853_388_800,
-    "qwen-2.5-0.5b": 494_032_768,
-    "qwen-2.5-72b": 72_706_203_648,
-    "qwen-3-8b": 8_190_735_360,
-    "qwen-3-235b-a22b": 235_093_634_560,
-    "mixtral-8x22b": 140_620_634_112,
-    "gpt-2-1.5b": 1_557_611_200,
-    "opt-125m": 125_239_296,
-    "bloom-560m": 559_214_592,
-}
+PUBLISHED = tomllib.loads(Path(__file__).with_name("published_parameters.toml").read_text("utf-8"))
 # Billions that work on a token, as papers and makers say. Embeddings count in some of them.
 ACTIVE_RELEASED = {"Llama-4-Scout": 17.17, "Llama-4-Maverick": 17.17, "Qwen3-Coder-480B": 35.5, "OLMoE-1B-7B": 1.28}
 ACTIVE_RELEASED |= {"Kimi-K2": 32.9, "Mixtral-8x7B": 12.88, "gpt-oss-120b": 5.13}  # the last without the embedding

@@ -37,12 +37,8 @@ MODEL = {
     "attention": (None, "plain", "flash"),
     "loss_chunks": (1, 1, 2, 50),
 }
-TRAINED = {
-    "optimizer": OPTIMIZERS,
-    "lora_rank": (1, 4, 8),
-    "weights": (*WEIGHTS[:1] * 3, *WEIGHTS),
-    "lora_modules": LORA_MODULES,
-}
+TRAINED = {"optimizer": OPTIMIZERS, "lora_rank": (1, 4, 8), "lora_modules": LORA_MODULES}
+TRAINED |= {"weights": (*WEIGHTS[:1] * 3, *WEIGHTS)}
 WINDOWED = {"sliding_window": (1, 32, 99), "full_attention_every": (None, 2), "document_length": (None, 7, 999)}
 LIKE_LLAMA = {"num_key_value_heads": (8, 8, 1, 2), "feed_forward_size": (1, 200, 256)}
 LIKE_LLAMA |= dict.fromkeys(("ties_embedding", "is_gated", "head_norms"), (True, False))

@@ -58,7 +58,10 @@ def test_missing_and_doubled_ranks_are_named_exactly(data, n, mean):
 SUMS = [  # each rank's weight, the one expected, the code, the words
     ([3.0] * 5, 1.0, "scale", "3x too large"),
     ([-1.0] * 2, 1.0, "scale", "the sign is wrong"),
-    ([1.0] * 5, 1 / 5, "sum not mean", "it is the sum over ranks, not the mean: divide by world_size (5)"),
+    (
+        *([1.0] * 5, 1 / 5, "sum not mean"),
+        "5x too large: it is the sum over ranks, not the mean: divide by world_size (5)",
+    ),
     ([1 / 5] * 5, 1.0, "mean not sum", ""),
     ([1 / 25] * 5, 1 / 5, "divided twice", ""),
     ([1.0, 2.0], 1.0, "counted twice", ""),
@@ -134,7 +137,10 @@ def test_other_dtypes_have_their_own_tolerance():
 
 WRONG = [
     (None, torch.ones(2), "returned", "expected a float32 tensor of shape [2], got None (is a return missing?)"),
-    (torch.ones(2, 1), torch.ones(2), "shape", "[2], got [2, 1]: these are the right values, in a different shape"),
+    (
+        *(torch.ones(2, 1), torch.ones(2), "shape"),
+        "shape [2], got [2, 1]: these are the right values, in a different shape",
+    ),
     (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype", "expected dtype float64, got float32"),
     (torch.ones(2, device="meta"), torch.ones(2), "device", "expected it on cpu, got it on meta"),
     (torch.ones(2).to_sparse(), torch.ones(2), "layout", "sparse"),
@@ -158,7 +164,10 @@ WRONG = [
     ([2, 1], (1, 2), "values", "the result[0]: expected 1, got 2; the result has the right values in a diff"),
     ({"a": 1}, {"b": 1}, "returned", "the result: it lacks ['b']; it must not have ['a']"),
     ({"a": 1.5}, {"a": 1.0}, "values", "the result['a']: expected 1, got 1.5"),
-    ({"p": [8.0]}, {"p": [8]}, "not a whole number", "expected the whole number 8, got the float 8.0; divide"),
+    (
+        *({"p": [8.0]}, {"p": [8]}, "not a whole number"),
+        "['p'][0]: expected the whole number 8, got the float 8.0; divide",
+    ),
     (True, 1, "values", "expected 1, got True"),
     ("x", "y", "values", "expected 'y', got 'x'"),
     (torch.ones(3), 1.0, "returned", "expected a number"),

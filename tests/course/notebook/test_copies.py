@@ -103,7 +103,8 @@ def test_what_stands_in_the_place_of_a_copy_stops_only_that_lesson(lessons, work
 
 
 def test_what_cannot_be_is_refused(lessons, work):
-    for number, told in (("17", "no lesson '17'; pass one of START, 01, 03"), ("03", "nothing to reset: .*03_")):
+    missing = "there is no lesson '17'; pass one of START, 01, 03"
+    for number, told in (("17", missing), ("03", "nothing to reset: .*03_")):
         with pytest.raises(ValueError, match=told):
             reset(number, lessons, work)
     work.write_text("a file")

@@ -5,7 +5,9 @@ import importlib
 import json
 import shlex
 import sys
+import tomllib
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from plan_files import PLANS, SHARDED, WIDE, said
@@ -85,22 +87,7 @@ OF_TRAINING = {
     "micro_batch_size", "global_batch_size", "seq_length", "max_position_embeddings", "vocab_size",
     "position_embedding_type", "untie_embeddings_and_output_weights", "use_tp_pp_dp_mapping",
 }  # fmt: skip
-# Of megatron/training/arguments.py at 000c4ac24f61 what an export may write, each with its number of values.
-ARGUMENTS = {
-    "accumulate-allreduce-grads-in-fp32": 0, "add-qkv-bias": 0, "attention-backend": 1, "bf16": 0, "clip-grad": 1,
-    "context-parallel-size": 1, "cp-comm-type": 1, "data-parallel-sharding-strategy": 1, "ddp-bucket-size": 1,
-    "disable-bias-linear": 0, "expert-model-parallel-size": 1, "ffn-hidden-size": 1, "fp16": 0, "fp8-format": 1,
-    "fp8-param-gather": 0, "fp8-recipe": 1, "global-batch-size": 1,
-    "grad-reduce-in-bf16": 0, "group-query-attention": 0, "hidden-size": 1, "kv-channels": 1,
-    "max-position-embeddings": 1, "micro-batch-size": 1, "moe-ffn-hidden-size": 1, "moe-router-topk": 1,
-    "normalization": 1, "num-attention-heads": 1, "num-distributed-optimizer-instances": 1, "num-experts": 1,
-    "num-layers": 1, "num-query-groups": 1, "num-virtual-stages-per-pipeline-rank": 1, "optimizer-cpu-offload": 0,
-    "overlap-grad-reduce": 0, "overlap-param-gather": 0, "pipeline-model-parallel-size": 1,
-    "position-embedding-type": 1, "qk-layernorm": 0, "recompute-granularity": 1, "recompute-method": 1,
-    "recompute-num-layers": 1, "seq-length": 1,
-    "sequence-parallel": 0, "swiglu": 0, "tensor-model-parallel-size": 1, "untie-embeddings-and-output-weights": 0,
-    "use-distributed-optimizer": 0, "use-megatron-fsdp": 0, "use-tp-pp-dp-mapping": 0, "vocab-size": 1,
-}  # fmt: skip
+ARGUMENTS = tomllib.loads(Path(__file__).with_name("megatron_arguments.toml").read_text("utf-8"))
 
 
 def megatron_arguments(own):

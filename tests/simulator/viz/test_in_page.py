@@ -22,7 +22,7 @@ ANSWER = """
 const { PLAYERS, Pen } = window.distlabPlayers, given = eval(`(${require("fs").readFileSync(0)})`);
 let seed = 13;
 const drawn = (options) => options[(seed = (seed * 48271) % 2147483647) % options.length];
-for (const [name, { data }] of Object.entries(given)) for (let turn = 0; turn < 10; turn++) {
+for (const [name, { data }] of Object.entries(given)) for (let turn = 0; turn < 20; turn++) {
   const { controls, state, say, draw } = PLAYERS[name], pen = new Pen(600), values = { ...PLAYERS[name].begin };
   controls(data, values).forEach(([key], at) => { values[key] = drawn(controls(data, values)[at][2]); });
   const facts = state(data, values);
@@ -77,7 +77,7 @@ def test_what_a_page_computes_is_what_python_computes():
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     answers = list(map(json.loads, done.stdout.splitlines()))
-    assert len(answers) == 40
+    assert len(answers) == 80
     for name, values, shown, rows in answers:
         said, expected_rows = globals()[name](**values)
         (words, numbers), (expected_words, expected_numbers) = map(parts, (shown, said))
