@@ -141,8 +141,8 @@ def test_one_disturbed_measurement_does_not_move_the_line():
 
 def test_published_collectives_a_size_left_out():
     """Of 2 A100, each size is predicted from a link that is fitted to all the others."""
-    rows = [row for row in read_table("vtrain_allreduce_lut") if (row["gpu"], row["ranks"]) == ("a100", "2")]
-    pair = {int(row["size_bytes"]): float(row["time_us_out_of_place"]) * 1e-6 for row in rows}
+    rows = [row for row in read_table("vtrain_allreduce_lut") if (row["gpu"], row["ranks"]) == ("a100", 2)]
+    pair = {row["size_bytes"]: row["time_us_out_of_place"] * 1e-6 for row in rows}
     errors = {}
     for left_out, seconds in pair.items():
         others = [(size, time) for size, time in pair.items() if size != left_out]
