@@ -57,8 +57,8 @@ def _problems(plan: Plan, model: GPT) -> Iterator[str]:
             f"compression with pipeline={plan.pipeline}: a pipeline averages whole gradients, stage by stage; use "
             "compression=None, or pipeline=1"
         )
-    if plan.recompute == "operators":
-        yield "recompute is 'operators', which is simulated alone; use 'selective' or 'full'"
+    if plan.recompute not in ("none", "selective", "full"):
+        yield f"recompute is {plan.recompute!r}, which is simulated alone; use 'selective' or 'full'"
     if plan.recompute_method == "block" or (plan.recompute_method == "uniform" and plan.recompute_layers > 1):
         yield (
             f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}, which is "

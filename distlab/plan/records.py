@@ -12,6 +12,7 @@ from distlab.plan.sharding import Precision, Sharding
 
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
 RECOMPUTES = ("none", "selective", "operators", "full")
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "shared_experts", "moe_act", "moe")
 RECOMPUTE_METHODS = ("uniform", "block", "every")
 FLOAT8 = ("none", "products", "gathers", "mxfp8", "nvfp4")
 CONTEXT_KINDS = ("ring", "all_to_all")
@@ -40,8 +41,8 @@ class Plan:
         float8: what blocks do in 8 bits: "none", "products" (of parameters), "gathers" (stage 3 also gathers so),
             "mxfp8" (products with a scale for each 32 numbers) or, in 4 bits, "nvfp4" (a scale for each 16).
         recompute: what backward computes again instead of keeping: "none", "selective" (attention's inner part),
-            "operators" (all but fused attention and every second matrix product, counted in each block) or "full" (all
-            but each layer's input).
+            "operators" (all but fused attention and every second matrix product, counted in each block), "full" (all
+            but each layer's input), or single modules joined by commas, such as "layernorm,moe_act"; one of MODULES.
         recompute_method: of "full", which blocks keep only an input: "uniform" (the first of each recompute_layers
             blocks, which run again together), "block" (the first recompute_layers of each stage; the others keep all)
             or "every" (one of recompute_layers in the model, the first included; the others keep all).
@@ -89,7 +90,8 @@ class Plan:
         chosen("Plan: float8", self.float8, FLOAT8)
         text = f"parameters that stage 3 gathers, and the stage is {self.sharding.stage}: use 'products', or stage 3"
         require(self.float8 != "gathers" or self.sharding.stage == 3, f"Plan: float8 'gathers' is about {text}")
-        chosen("Plan: recompute", self.recompute, RECOMPUTES)
+        for name in (names := str(self.recompute).split(",")):
+            chosen("Plan: recompute", name, MODULES if len(names) > 1 else (*RECOMPUTES, *MODULES))
         chosen("Plan: recompute_method", self.recompute_method, RECOMPUTE_METHODS)
         text = f"choose blocks of recompute 'full', and recompute is {self.recompute!r}; leave them out, or use 'full'"
         is_usual = (self.recompute_method, self.recompute_layers) == ("uniform", 1)

@@ -10,6 +10,7 @@ from simulator.models.by_name import ALIBI, GPT, LLAMA
 from simulator.models.llama import LlamaSizes
 from simulator.models.parts import tokens_of
 from simulator.plan_file import PlanFile
+from simulator.stage.modules import names_in
 
 SLOW_DATA = ("data", "pipeline", "expert", "context", "tensor")  # --use-tp-pp-dp-mapping
 SCHEDULES = ("one_f_one_b", "interleaved")
@@ -48,8 +49,9 @@ def megatron_flags(said: PlanFile, options: Options) -> Exported:
     flags += ["--sequence-parallel"] if plan.sequence_parallel else []
     flags += ["--use-tp-pp-dp-mapping"] if not order_is_usual(said) else []
     flags += _sharding(said) + _types(said)
-    if plan.recompute == "selective":
-        flags.append("--recompute-granularity selective")
+    if plan.recompute == "selective" or names_in(plan):
+        modules = f" --recompute-modules {plan.recompute.replace(',', ' ')}" if names_in(plan) else ""
+        flags.append(f"--recompute-granularity selective{modules}")
     if plan.recompute == "full":
         flags += ["--recompute-granularity full", f"--recompute-method {plan.recompute_method}"]
         flags.append(f"--recompute-num-layers {plan.recompute_layers}")

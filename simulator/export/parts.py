@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from distlab.plan import AXES, Plan
 from simulator.plan_file import PlanFile
+from simulator.stage.modules import names_in
 
 NAME = "plan"  # of jobs, modules and functions
 
@@ -137,6 +138,7 @@ def features(plan: Plan) -> dict[str, bool]:
         and not (is_full and of_every_block(plan) and stage >= 2),
         "selective recompute": plan.recompute == "selective",
         "recompute by operators": plan.recompute == "operators",
+        "recompute of single modules": bool(names_in(plan)),
         "float8": plan.float8 != "none",
         "float16": compute == "float16",
         "float64": compute == "float64",

@@ -262,10 +262,10 @@ def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, we
 
 def _run_again(layer: Layer, timeline: PassTimeline, shares: Shares) -> None:
     """Add what recomputing runs before a backward: a forward or a part of it, with calls, or attention's inner part."""
-    recompute = timeline.costs.plan.recompute
-    if again := run_again(layer, recompute, stops_early=timeline.costs.stops_early):
+    plan = timeline.costs.plan
+    if again := run_again(layer, plan, stops_early=timeline.costs.stops_early):
         forward_of(again, timeline)
-    elif recompute == "selective":
+    elif plan.recompute == "selective":
         timeline.work(layer.score_forward.times(1 / (shares.inside if layer.regions else 1)))
 
 

@@ -17,6 +17,7 @@ from simulator.gradients.compression import MeasuredCodec
 from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.stage import kept_by_layers
 from simulator.stage.local_layer import check_divides
+from simulator.stage.modules import check_modules
 from simulator.stage.stage import Stage, make_stages
 from simulator.step.result import Step
 from simulator.step.step_graph import time_step
@@ -87,6 +88,7 @@ def simulate(
         measured.codec.check(plan)
     rank_of_stage = ranks_of_stages(workload, plan, schedule)
     check_divides(workload, plan)
+    check_modules(workload, plan)
     if why := why_not_timed(plan, schedule):
         raise ValueError(why)
     layout = RankLayout(cluster, plan, tuple(order), measured.links)

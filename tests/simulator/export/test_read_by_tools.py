@@ -93,7 +93,9 @@ ARGUMENTS = tomllib.loads(Path(__file__).with_name("megatron_arguments.toml").re
 def megatron_arguments(own):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name, count in ARGUMENTS.items():
-        parser.add_argument(f"--{name}", **({"action": "store_true"} if count == 0 else {}))
+        parser.add_argument(
+            f"--{name}", **({"action": "store_true"} if count == 0 else {"nargs": "+"} if count > 1 else {})
+        )
     return parser.parse_args(shlex.split(export(own, "megatron", Options(1.0)).text))
 
 
@@ -103,6 +105,7 @@ def test_megatrons_arguments_have_every_flag():
     found = megatron_arguments(own)
     assert (found.fp8_format, found.fp8_recipe, found.fp8_param_gather) == ("hybrid", "tensorwise", True)
     assert (found.recompute_method, found.recompute_num_layers) == ("block", "8")
+    assert megatron_arguments(said(SHARDED, recompute="mlp,layernorm")).recompute_modules == ["mlp", "layernorm"]
 
 
 @pytest.mark.parametrize("own", PLANS["megatron"][:6], ids=lambda own: own.workload.model)
