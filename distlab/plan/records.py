@@ -15,7 +15,7 @@ RECOMPUTES = ("none", "selective", "operators", "full")
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "shared_experts", "moe_act", "moe")
 RECOMPUTE_METHODS = ("uniform", "block", "every")
 FLOAT8 = ("none", "products", "gathers", "mxfp8", "nvfp4")
-CONTEXT_KINDS = ("ring", "all_to_all")
+CONTEXT_KINDS = ("ring", "all_to_all", "all_gather")
 COUNTS = (
     *("data", "pipeline", "tensor", "context", "expert", "num_microbatches", "stages_per_rank", "recompute_layers"),
     *("bucket_bytes", "first_bucket_bytes"),

@@ -104,9 +104,10 @@ def _begin(plan: Plan, layers: str) -> str:
 
 def _shard(plan: Plan, layers: str) -> list[str]:
     sharding, size, ahead = plan.sharding, plan.sharding.unit_layers, plan.sharding.prefetch
-    sizes, names = (sharding.replicas, sharding.num_shards(plan.data)), '("replicate", "shard")'
+    shards = sharding.num_shards(plan.data)
+    sizes, names = f"({sharding.replicas}, {shards})", '("replicate", "shard")'
     if sharding.replicas == 1:
-        sizes, names = sizes[1:], '("shard",)'
+        sizes, names = f"({shards},)", '("shard",)'
     options = [f'"mesh": init_device_mesh(device_type, {sizes}, mesh_dim_names={names}),']
     options.append(f'"reshard_after_forward": {sharding.reshard_after_forward and sharding.stage == 3},')
     if _policy(plan):

@@ -18,6 +18,7 @@ FORMATS = {
     "mxfp8": ["--fp8-format e4m3", "--fp8-recipe mxfp8"],
     "nvfp4": ["--fp4-format e2m1", "--fp4-recipe nvfp4"],
 }
+CONTEXT_KINDS = {"ring": "p2p", "all_to_all": "a2a", "all_gather": "all_gather"}
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -43,7 +44,7 @@ def megatron_flags(said: PlanFile, options: Options) -> Exported:
     if (stop - first) % (plan.pipeline * plan.stages_per_rank):  # each end counts as a block, see `even_blocks`
         flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
     if plan.context > 1:
-        flags.append(f"--cp-comm-type {'p2p' if plan.context_kind == 'ring' else 'a2a'}")
+        flags.append(f"--cp-comm-type {CONTEXT_KINDS[plan.context_kind]}")
     if plan.expert > 1:
         flags.append(f"--expert-model-parallel-size {plan.expert}")
     flags += ["--sequence-parallel"] if plan.sequence_parallel else []

@@ -141,7 +141,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     between = np.zeros(num_kinds)
     kept_on_host = _offload(kept, table["input_bytes"] > 0, forward, backward) if plan.offload_activations else 0.0
     if plan.sharding.stage == 3:
-        units = unit_bytes(layers, (parameters, base / widths.parameter), largest, plan, widths, software)
+        units = unit_bytes(layers, (parameters, base / widths.parameter, experts), largest, plan, widths, software)
         forward[:, BUFFERS] += units.forward
         backward[:, BUFFERS] += units.backward
         backward[:, TEMPORARY] += units.raw
@@ -151,7 +151,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
         units = None
         # A weight's gradient as backward made it, before it is the parameter's, is added to it or lies in its bucket.
         backward[:, TEMPORARY] += largest * widths.parameter
-    _add_context(table, plan, widths, forward, backward)
+    _add_context(layers, plan, widths, forward, backward)
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
     states = count_states(own, (parameters, experts), plan, widths, units, float(base.sum()), software=software)
     states.always[PARAMETERS] += table["frozen_bytes"].sum()
@@ -347,14 +347,17 @@ def _update(largest: Floats, plan: Plan, widths: Widths, always: Floats) -> Floa
     return update
 
 
-def _add_context(table: dict[str, Floats], plan: Plan, widths: Widths, forward: Floats, backward: Floats) -> None:
+def _add_context(layers: Sequence[Layer], plan: Plan, widths: Widths, forward: Floats, backward: Floats) -> None:
     """Add the keys and values that a rank of context parallelism receives, and in backward their gradients.
 
-    All-to-alls receive queries too, and the same in backward; what was traded is freed.
+    A gather receives those of all ranks. All-to-alls receive queries too, and the same in backward; what was traded is
+    freed.
     """
     if plan.context > 1:
-        states = widths.activations * table["input_bytes"] * (table["score_bytes"] > 0)
-        each = states / (plan.context * plan.tensor)
-        counts = (2, 4) if plan.context_kind == "ring" else (3, 3)
-        forward[:, BUFFERS] += counts[0] * each
-        backward[:, BUFFERS] += counts[1] * each
+        inner = [next((region.attention for region in layer.regions if region.attention), None) for layer in layers]
+        sizes = np.array([(each.query_bytes, each.key_value_bytes) if each else (0, 0) for each in inner], np.float64)
+        queries, keys = widths.activations * sizes.T / plan.tensor / plan.context
+        keys = keys * (plan.context if plan.context_kind == "all_gather" else 1)
+        trades = plan.context_kind == "all_to_all"
+        forward[:, BUFFERS] += keys + queries * trades
+        backward[:, BUFFERS] += keys + (queries if trades else keys)

@@ -29,11 +29,6 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None) -> str:
     splits = SCHEDULES[plan.schedule].splits_backward
     if schedule is not None:
         num_stages, splits = schedule.num_stages, bool((schedule.kind == W).any())
-    if stage == 3 and plan.expert > 1:
-        return (
-            f"the plan shards parameters (stage 3) and has expert={plan.expert}: experts and the other parameters of a "
-            "unit have different copies; use stage 1 or 2, or expert=1"
-        )
     if stage != 3 and not sums_each_pass(plan):
         return ""
     if splits:
