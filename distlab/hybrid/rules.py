@@ -53,15 +53,11 @@ def _problems(plan: Plan, model: GPT) -> Iterator[str]:
     yield from _of_sharding(plan, model)
     yield from _of_precision(plan, model)
     if plan.compression is not None and plan.pipeline > 1:
-        yield (
-            f"compression with pipeline={plan.pipeline}: a pipeline averages whole gradients, stage by stage; use "
-            "compression=None, or pipeline=1"
-        )
+        why = "a pipeline averages whole gradients, stage by stage; use compression=None, or pipeline=1"
+        yield f"compression with pipeline={plan.pipeline}: {why}"
     if plan.recompute_method == "block" or (plan.recompute_method == "uniform" and plan.recompute_layers > 1):
-        yield (
-            f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}, which is "
-            "simulated alone; use 'every', or leave both out"
-        )
+        has = f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}"
+        yield f"{has}, which is simulated alone; use 'every', or leave both out"
     kinds = {"recompute": ("none", "selective", "full"), "context_kind": ("ring", "all_to_all")}
     for name, usual in {**kinds, "float8": ("none",), "offload_activations": (False,)}.items():
         if (value := getattr(plan, name)) not in usual:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distlab.plan.compression import Compression
 from distlab.plan.partition import CUTS
-from distlab.plan.require import chosen, require, require_count
+from distlab.plan.require import MOST, chosen, require, require_count
 from distlab.plan.schedules.families import SCHEDULES
 from distlab.plan.sharding import Precision, Sharding
 
@@ -55,6 +55,7 @@ class Plan:
         context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
         cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many each, as in Megatron-LM).
         offload_activations: whether the host's memory keeps what blocks keep, from their forward to their backward.
+        offload_layers: of so many blocks of each stage, its first ones; 0: of all.
     """
 
     data: int = 1
@@ -79,6 +80,7 @@ class Plan:
     context_kind: str = "ring"
     cut: str = "time"
     offload_activations: bool = False
+    offload_layers: int = 0
 
     def __post_init__(self) -> None:
         require_count("Plan", **{name: getattr(self, name) for name in COUNTS})
@@ -98,6 +100,8 @@ class Plan:
         require(self.recompute == "full" or is_usual, f"Plan: recompute_method and recompute_layers {text}")
         chosen("Plan: context_kind", self.context_kind, CONTEXT_KINDS)
         chosen("Plan: cut", self.cut, CUTS)
+        many = f"Plan: offload_layers is {self.offload_layers}; pass 0 or more, and more with offload_activations alone"
+        require(0 <= self.offload_layers <= self.offload_activations * MOST, many)
         self.sharding.num_shards(self.copies)  # refuses replicas that do not divide
         whole = "Plan: compression works on whole gradients, which sharding never makes; choose one of the two"
         require(self.compression is None or self.sharding.stage == 0, whole)

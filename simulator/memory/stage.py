@@ -30,7 +30,7 @@ from simulator.memory.model_states import (
 from simulator.stage.local_layer import base_on_a_rank, local_layers
 from simulator.stage.modules import dropped_bytes, names_in
 from simulator.stage.products import SCALED
-from simulator.stage.recomputed import Bools, grouped, recomputed
+from simulator.stage.recomputed import Bools, grouped, offloaded, recomputed
 from simulator.units import Widths, widths_of
 
 Ints = NDArray[np.int64]
@@ -139,7 +139,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     base = _add_unpacked(layers, plan, forward, backward)
     _add_temporary(table, plan, widths, again, (forward, backward), software)
     between = np.zeros(num_kinds)
-    kept_on_host = _offload(kept, table["input_bytes"] > 0, forward, backward) if plan.offload_activations else 0.0
+    kept_on_host = _offload(kept, table["input_bytes"] > 0, plan, forward, backward)
     if plan.sharding.stage == 3:
         units = unit_bytes(layers, (parameters, base / widths.parameter, experts), largest, plan, widths, software)
         forward[:, BUFFERS] += units.forward
@@ -263,12 +263,14 @@ def _gated(products: Sequence[Product]) -> int:
     return sum(last.rows * last.depth for first, last in pairwise(products) if first.columns == 2 * last.depth)
 
 
-def _offload(kept: Floats, blocks: Bools, forward: Floats, backward: Floats) -> float:
+def _offload(kept: Floats, blocks: Bools, plan: Plan, forward: Floats, backward: Floats) -> float:
     """Take what blocks keep off the device, and return its bytes.
 
     While a block's pass runs, its own is there, and that of the block before it, which is on its way.
     """
-    moved = kept[:, ACTIVATIONS] * blocks
+    if not plan.offload_activations:
+        return 0.0
+    moved = kept[:, ACTIVATIONS] * offloaded(blocks, plan)
     kept[:, ACTIVATIONS] -= moved
     for passes in (forward, backward):
         passes[:, BUFFERS] += moved + np.append(0.0, moved[:-1])

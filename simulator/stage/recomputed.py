@@ -66,6 +66,11 @@ def grouped(again: Bools, plan: Plan) -> Bools:
     return np.asarray(again & (inside > 0), np.bool_)
 
 
+def offloaded(blocks: Bools, plan: Plan) -> Bools:
+    """Return which of a stage's layers, of which some are blocks, keep what they keep in the host's memory [L]."""
+    return np.asarray(blocks & (np.cumsum(blocks) <= (plan.offload_layers or len(blocks))), np.bool_)
+
+
 def run_again(layer: Layer, plan: Plan, *, stops_early: bool) -> Layer | None:
     """Return the layer whose forward runs again before a backward, or None: at most attention's inner part does."""
     if plan.recompute == "full" and layer.input_bytes:
