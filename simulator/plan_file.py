@@ -181,6 +181,8 @@ def plan_of_tables(tables: Mapping[str, Any]) -> PlanFile:
             raise ValueError(f"{name} is not a table of a plan file; write [workload], [cluster], [plan] and [run]")
     plan = {**tables.get("plan", {})}
     order = plan.pop("order", list(AXES))
+    if isinstance(names := plan.get("recompute"), list):
+        plan["recompute"] = ",".join(map(str, names)) or "none"
     if not (isinstance(order, list) and all(isinstance(axis, str) for axis in order)):
         raise ValueError(f"[plan] order is {order!r}; write a list of {', '.join(AXES)}")
     said = {"workload": {}, "cluster": {}, **tables, "plan": plan}  # with their defaults, where a file leaves one out

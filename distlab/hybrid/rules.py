@@ -53,20 +53,15 @@ def _problems(plan: Plan, model: GPT) -> Iterator[str]:
     yield from _of_sharding(plan, model)
     yield from _of_precision(plan, model)
     if plan.compression is not None and plan.pipeline > 1:
-        yield (
-            f"compression with pipeline={plan.pipeline}: a pipeline averages whole gradients, stage by stage; use "
-            "compression=None, or pipeline=1"
-        )
-    if plan.recompute == "operators":
-        yield "recompute is 'operators', which is simulated alone; use 'selective' or 'full'"
+        why = "a pipeline averages whole gradients, stage by stage; use compression=None, or pipeline=1"
+        yield f"compression with pipeline={plan.pipeline}: {why}"
     if plan.recompute_method == "block" or (plan.recompute_method == "uniform" and plan.recompute_layers > 1):
-        yield (
-            f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}, which is "
-            "simulated alone; use 'every', or leave both out"
-        )
-    for name, usual in (("float8", "none"), ("offload_activations", False)):
-        if (value := getattr(plan, name)) != usual:
-            yield f"{name} is {value!r}, which is simulated alone; use {name}={usual!r}"
+        has = f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}"
+        yield f"{has}, which is simulated alone; use 'every', or leave both out"
+    kinds = {"recompute": ("none", "selective", "full"), "context_kind": ("ring", "all_to_all")}
+    for name, usual in {**kinds, "float8": ("none",), "offload_activations": (False,)}.items():
+        if (value := getattr(plan, name)) not in usual:
+            yield f"{name} is {value!r}, which is simulated alone; use {name}={' or '.join(map(repr, usual))}"
     if plan.gradient_sync != "overlapped":
         yield f"gradient_sync is {plan.gradient_sync!r}; Hybrid sends gradients while backward computes: 'overlapped'"
 

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from distlab.plan.compression import Compression
 from distlab.plan.partition import CUTS
-from distlab.plan.require import chosen, require, require_count
+from distlab.plan.require import MOST, chosen, require, require_count
 from distlab.plan.schedules.families import SCHEDULES
 from distlab.plan.sharding import Precision, Sharding
 
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
 RECOMPUTES = ("none", "selective", "operators", "full")
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "shared_experts", "moe_act", "moe")
 RECOMPUTE_METHODS = ("uniform", "block", "every")
 FLOAT8 = ("none", "products", "gathers", "mxfp8", "nvfp4")
-CONTEXT_KINDS = ("ring", "all_to_all")
+CONTEXT_KINDS = ("ring", "all_to_all", "all_gather")
 COUNTS = (
     *("data", "pipeline", "tensor", "context", "expert", "num_microbatches", "stages_per_rank", "recompute_layers"),
     *("bucket_bytes", "first_bucket_bytes"),
@@ -40,8 +41,8 @@ class Plan:
         float8: what blocks do in 8 bits: "none", "products" (of parameters), "gathers" (stage 3 also gathers so),
             "mxfp8" (products with a scale for each 32 numbers) or, in 4 bits, "nvfp4" (a scale for each 16).
         recompute: what backward computes again instead of keeping: "none", "selective" (attention's inner part),
-            "operators" (all but fused attention and every second matrix product, counted in each block) or "full" (all
-            but each layer's input).
+            "operators" (all but fused attention and every second matrix product, counted in each block), "full" (all
+            but each layer's input), or single modules joined by commas, such as "layernorm,moe_act"; one of MODULES.
         recompute_method: of "full", which blocks keep only an input: "uniform" (the first of each recompute_layers
             blocks, which run again together), "block" (the first recompute_layers of each stage; the others keep all)
             or "every" (one of recompute_layers in the model, the first included; the others keep all).
@@ -54,6 +55,7 @@ class Plan:
         context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
         cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many each, as in Megatron-LM).
         offload_activations: whether the host's memory keeps what blocks keep, from their forward to their backward.
+        offload_layers: of so many blocks of each stage, its first ones; 0: of all.
     """
 
     data: int = 1
@@ -78,6 +80,7 @@ class Plan:
     context_kind: str = "ring"
     cut: str = "time"
     offload_activations: bool = False
+    offload_layers: int = 0
 
     def __post_init__(self) -> None:
         require_count("Plan", **{name: getattr(self, name) for name in COUNTS})
@@ -89,13 +92,16 @@ class Plan:
         chosen("Plan: float8", self.float8, FLOAT8)
         text = f"parameters that stage 3 gathers, and the stage is {self.sharding.stage}: use 'products', or stage 3"
         require(self.float8 != "gathers" or self.sharding.stage == 3, f"Plan: float8 'gathers' is about {text}")
-        chosen("Plan: recompute", self.recompute, RECOMPUTES)
+        for name in (names := str(self.recompute).split(",")):
+            chosen("Plan: recompute", name, MODULES if len(names) > 1 else (*RECOMPUTES, *MODULES))
         chosen("Plan: recompute_method", self.recompute_method, RECOMPUTE_METHODS)
         text = f"choose blocks of recompute 'full', and recompute is {self.recompute!r}; leave them out, or use 'full'"
         is_usual = (self.recompute_method, self.recompute_layers) == ("uniform", 1)
         require(self.recompute == "full" or is_usual, f"Plan: recompute_method and recompute_layers {text}")
         chosen("Plan: context_kind", self.context_kind, CONTEXT_KINDS)
         chosen("Plan: cut", self.cut, CUTS)
+        many = f"Plan: offload_layers is {self.offload_layers}; pass 0 or more, and more with offload_activations alone"
+        require(0 <= self.offload_layers <= self.offload_activations * MOST, many)
         self.sharding.num_shards(self.copies)  # refuses replicas that do not divide
         whole = "Plan: compression works on whole gradients, which sharding never makes; choose one of the two"
         require(self.compression is None or self.sharding.stage == 0, whole)

@@ -68,5 +68,5 @@ def _fsdp(plan: Plan) -> dict[str, Any]:
         "parallelism_config_cp_size": plan.context,
     }
     if plan.context > 1:
-        sizes["parallelism_config_cp_comm_strategy"] = "alltoall"
+        sizes["parallelism_config_cp_comm_strategy"] = "allgather" if plan.context_kind == "all_gather" else "alltoall"
     return {"fsdp_config": own, "parallelism_config": sizes}

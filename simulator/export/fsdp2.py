@@ -9,8 +9,14 @@ Source: torch.distributed.fsdp (`fully_shard`, `MixedPrecisionPolicy`, `CPUOfflo
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+from string import Template
+
 from distlab.plan import Plan
 from simulator.export.parts import HALVES, notes
+
+TEXTS = tomllib.loads(Path(__file__).with_name("fsdp2.toml").read_text("utf-8"))
 
 
 def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = None) -> str:
@@ -88,95 +94,48 @@ def _recomputed(plan: Plan, layers: str) -> list[str]:
     ]
 
 
+def _filled(name: str, **values: object) -> list[str]:
+    return Template(TEXTS[name]).substitute(values).splitlines()
+
+
+def _begin(plan: Plan, layers: str) -> str:
+    return "".join(f"{line}\n" for line in (*_converted(plan), *_recomputed(plan, layers)))
+
+
 def _shard(plan: Plan, layers: str) -> list[str]:
-    sharding = plan.sharding
+    sharding, size, ahead = plan.sharding, plan.sharding.unit_layers, plan.sharding.prefetch
     shards = sharding.num_shards(plan.data)
-    mesh = (
-        f'init_device_mesh(device_type, ({shards},), mesh_dim_names=("shard",))'
-        if sharding.replicas == 1
-        else f'init_device_mesh(device_type, ({sharding.replicas}, {shards}), mesh_dim_names=("replicate", "shard"))'
-    )
-    reshard = sharding.reshard_after_forward and sharding.stage == 3
-    options = [f'        "mesh": {mesh},', f'        "reshard_after_forward": {reshard},']
+    sizes, names = f"({sharding.replicas}, {shards})", '("replicate", "shard")'
+    if sharding.replicas == 1:
+        sizes, names = f"({shards},)", '("shard",)'
+    options = [f'"mesh": init_device_mesh(device_type, {sizes}, mesh_dim_names={names}),']
+    options.append(f'"reshard_after_forward": {sharding.reshard_after_forward and sharding.stage == 3},')
     if _policy(plan):
-        options.append(f'        "mp_policy": MixedPrecisionPolicy({_policy(plan)}),')
+        options.append(f'"mp_policy": MixedPrecisionPolicy({_policy(plan)}),')
     if sharding.offload != "none":
-        options.append('        "offload_policy": CPUOffloadPolicy(pin_memory=device_type == "cuda"),')
-    size = sharding.unit_layers
-    lines = [
-        'def shard(model: nn.Module, device_type: str = "cuda") -> nn.Module:',
-        '    """Shard the model in place; build the optimizer of its parameters afterwards."""',
-        *_converted(plan),
-        *_recomputed(plan, layers),
-        "    options = {",
-        *options,
-        "    }",
-        f"    layers = list(model.{layers})",
-        f"    units = [layers[first : first + {size}] for first in range(0, len(layers), {size})]",
-        "    for unit in units:",
-        f"        fully_shard({'unit[0]' if size == 1 else 'unit'}, **options)",
-        "    fully_shard(model, **options)  # the rest: embeddings, the last norm",
-    ]
-    ahead = sharding.prefetch
-    if ahead > 1:  # FSDP2 gathers one unit ahead by itself
-        lines += [
-            "    for place, unit in enumerate(units):",
-            f"        later = [one[0] for one in units[place + 1 : place + {ahead + 1}]]",
-            f"        earlier = [one[0] for one in reversed(units[max(0, place - {ahead}) : place])]",
-            "        unit[0].set_modules_to_forward_prefetch(later)",
-            "        unit[0].set_modules_to_backward_prefetch(earlier)",
-        ]
-    return [*lines, "    return model"]
+        options.append('"offload_policy": CPUOffloadPolicy(pin_memory=device_type == "cuda"),')
+    unit, words = "unit[0]" if size == 1 else "unit", "\n        ".join(options)
+    lines = _filled("shard", begin=_begin(plan, layers), options=words, layers=layers, size=size, unit=unit)
+    # FSDP2 gathers one unit ahead by itself
+    return [*lines, *(_filled("ahead", next=ahead + 1, ahead=ahead) if ahead > 1 else []), "    return model"]
 
 
 def _replicate(plan: Plan, layers: str) -> list[str]:
-    megabytes = f"{plan.bucket_bytes / 2**20:g}"
-    return [
-        "def shard(model: nn.Module) -> nn.Module:",
-        '    """Replicate the model: below stage 2 parameters and gradients are whole on every rank."""',
-        *_converted(plan),
-        *_recomputed(plan, layers),
-        "    return nn.parallel.DistributedDataParallel(",
-        f"        model, bucket_cap_mb={megabytes}, gradient_as_bucket_view=True",
-        "    )",
-    ]
+    return _filled("replicate", begin=_begin(plan, layers), megabytes=f"{plan.bucket_bytes / 2**20:g}")
 
 
 def _optimizer(plan: Plan) -> list[str]:
-    sharded = plan.sharding.stage == 1
+    if plan.sharding.stage != 1:
+        return _filled("optimizer", how="", build="torch.optim.AdamW(model.parameters(), lr=lr)")
     build = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)"
-    return [
-        "def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:",
-        f'    """Build AdamW{", its state sharded over the ranks" if sharded else ""}."""',
-        f"    return {build if sharded else 'torch.optim.AdamW(model.parameters(), lr=lr)'}",
-    ]
+    return _filled("optimizer", how=", its state sharded over the ranks", build=build)
 
 
 def _train_step(plan: Plan, fully: bool, max_norm: float | None) -> list[str]:
-    many = plan.num_microbatches > 1
-    lines = [
-        "def train_step(",
-        "    model: nn.Module,",
-        "    optimizer: torch.optim.Optimizer,",
-        "    microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]],",
-        "    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],",
-        ") -> float:",
-        f'    """Run one update from {_microbatches(plan)}; return this rank\'s mean loss."""',
-        "    total = 0.0",
-        "    for index, (inputs, targets) in enumerate(microbatches):",
-    ]
-    if many:
-        last = "index == len(microbatches) - 1"
-        lines.append(
-            f"        model.set_requires_gradient_sync({last})"
-            if fully
-            else f"        model.require_backward_grad_sync = {last}"
-        )
-    lines += [
-        "        loss = loss_fn(model(inputs), targets) / len(microbatches)",
-        "        loss.backward()",
-        "        total += loss.item()",
-    ]
+    last, sync, clip = "index == len(microbatches) - 1", "", ""
+    if plan.num_microbatches > 1:
+        call = f"set_requires_gradient_sync({last})" if fully else f"require_backward_grad_sync = {last}"
+        sync = f"        model.{call}\n"
     if max_norm is not None:
-        lines.append(f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm!r})")
-    return [*lines, "    optimizer.step()", "    optimizer.zero_grad()", "    return total"]
+        clip = f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm!r})\n"
+    return _filled("train_step", microbatches=_microbatches(plan), sync=sync, clip=clip)

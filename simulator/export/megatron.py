@@ -10,6 +10,7 @@ from simulator.models.by_name import ALIBI, GPT, LLAMA
 from simulator.models.llama import LlamaSizes
 from simulator.models.parts import tokens_of
 from simulator.plan_file import PlanFile
+from simulator.stage.modules import names_in
 
 SLOW_DATA = ("data", "pipeline", "expert", "context", "tensor")  # --use-tp-pp-dp-mapping
 SCHEDULES = ("one_f_one_b", "interleaved")
@@ -17,6 +18,7 @@ FORMATS = {
     "mxfp8": ["--fp8-format e4m3", "--fp8-recipe mxfp8"],
     "nvfp4": ["--fp4-format e2m1", "--fp4-recipe nvfp4"],
 }
+CONTEXT_KINDS = {"ring": "p2p", "all_to_all": "a2a", "all_gather": "all_gather"}
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -42,14 +44,15 @@ def megatron_flags(said: PlanFile, options: Options) -> Exported:
     if (stop - first) % (plan.pipeline * plan.stages_per_rank):  # each end counts as a block, see `even_blocks`
         flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
     if plan.context > 1:
-        flags.append(f"--cp-comm-type {'p2p' if plan.context_kind == 'ring' else 'a2a'}")
+        flags.append(f"--cp-comm-type {CONTEXT_KINDS[plan.context_kind]}")
     if plan.expert > 1:
         flags.append(f"--expert-model-parallel-size {plan.expert}")
     flags += ["--sequence-parallel"] if plan.sequence_parallel else []
     flags += ["--use-tp-pp-dp-mapping"] if not order_is_usual(said) else []
     flags += _sharding(said) + _types(said)
-    if plan.recompute == "selective":
-        flags.append("--recompute-granularity selective")
+    if plan.recompute == "selective" or names_in(plan):
+        modules = f" --recompute-modules {plan.recompute.replace(',', ' ')}" if names_in(plan) else ""
+        flags.append(f"--recompute-granularity selective{modules}")
     if plan.recompute == "full":
         flags += ["--recompute-granularity full", f"--recompute-method {plan.recompute_method}"]
         flags.append(f"--recompute-num-layers {plan.recompute_layers}")

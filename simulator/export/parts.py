@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from distlab.plan import AXES, Plan
 from simulator.plan_file import PlanFile
+from simulator.stage.modules import names_in
 
 NAME = "plan"  # of jobs, modules and functions
 
@@ -101,7 +102,7 @@ def of_every_block(plan: Plan) -> bool:
 def features(plan: Plan) -> dict[str, bool]:
     """Return what a plan has, by the names of `limits.csv`."""
     sharding, (compute, reduce, gradients) = plan.sharding, types_of(plan)
-    stage, is_ring, of_optimizer = sharding.stage, plan.context_kind == "ring", sharding.offload == "optimizer"
+    stage, kind, of_optimizer = sharding.stage, plan.context_kind, sharding.offload == "optimizer"
     is_full, is_one = plan.recompute == "full", plan.schedule == "one_f_one_b"
     own_bytes = (plan.bucket_bytes, plan.first_bucket_bytes) != (USUAL.bucket_bytes, USUAL.first_bucket_bytes)
     return {
@@ -110,8 +111,9 @@ def features(plan: Plan) -> dict[str, bool]:
         "pipeline of 1F1B": plan.pipeline > 1 and is_one,
         "pipeline of a different schedule": plan.pipeline > 1 and not is_one,
         "stages of equal time": plan.pipeline > 1 and plan.cut == "time",
-        "context by a ring": plan.context > 1 and is_ring,
-        "context by all-to-alls": plan.context > 1 and not is_ring,
+        "context by a ring": plan.context > 1 and kind == "ring",
+        "context by all-to-alls": plan.context > 1 and kind == "all_to_all",
+        "context by an all-gather": plan.context > 1 and kind == "all_gather",
         "context with tensor or pipeline": plan.context > 1 and (plan.tensor > 1 or plan.pipeline > 1),
         "sequence_parallel": plan.sequence_parallel,
         **{f"stage {number}": stage == number for number in (1, 2, 3)},
@@ -137,6 +139,7 @@ def features(plan: Plan) -> dict[str, bool]:
         and not (is_full and of_every_block(plan) and stage >= 2),
         "selective recompute": plan.recompute == "selective",
         "recompute by operators": plan.recompute == "operators",
+        "recompute of single modules": bool(names_in(plan)),
         "float8": plan.float8 != "none",
         "float16": compute == "float16",
         "float64": compute == "float64",

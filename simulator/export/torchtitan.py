@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import tomllib
 from pathlib import Path
+from string import Template
 
 from distlab.plan import Plan
 from simulator.export.parts import NAME, Exported, Options, devices_per_node, has_master, notes, refuse, types_of
@@ -43,28 +44,14 @@ def torchtitan_config(said: PlanFile, options: Options) -> Exported:
     comments = notes("torchtitan", plan)
     policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
     nodes = counted(-(-plan.world_size // devices_per_node(said)), "node")
-    lines = [
-        f'"""{plan.world_size} ranks on {nodes}: MODULE={NAME} CONFIG={NAME} ./run_train.sh (torchtitan 0.3)."""',
-        "",
-        *(f"# {note}" for note in comments),
-        *([""] if comments else []),
-        "from torchtitan.config import ParallelismConfig",
-    ]
+    parts = [*_parallelism(plan, len(workload.layers) - ENDS, workload.samples), *_training(said, options)]
+    own = {"ranks": plan.world_size, "nodes": nodes, "name": NAME, "module": module, "function": function}
+    own |= {"comments": "".join(f"# {note}\n" for note in comments) + "\n" * bool(comments), "parts": "\n".join(parts)}
+    own |= {"policy": "", "recompute": "None"}
     if plan.recompute != "none":
-        lines.append(f"from torchtitan.distributed.activation_checkpoint import {policy}")
-    lines += [
-        f"from torchtitan.models.{module}.config_registry import {function}",
-        "from torchtitan.trainer import Trainer",
-        "",
-        "",
-        f"def {NAME}() -> Trainer.Config:",
-        f"    config = {function}()",
-        *_parallelism(plan, len(workload.layers) - ENDS, workload.samples),
-        *_training(said, options),
-        f"    config.activation_checkpoint = {'None' if plan.recompute == 'none' else f'{policy}.Config()'}",
-        "    return config",
-    ]
-    return Exported("\n".join(lines) + "\n")
+        module = "torchtitan.distributed.activation_checkpoint"
+        own |= {"policy": f"from {module} import {policy}\n", "recompute": f"{policy}.Config()"}
+    return Exported(Template(NAMES["text"]).substitute(own))
 
 
 def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:

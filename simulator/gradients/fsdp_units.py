@@ -45,6 +45,7 @@ class Unit(NamedTuple):
         sizes: elements of each of their parameter tensors.
         is_root: whether it stays gathered from the start of forward to the end of backward.
         base_bytes: of frozen weights, which are gathered too.
+        experts: like `sizes`, of experts where expert ranks share them: other ranks have copies of these.
     """
 
     name: str
@@ -52,28 +53,36 @@ class Unit(NamedTuple):
     sizes: tuple[int, ...]
     is_root: bool
     base_bytes: float = 0.0
+    experts: tuple[int, ...] = ()
 
     @property
     def num_elements(self) -> int:
         """Elements of its parameters."""
-        return sum(self.sizes)
+        return sum(self.sizes) + sum(self.experts)
 
 
-def units_of(layers: Sequence[Layer], unit_layers: int) -> tuple[Unit, ...]:
-    """Return the units in the order in which forward needs them, the root first; units without parameters left out."""
+def units_of(layers: Sequence[Layer], unit_layers: int, *, apart: bool = False) -> tuple[Unit, ...]:
+    """Return the units in the order in which forward needs them, the root first; units without parameters left out.
+
+    `apart` lists experts' parameters by themselves.
+    """
+
+    def sizes(numbers: Sequence[int], *, experts: bool) -> tuple[int, ...]:
+        own = ((layers[n].parameter_sizes, layers[n].parameter_axes) for n in numbers)
+        pairs = (pair for sizes, axes in own for pair in zip(sizes, axes or ("",) * len(sizes), strict=True))
+        return tuple(size for size, axis in pairs if (apart and axis == "expert") == experts)
+
     blocks = [number for number, layer in enumerate(layers) if re.search(r"\d$", layer.name)]
     blocks = blocks or list(range(len(layers)))
     rest = tuple(number for number in range(len(layers)) if number not in set(blocks))
     groups = [tuple(blocks[start : start + unit_layers]) for start in range(0, len(blocks), unit_layers)]
-    owned = [
-        (each, sum((layers[n].parameter_sizes for n in each), ()), sum(sum(layers[n].base_bytes[:3]) for n in each))
+    made = [
+        Unit("", each, sizes(each, experts=False), each == rest, sum(sum(layers[n].base_bytes[:3]) for n in each))
         for each in (rest, *groups)
     ]
-    kept = [one for one in owned if one[1] or one[2]]
-    return tuple(
-        Unit(f"unit {index}", layers_of, sizes, layers_of == rest, base)
-        for index, (layers_of, sizes, base) in enumerate(kept)
-    )
+    made = [unit._replace(experts=sizes(unit.layers, experts=True)) for unit in made] if apart else made
+    kept = [unit for unit in made if unit.sizes or unit.experts or unit.base_bytes]
+    return tuple(unit._replace(name=f"unit {index}") for index, unit in enumerate(kept))
 
 
 def peak_gathered_elements(units: Sequence[Unit], prefetch: int, *, reshard_after_forward: bool = True) -> int:
@@ -235,16 +244,19 @@ def _calls_of_parameters(
     }
 
 
-def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan) -> tuple[UnitTimes, ...]:
-    """Cost the calls of each unit."""
-    device = shards.cluster.device
+def time_units(
+    units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan, few: Shards | None = None
+) -> tuple[UnitTimes, ...]:
+    """Cost the calls of each unit; those of its experts, among the ranks of `few`, come behind the others."""
+    everyone, device = shards, shards.cluster.device
 
     def copies_ns(num_elements: int) -> int:
         """Return the time to read and write each gradient once."""
         return to_ns(compute_s(Work(memory_bytes=2 * num_elements * widths.reduce, num_kernels=1), device))
 
     @cache  # most units are alike
-    def costs(sizes: tuple[int, ...], base_bytes: float, width: int) -> dict[str, Any]:
+    def costs(sizes: tuple[int, ...], base_bytes: float, width: int, *, experts: bool = False) -> dict[str, Any]:
+        shards = few if few and experts else everyone
         num_elements, num_tensors, offload = sum(sizes), len(sizes), plan.sharding.offload
         base = math.ceil(base_bytes / widths.parameter)
         load = {"load": shards.host_copy(num_elements + base, widths.parameter)} if offload == "all" else {}
@@ -258,10 +270,22 @@ def time_units(units: Sequence[Unit], shards: Shards, widths: Widths, plan: Plan
             "unpack_ns": copies_ns(shards.padded(num_elements) // shards.num_shards),
         }
 
-    return tuple(
-        UnitTimes(unit, **costs(unit.sizes, unit.base_bytes, gathered_bytes(plan, widths, is_root=unit.is_root)))
-        for unit in units
-    )
+    found = []
+    for unit in units:
+        width = gathered_bytes(plan, widths, is_root=unit.is_root)
+        own = costs(unit.sizes, unit.base_bytes, width)
+        if unit.experts:
+            more = costs(unit.experts, 0.0, width, experts=True)
+            own = {name: _together(value, more[name]) for name, value in own.items()}
+        found.append(UnitTimes(unit, **own))
+    return tuple(found)
+
+
+def _together(one: Any, other: Any) -> Any:
+    """Return two durations or calls, one after the other, as one."""
+    if not isinstance(one, Transfer):
+        return one and one + other
+    return Transfer(one.kind, *(own + more for own, more in zip(one[1:], other[1:], strict=True)))
 
 
 def scattered(buckets: Sequence[BucketCost], shards: Shards, widths: Widths, offload: str) -> tuple[BucketCost, ...]:

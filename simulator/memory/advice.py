@@ -182,11 +182,11 @@ def _wider(workload: Workload, plan: Plan) -> Iterator[Plan]:
 
 
 def _candidates(before: Plan, plan: Plan, most: int) -> Iterator[Change]:
-    sharding = plan.sharding
+    sharding, least = plan.sharding, plan.recompute if plan.recompute in RECOMPUTES else "full"
     # Not per operator unless the plan has it: distlab's own runs cannot do it.
     recomputes: list[dict[str, Any]] = [
         {"recompute": name, "recompute_method": "uniform", "recompute_layers": 1}
-        for name in RECOMPUTES[RECOMPUTES.index(plan.recompute) :]
+        for name in dict.fromkeys((plan.recompute, *RECOMPUTES[RECOMPUTES.index(least) :]))
         if name != "operators" or plan.recompute == name
     ]
     if keeps_some(plan) or plan.recompute_layers > 1:
@@ -209,7 +209,7 @@ def _candidates(before: Plan, plan: Plan, most: int) -> Iterator[Change]:
         if stage == 3 and plan.pipeline > 1 and sharding.stage != 3:
             continue  # every micro-batch would gather every unit again
         changed = replace(sharding, stage=stage, offload=offload, replicas=copies, reshard_after_forward=reshard)
-        price = RECOMPUTE_PRICE[recompute["recompute"]] + STAGE_PRICE[stage] + OFFLOAD_PRICE[offload]
+        price = RECOMPUTE_PRICE.get(recompute["recompute"], 0.0) + STAGE_PRICE[stage] + OFFLOAD_PRICE[offload]
         price += HALVING_PRICE * (split.bit_length() - 1) + SCHEDULE_PRICE * (schedule != plan.schedule)
         price += WIDER_PRICE * ((copies != sharding.replicas) + (reshard != sharding.reshard_after_forward))
         own_stages = plan.stages_per_rank if schedule == plan.schedule else 1

@@ -25,6 +25,7 @@ from distlab.plan import PLAIN, Device, Plan, Software, Workload, make_schedule
 from simulator.memory.model_states import GRADIENTS, KINDS as KINDS
 from simulator.memory.stage import AFTER, FIRST, LAST, MIDDLE, NONE, ONLY, Ints, StageBytes, count_stage
 from simulator.pipeline.schedule_arrays import CHANGE, B, F, I, ScheduleArrays, W, arrays_of
+from simulator.stage.modules import check_modules
 from simulator.stage.stage import Stage, cut_layers
 
 if TYPE_CHECKING:
@@ -311,6 +312,7 @@ def memory_of(
     Raises:
         ValueError: more stages than the workload has layers, or blocks that do not divide into them.
     """
+    check_modules(workload, plan)
     cuts = cuts or cut_layers(workload, plan, workload.matmul_flops, plan.pipeline * plan.stages_per_rank)
     stages = tuple(count_stage(workload, plan, cut, software=software) for cut in cuts)
     if plan.schedule not in ("gpipe", "one_f_one_b"):

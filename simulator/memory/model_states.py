@@ -165,23 +165,30 @@ def _bucket_bytes(sizes: tuple[tuple[int, ...], ...], bucket_bytes: int, width: 
 
 
 def unit_bytes(
-    layers: Sequence[Layer], elements: Both, largest: Floats, plan: Plan, widths: Widths, software: Software
+    layers: Sequence[Layer],
+    elements: tuple[Floats, Floats, Floats],
+    largest: Floats,
+    plan: Plan,
+    widths: Widths,
+    software: Software,
 ) -> UnitBytes:
     """Count what the units of some layers hold.
 
     Args:
         layers: in forward order.
-        elements: of each on a rank: what is trained, and what a frozen base is as wide as [L].
+        elements: of each on a rank: what is trained, what a frozen base is as wide as, and of the former experts [L],
+            which fewer ranks share.
         largest: of the largest tensor of each [L].
         plan: how they are sharded.
         widths: bytes of an element.
         software: whether it gathers once beside a pipeline.
     """
-    sharding, (parameters, base) = plan.sharding, elements
-    ranks, prefetch = sharding.num_shards(plan.copies), sharding.prefetch
+    sharding, (parameters, base, experts), prefetch = plan.sharding, elements, plan.sharding.prefetch
+    experts = experts * (plan.expert > 1)
     units = units_of(layers, sharding.unit_layers)
     blocks = [unit for unit in units if not unit.is_root]
-    (root, sizes), (whole_root, whole_sizes) = (_padded(units, each, ranks) for each in (parameters, parameters + base))
+    root, root_shard, sizes, shards = _padded(units, parameters, experts, plan)
+    whole_root, _, whole_sizes, _ = _padded(units, parameters + base, experts, plan)
     up_to, number = np.append(0.0, np.cumsum(whole_sizes)), len(sizes)
     own = np.full(len(layers), -1)  # the unit of each layer, or -1: the root's, or no parameters
     for index, unit in enumerate(blocks):
@@ -195,8 +202,8 @@ def unit_bytes(
     forward = whole + width * (up_to[ahead] - (up_to[low] if kept else 0.0))
     backward = whole + width * (up_to[begun] - (up_to[behind] if kept else 0.0))
     # A flat gradient, and the other ranks' parts of the own shard: of the unit done last.
-    travels = np.append(sizes, 0.0) * (1 + (ranks - 1) / ranks)
-    last = (root or (sizes[0] if number else 0.0)) * (1 + (ranks - 1) / ranks)
+    travels = np.append(2 * sizes - shards, 0.0)
+    last = 2 * root - root_shard if root else travels[0]
     raw = _raw(blocks, root, parameters, largest)
     beyond = len(layers)  # the loss, which uses no parameters: the root went when the model ended, and is not back yet
     while beyond and not layers[beyond - 1].parameter_sizes and not layers[beyond - 1].forward.matmul_flops:
@@ -205,24 +212,31 @@ def unit_bytes(
     if kept:
         forward[beyond:] = backward[beyond:] = 0.0
     once = software.gathers_once and plan.pipeline > 1
-    done = np.append(np.append(np.cumsum(sizes[::-1])[::-1], 0.0), [0.0, 0.0])  # units from each on
-    total = root + float(sizes.sum())
+    done = np.append(np.append(np.cumsum(shards[::-1])[::-1], 0.0), [0.0, 0.0])  # units from each on
+    total = root_shard + float(shards.sum())
     return UnitBytes(
-        total / ranks,
+        total,
         forward * (not once),
         backward * (not once) + travels[begun] * widths.reduce,
         raw * widths.parameter,
-        np.append(done[begun + 1], total) / ranks * widths.gradient,
+        np.append(done[begun + 1], total) * widths.gradient,
         np.where(begun == number, last, 0.0) * widths.reduce,
         once * (whole + width * float(whole_sizes.sum())),
     )
 
 
-def _padded(units: Sequence[Unit], elements: Floats, ranks: int) -> tuple[float, Floats]:
-    """Return the elements of the root unit and of each other one, with what fills them up to equal shards."""
-    sizes = [float(np.ceil(elements[list(unit.layers)].sum() / ranks) * ranks) for unit in units]
-    pairs = list(zip(units, sizes, strict=True))
-    return sum(size for unit, size in pairs if unit.is_root), np.array([s for unit, s in pairs if not unit.is_root])
+def _padded(
+    units: Sequence[Unit], elements: Floats, experts: Floats, plan: Plan
+) -> tuple[float, float, Floats, Floats]:
+    """Return the elements of the root unit and of its shard, and of each other one, filled up to equal shards."""
+    sizes = np.zeros((2, len(units)))
+    for ranks, part in ((plan.copies, elements - experts), (plan.data * plan.context, experts)):
+        count = plan.sharding.num_shards(ranks)
+        each = np.ceil([part[list(unit.layers)].sum() / count for unit in units])
+        sizes += [each * count, each]
+    is_root = np.array([unit.is_root for unit in units], np.bool_)
+    (root, own), rest = sizes[:, is_root].sum(axis=1).tolist(), sizes[:, ~is_root]
+    return root, own, rest[0], rest[1]
 
 
 def _raw(blocks: Sequence[Unit], root: float, parameters: Floats, largest: Floats) -> Floats:

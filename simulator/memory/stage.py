@@ -28,13 +28,15 @@ from simulator.memory.model_states import (
     unit_bytes,
 )
 from simulator.stage.local_layer import base_on_a_rank, local_layers
+from simulator.stage.modules import dropped_bytes, names_in
 from simulator.stage.products import SCALED
-from simulator.stage.recomputed import Bools, grouped, recomputed
+from simulator.stage.recomputed import Bools, grouped, offloaded, recomputed
 from simulator.units import Widths, widths_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+PARTS = ("gate_bytes", "expert_gate_bytes", "dropped_bytes", "divided_dropped_bytes")
 F = 0  # a forward pass, as in the kinds F, B, I, W
 # Where a stage is with its gradients: it has none, makes the first, is between, makes the last or the only one; ONLY
 # stands for FIRST and LAST in one.
@@ -132,14 +134,14 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     largest = np.minimum(table["largest_parameter"], parameters)
     num_layers, num_kinds = cut[1] - cut[0], len(KINDS)
     full = recomputed(workload, plan, cut)
-    kept, again = _kept(_with_gates(table, workload, cut, software), plan, widths.activations, full, software)
+    kept, again = _kept(_with_parts(table, workload, cut, plan, software), plan, widths.activations, full, software)
     forward, backward = np.zeros((2, num_layers, num_kinds))
     base = _add_unpacked(layers, plan, forward, backward)
     _add_temporary(table, plan, widths, again, (forward, backward), software)
     between = np.zeros(num_kinds)
-    kept_on_host = _offload(kept, table["input_bytes"] > 0, forward, backward) if plan.offload_activations else 0.0
+    kept_on_host = _offload(kept, table["input_bytes"] > 0, plan, forward, backward)
     if plan.sharding.stage == 3:
-        units = unit_bytes(layers, (parameters, base / widths.parameter), largest, plan, widths, software)
+        units = unit_bytes(layers, (parameters, base / widths.parameter, experts), largest, plan, widths, software)
         forward[:, BUFFERS] += units.forward
         backward[:, BUFFERS] += units.backward
         backward[:, TEMPORARY] += units.raw
@@ -149,7 +151,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
         units = None
         # A weight's gradient as backward made it, before it is the parameter's, is added to it or lies in its bucket.
         backward[:, TEMPORARY] += largest * widths.parameter
-    _add_context(table, plan, widths, forward, backward)
+    _add_context(layers, plan, widths, forward, backward)
     own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
     states = count_states(own, (parameters, experts), plan, widths, units, float(base.sum()), software=software)
     states.always[PARAMETERS] += table["frozen_bytes"].sum()
@@ -191,8 +193,7 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
     everything = width * (outside / along + divided / inside)
     if plan.float8 != "none" and not software.casts_twice:  # what goes into a block's products is kept in 8 bits
         in_8_bits = table["whole_inputs"] / along + table["divided_inputs"] / inside
-        kept_of_each = SCALED.get(plan.float8, (0.0, 1.0))[1]  # of the two bytes of an element
-        everything -= width * (2 - kept_of_each) * in_8_bits * (table["input_bytes"] > 0)
+        everything -= width * (2 - _input_bytes(plan, software)) * in_8_bits * (table["input_bytes"] > 0)
     if software.fused_gate:
         everything -= width * (table["gate_bytes"] / inside + table["expert_gate_bytes"] / along)
     inputs, operators = width * table["input_bytes"] / along, width * table["operator_bytes"] / inside
@@ -200,7 +201,9 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
     kept[:, ACTIVATIONS] = np.where(full, np.minimum(inputs, everything), everything)
     if plan.recompute == "operators":
         kept[:, ACTIVATIONS] = np.where(operators > 0, np.minimum(inputs + operators, everything), everything)
-    if plan.recompute == "selective":
+    if names := names_in(plan):
+        kept[:, ACTIVATIONS] -= width * (table["dropped_bytes"] / along + table["divided_dropped_bytes"] / inside)
+    if plan.recompute == "selective" or "core_attn" in names:
         scores = table["score_bytes"]
         kept[:, ACTIVATIONS] -= width * np.where(divided >= scores, scores / inside, scores / plan.context)
     later = grouped(full, plan)
@@ -220,44 +223,54 @@ def kept_by_layers(workload: Workload, plan: Plan, software: Software) -> Floats
 def kept_and_again(workload: Workload, plan: Plan, software: Software) -> tuple[Floats, Floats]:
     """Return the same, and the bytes that are there again in each layer's backward [L]."""
     whole = (0, len(workload.layers))
-    table = _with_gates(dict(zip(COLUMNS, workload.columns, strict=True)), workload, whole, software)
+    table = _with_parts(dict(zip(COLUMNS, workload.columns, strict=True)), workload, whole, plan, software)
     width, full = widths_of(workload, plan).activations, recomputed(workload, plan, whole)
     kept, again = _kept(table, plan, width, full, software)
     return np.asarray(kept.sum(axis=1), np.float64), again
 
 
-def _with_gates(
-    table: dict[str, Floats], workload: Workload, cut: tuple[int, int], software: Software
+def _input_bytes(plan: Plan, software: Software) -> float:
+    """Return the bytes of an element that is kept for a product, of the two that it has in 16 bits."""
+    return 2.0 if plan.float8 == "none" or software.casts_twice else SCALED.get(plan.float8, (0.0, 1.0))[1]
+
+
+def _with_parts(
+    table: dict[str, Floats], workload: Workload, cut: tuple[int, int], plan: Plan, software: Software
 ) -> dict[str, Floats]:
     """Return the table with bytes that a kernel which makes a gate and its activation at once does not keep [L].
 
     They are what the activation makes of the gate; of experts also what comes out of them, where their weights are in
-    the kernel too. A product that makes a gate has twice the columns that go into the next one.
+    the kernel too. A product that makes a gate has twice the columns that go into the next one. So are bytes of single
+    modules that run again.
     """
-    if not software.fused_gate:
+    names, fused = names_in(plan), software.fused_gate
+    if not (fused or names):
         return table
-    known: dict[int, tuple[float, float]] = {}
+    known: dict[int, tuple[float, ...]] = {}
     kinds = workload.kinds[cut[0] : cut[1]]
     for kind, layer in zip(kinds, workload.layers[cut[0] : cut[1]], strict=True):
         if kind not in known:
             inside = sum(_gated(region.products) for region in layer.regions if region.attention is None)
             experts = layer.experts
             each = _gated(experts.products) * experts.num_experts if experts else 0
-            known[kind] = (2.0 * inside, 2.0 * each + (experts.row_bytes if experts and each else 0))
-    gates = np.array([known[kind] for kind in kinds], np.float64).T
-    return table | {"gate_bytes": gates[0], "expert_gate_bytes": gates[1]}
+            gates = (2.0 * inside, 2.0 * each + (experts.row_bytes if experts and each else 0))
+            known[kind] = (*gates, *dropped_bytes(layer, names, _input_bytes(plan, software), fused_gate=fused))
+    rows = np.array([known[kind] for kind in kinds], np.float64).T
+    return table | dict(zip(PARTS, rows, strict=True))
 
 
 def _gated(products: Sequence[Product]) -> int:
     return sum(last.rows * last.depth for first, last in pairwise(products) if first.columns == 2 * last.depth)
 
 
-def _offload(kept: Floats, blocks: Bools, forward: Floats, backward: Floats) -> float:
+def _offload(kept: Floats, blocks: Bools, plan: Plan, forward: Floats, backward: Floats) -> float:
     """Take what blocks keep off the device, and return its bytes.
 
     While a block's pass runs, its own is there, and that of the block before it, which is on its way.
     """
-    moved = kept[:, ACTIVATIONS] * blocks
+    if not plan.offload_activations:
+        return 0.0
+    moved = kept[:, ACTIVATIONS] * offloaded(blocks, plan)
     kept[:, ACTIVATIONS] -= moved
     for passes in (forward, backward):
         passes[:, BUFFERS] += moved + np.append(0.0, moved[:-1])
@@ -336,14 +349,17 @@ def _update(largest: Floats, plan: Plan, widths: Widths, always: Floats) -> Floa
     return update
 
 
-def _add_context(table: dict[str, Floats], plan: Plan, widths: Widths, forward: Floats, backward: Floats) -> None:
+def _add_context(layers: Sequence[Layer], plan: Plan, widths: Widths, forward: Floats, backward: Floats) -> None:
     """Add the keys and values that a rank of context parallelism receives, and in backward their gradients.
 
-    All-to-alls receive queries too, and the same in backward; what was traded is freed.
+    A gather receives those of all ranks. All-to-alls receive queries too, and the same in backward; what was traded is
+    freed.
     """
     if plan.context > 1:
-        states = widths.activations * table["input_bytes"] * (table["score_bytes"] > 0)
-        each = states / (plan.context * plan.tensor)
-        counts = (2, 4) if plan.context_kind == "ring" else (3, 3)
-        forward[:, BUFFERS] += counts[0] * each
-        backward[:, BUFFERS] += counts[1] * each
+        inner = [next((region.attention for region in layer.regions if region.attention), None) for layer in layers]
+        sizes = np.array([(each.query_bytes, each.key_value_bytes) if each else (0, 0) for each in inner], np.float64)
+        queries, keys = widths.activations * sizes.T / plan.tensor / plan.context
+        keys = keys * (plan.context if plan.context_kind == "all_gather" else 1)
+        trades = plan.context_kind == "all_to_all"
+        forward[:, BUFFERS] += keys + queries * trades
+        backward[:, BUFFERS] += keys + (queries if trades else keys)

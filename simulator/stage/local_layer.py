@@ -118,20 +118,22 @@ def _with_sums(layer: Layer, plan: Plan, widths: Widths) -> Layer:
 
 def _whole(layer: Layer, costs: CallCosts) -> LayerTimes:
     device, recompute = costs.device, costs.plan.recompute
-    most = layer.experts.num_experts if layer.experts else 0
-    more = {
-        name: more_launches(layer.experts, costs, most, name)
-        + sum(num_casts(region.products, costs.plan, name) for region in layer.regions)
-        for name in CASTS
-    }
+    more = {name: _more(layer, costs, name) for name in CASTS}
     forward = to_ns(compute_s(layer.forward, device, more["forward"]))
-    runs_again = run_again(layer, recompute, stops_early=costs.stops_early)
+    runs_again = run_again(layer, costs.plan, stops_early=costs.stops_early)
     again = layer.score_forward if recompute == "selective" else Work()
     again = runs_again.forward if runs_again else again
-    launches = sum(more.values()) if runs_again else more["input_gradient"] + more["weight_gradient"]
+    launches = more["input_gradient"] + more["weight_gradient"]
+    launches += _more(runs_again, costs, "forward") if runs_again else 0
     backward = to_ns(compute_s(layer.input_gradient + layer.weight_gradient + again, device, launches))
     weights = min(backward, to_ns(compute_s(layer.weight_gradient, device, more["weight_gradient"])))
     return LayerTimes((forward, backward, backward - weights, weights))
+
+
+def _more(layer: Layer, costs: CallCosts, name: str) -> int:
+    """Return how many more launches than kernels a pass of a layer with all of its experts has."""
+    casts = sum(num_casts(region.products, costs.plan, name) for region in layer.regions)
+    return casts + more_launches(layer.experts, costs, layer.experts.num_experts if layer.experts else 0, name)
 
 
 def _shared(layer: Layer, costs: CallCosts, *, splits: bool) -> LayerTimes:

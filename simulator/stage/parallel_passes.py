@@ -6,7 +6,8 @@ A pass of a layer is a sequence of parts. Each part is computation, a call, or a
                weights' gradient of the product that the region began with; with sequence parallelism all-gather and
                reduce-scatter in their places
     context    a ring: keys and values travel to the next rank during attention to those at hand, and in backward their
-               gradients follow one step behind; or all-to-alls before and after attention, which nothing hides
+               gradients follow one step behind; or all-to-alls before and after attention, or an all-gather of keys
+               and values before it and, in backward, a reduce-scatter of their gradients after it: nothing hides these
     expert     all-to-alls that bring tokens to experts and back, which nothing hides either
 
 So a pass takes a fixed time, whatever the pipeline does around it.
@@ -262,10 +263,10 @@ def backward_of(layer: Layer, timeline: PassTimeline, *, inputs: bool = True, we
 
 def _run_again(layer: Layer, timeline: PassTimeline, shares: Shares) -> None:
     """Add what recomputing runs before a backward: a forward or a part of it, with calls, or attention's inner part."""
-    recompute = timeline.costs.plan.recompute
-    if again := run_again(layer, recompute, stops_early=timeline.costs.stops_early):
+    plan = timeline.costs.plan
+    if again := run_again(layer, plan, stops_early=timeline.costs.stops_early):
         forward_of(again, timeline)
-    elif recompute == "selective":
+    elif plan.recompute == "selective":
         timeline.work(layer.score_forward.times(1 / (shares.inside if layer.regions else 1)))
 
 
@@ -285,11 +286,19 @@ def attend(attention: Attention, timeline: PassTimeline, shares: Shares, *, back
     the next one. After the last step it returns to its owner, which nothing hides. All-to-all: positions are traded for
     heads, and back.
 
-    Cost: ring 2 (n-1)/n B S H/g elements sent, in backward as many and as many gradients; all-to-all
+    Cost: ring and all-gather 2 (n-1)/n B S H/g elements sent, in backward as many and as many gradients; all-to-all
         (n-1)/n (2 + 2/g) B S H/n in either.
+    Source: all-gather: Llama Team 2024 (2407.21783), section 3.3.2; NVIDIA/TransformerEngine, context_parallel.py, 2025
     """
     n, width, work = shares.positions, timeline.costs.width, attention.backward if backward else attention.forward
-    if n == 1 or timeline.costs.plan.context_kind == "all_to_all":
+    kind = timeline.costs.plan.context_kind
+    if n > 1 and kind == "all_gather":
+        whole = attention.key_value_bytes * width * n / shares.inside
+        timeline.call("context", "keys and values", "all_gather", whole)
+        timeline.work(work.times(1 / shares.inside))
+        timeline.call("context", "gradients of keys and values", "reduce_scatter", whole * backward)
+        return
+    if n == 1 or kind == "all_to_all":
         both = (attention.query_bytes + attention.key_value_bytes) * width / shares.inside
         mixed = attention.query_bytes * width / shares.inside
         words = ("gradients of ", "gradient of ") if backward else ("", "")

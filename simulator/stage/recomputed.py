@@ -5,6 +5,7 @@
                  product of a block. The last product never runs again, since backward does not need its output. Experts
                  and their router run again whole.
     "selective"  attention's inner part
+    others       single modules, see `simulator.stage.modules`
 
 Source: Korthikanti et al. 2022 (2205.05198), section 5 (selective); pytorch/torchtitan, activation_checkpoint.py, 2024
     (operators, and "every" as selective_ac_option); NVIDIA/Megatron-LM, arguments.py, 2025 (uniform and block).
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from distlab.plan import Layer, Plan, Work, Workload
 from distlab.plan.require import changed
 from distlab.plan.work import COLUMNS
+from simulator.stage.modules import modules_again, names_in
 
 Bools = NDArray[np.bool_]
 T = TypeVar("T")
@@ -64,11 +66,18 @@ def grouped(again: Bools, plan: Plan) -> Bools:
     return np.asarray(again & (inside > 0), np.bool_)
 
 
-def run_again(layer: Layer, recompute: str, *, stops_early: bool) -> Layer | None:
+def offloaded(blocks: Bools, plan: Plan) -> Bools:
+    """Return which of a stage's layers, of which some are blocks, keep what they keep in the host's memory [L]."""
+    return np.asarray(blocks & (np.cumsum(blocks) <= (plan.offload_layers or len(blocks))), np.bool_)
+
+
+def run_again(layer: Layer, plan: Plan, *, stops_early: bool) -> Layer | None:
     """Return the layer whose forward runs again before a backward, or None: at most attention's inner part does."""
-    if recompute == "full" and layer.input_bytes:
+    if plan.recompute == "full" and layer.input_bytes:
         return without_last_product(layer) if stops_early else layer
-    return between_kept(layer) if recompute == "operators" and layer.operator_bytes else None
+    if names := names_in(plan):
+        return modules_again(layer, names)
+    return between_kept(layer) if plan.recompute == "operators" and layer.operator_bytes else None
 
 
 def without_last_product(layer: Layer) -> Layer:

@@ -250,7 +250,9 @@ class _Exchanges:
     def _cost(self, layers: tuple[Layer, ...], kinds: tuple[int, ...], pipeline: int) -> _Exchange:
         plan, shards = self.layout.plan, shards_of(self.layout, pipeline)
         if plan.sharding.stage == 3:
-            units = time_units(units_of(layers, plan.sharding.unit_layers), shards, self.widths, plan)
+            few = shards_of(self.layout, pipeline, axes=EXPERT_COPIES) if plan.expert > 1 else None
+            made = units_of(layers, plan.sharding.unit_layers, apart=few is not None)
+            units = time_units(made, shards, self.widths, plan, few)
             return _Exchange((), units, self._update_ns(layers, len(units)), None)
         buckets = self._buckets(layers, kinds, shards, pipeline)
         num_tensors = sum(len(layer.parameter_sizes) for layer in layers)

@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from distlab.plan import AXES, Cluster, Link, Plan, Schedule, Workload
 from simulator.gradients.compression import MeasuredCodec
 from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.stage import kept_by_layers
 from simulator.stage.local_layer import check_divides
+from simulator.stage.modules import check_modules
+from simulator.stage.recomputed import offloaded
 from simulator.stage.stage import Stage, make_stages
 from simulator.step.result import Step
 from simulator.step.step_graph import time_step
@@ -87,27 +91,26 @@ def simulate(
         measured.codec.check(plan)
     rank_of_stage = ranks_of_stages(workload, plan, schedule)
     check_divides(workload, plan)
+    check_modules(workload, plan)
     if why := why_not_timed(plan, schedule):
         raise ValueError(why)
     layout = RankLayout(cluster, plan, tuple(order), measured.links)
     stages = make_stages(workload, layout, rank_of_stage, codec=measured.codec)
     if plan.offload_activations:
         kept = iter(kept_by_layers(workload, plan, cluster.software).tolist())
-        stages = tuple(_with_copies(stage, [next(kept) for _ in stage.layers], cluster) for stage in stages)
+        stages = tuple(_with_copies(stage, [next(kept) for _ in stage.layers], cluster, plan) for stage in stages)
     compiled = compile_schedule_of(plan, schedule, stages)
     timing = time_step(compiled, stages, plan, cluster)
     return Step(workload, cluster, plan, stages, timing, layout.order)
 
 
-def _with_copies(stage: Stage, kept: Sequence[float], cluster: Cluster) -> Stage:
+def _with_copies(stage: Stage, kept: Sequence[float], cluster: Cluster, plan: Plan) -> Stage:
     """Return a stage whose blocks' passes are no shorter than the copies of what they keep, to the host or back.
 
     Copies run while the next block computes, on a wire of their own; W needs no more copies than I.
     """
-    copies = [
-        to_ns(size / cluster.device.host_link_bytes_per_s) if layer.input_bytes else 0
-        for size, layer in zip(kept, stage.layers, strict=True)
-    ]
+    moved = offloaded(np.array([layer.input_bytes > 0 for layer in stage.layers], np.bool_), plan) * kept
+    copies = [to_ns(float(size) / cluster.device.host_link_bytes_per_s) for size in moved]
     longer = [tuple(map(max, each, copies)) for each in stage.passes_ns[:3]]
     return replace(stage, passes_ns=(*longer, stage.passes_ns[3]))
 

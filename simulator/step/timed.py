@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from distlab.plan import SCHEDULES, ActionTimes, Plan, Schedule, Workload, make_schedule, validate
@@ -11,6 +13,8 @@ from distlab.plan.schedules.families import TIMED
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import W, arrays_of
 from simulator.stage.stage import Stage, check_enough_layers
+
+NOTES = tomllib.loads(Path(__file__).with_name("notes.toml").read_text("utf-8"))
 
 
 def sums_each_pass(plan: Plan) -> bool:
@@ -29,11 +33,6 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None) -> str:
     splits = SCHEDULES[plan.schedule].splits_backward
     if schedule is not None:
         num_stages, splits = schedule.num_stages, bool((schedule.kind == W).any())
-    if stage == 3 and plan.expert > 1:
-        return (
-            f"the plan shards parameters (stage 3) and has expert={plan.expert}: experts and the other parameters of a "
-            "unit have different copies; use stage 1 or 2, or expert=1"
-        )
     if stage != 3 and not sums_each_pass(plan):
         return ""
     if splits:
@@ -51,45 +50,21 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None) -> str:
 
 def notes_on(plan: Plan, mfu: float = 0.0, workload: Workload | None = None) -> tuple[str, ...]:
     """Return notes on a plan's figures, a sentence each: what other libraries refuse, and what is not modelled."""
-    notes, rest = [], plan.num_microbatches % plan.pipeline
-    if plan.schedule == "interleaved" and plan.pipeline > 1 and rest:
-        notes.append(
-            f"interleaved runs {plan.num_microbatches} micro-batches on {plan.pipeline} ranks in unequal rounds, which "
-            f"Megatron-LM refuses: use a multiple of {plan.pipeline}"
-        )
+    rest = plan.num_microbatches % plan.pipeline
     layers = workload.layers if workload else ()
     experts = max((layer.experts.num_experts for layer in layers if layer.experts), default=0)
-    if experts:
-        notes.append(
-            "mixtures of experts: not modelled are uneven loads, and experts that tensor ranks divide; of 67 published "
-            "steps those with 8 large experts took 1.0 to 1.1 times as long as predicted, half of those with 128 or "
-            "more small ones 0.96 to 1.15 times, and all of them 0.8 to 2.4 times"
-        )
-    if workload is not None and plan.expert > 1:
-        notes.append(
-            f"expert {plan.expert} multiplies the ranks to {plan.world_size}: what Megatron-LM and torchtitan call "
-            f"{plan.num_replicas} data ranks, of which their expert degree {plan.expert} divides"
-        )
-        if experts == 0:
-            notes.append(f"the model has no experts, so that {plan.expert} expert ranks are replicas: use data")
-        elif plan.expert > experts:
-            notes.append(f"{plan.expert} expert ranks share {experts} experts, so that most have none: use {experts}")
-    if plan.float8 != "none":
-        notes.append(
-            "float8: MFU is over the rate of 16 bits; not modelled: optimizer states of 8 bits, tensor ranks' calls in "
-            "8 bits, sums of scales over ranks"
-        )
-    if plan.precision is not None and plan.precision.compute in ("float32", "float64"):
-        notes.append(
-            f"{plan.precision.compute}: products are timed at the device's one rate, which presets of GPUs give for 16 "
-            "bits; TF32 takes about twice as long, and full float32 2 to 16 times"
-        )
-    if mfu > 1:
-        notes.append(
-            "MFU counts all pairs of positions, as published figures do; a causal mask leaves half of them, and a "
-            "window fewer, so that it may be above 100 %"
-        )
-    return tuple(notes)
+    multiplies = workload is not None and plan.expert > 1
+    told = {
+        "rounds": plan.schedule == "interleaved" and plan.pipeline > 1 and rest,
+        "experts": experts,
+        "ranks": multiplies,
+        "replicas": multiplies and experts == 0,
+        "idle": multiplies and 0 < experts < plan.expert,
+        "float8": plan.float8 != "none",
+        "type": plan.precision is not None and plan.precision.compute in ("float32", "float64"),
+        "pairs": mfu > 1,
+    }
+    return tuple(NOTES[name].format(plan=plan, experts=experts) for name, is_so in told.items() if is_so)
 
 
 def ranks_of_stages(workload: Workload, plan: Plan, schedule: Schedule | None) -> tuple[int, ...]:

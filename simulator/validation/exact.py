@@ -18,6 +18,7 @@ from simulator.stage.products import slowdown
 from simulator.step.simulate import simulate
 from simulator.units import GB, GIB, TB
 from simulator.validation.case import MEGATRON, Row, gpt, read_table
+from simulator.validation.refit import FITS
 
 LARGE_BYTES = 64 * 2**20
 SECONDS_A_DAY = 86_400
@@ -59,20 +60,11 @@ def activations() -> Iterator[Derived]:
         yield Derived("Korthikanti Figure 1, GiB", label, held, float(row["activations_gib"]))
 
 
-TABLE_4: dict[str, dict[str, Any]] = {
-    "baseline no recompute": {},
-    "sequence parallelism": {"sequence_parallel": True},
-    "baseline with full recompute": {"recompute": "full"},
-    "selective recompute": {"recompute": "selective"},
-    "selective + sequence": {"recompute": "selective", "sequence_parallel": True},
-}
-
-
 def layer_times() -> Iterator[Derived]:
     """Derive forward and backward of a layer of 22B, in ms: no constant was fitted to them (2205.05198, Table 4)."""
     workload = gpt(6144, 48, 64, 2048, 4)
     for row in read_table("korthikanti_table4_layer_time"):
-        plan = Plan(tensor=8, precision=MEGATRON, **TABLE_4[row["experiment"]])
+        plan = Plan(tensor=8, precision=MEGATRON, **FITS["plans of Table 4"][row["experiment"]])
         stage = simulate(workload, cluster("dgx-a100", stack="megatron"), plan).stages[0]
         both = (stage.forward_ns[1] + stage.backward_ns[1]) / 1e6
         yield Derived("Korthikanti Table 4, ms of a layer", row["experiment"], both, float(row["combined_ms"]))

@@ -27,17 +27,12 @@ from simulator.validation.steps import FAMILIES
 
 Floats = NDArray[np.float64]
 
-FITTED, BARS = FITS["fitted"], FITS["bars"]
+# MODES: the colour of each in the picture, and what it is.
+FITTED, BARS, MODES = FITS["fitted"], FITS["bars"], FITS["modes"]
 FITTED_ON = ("dgx-a100", "jean-zay", "a100-4-cards")  # clusters of the generation of most constants
 RATES = ("zero-bubble Table 5",)
 SEARCHED = ("ZB-1p", "ZB-2p")
 MIN_ALTERNATIVES = 2
-MODES = {  # the colour of each in the picture, and what it is
-    "calibrated": ("#0072B2", "constants fitted to these steps"),
-    "left out": ("#D55E00", "fitted without the step's own like"),
-    "family left out": ("#009E73", "fitted without the whole table, or never to it"),
-    "data sheet": ("#666666", "nothing fitted"),
-}
 
 
 class Score(NamedTuple):
@@ -332,26 +327,10 @@ def write_page(path: Path, families: Sequence[RowFamily], tables: dict[str, list
     path.write_text(page(families, tables, picture.name), encoding="utf-8")
 
 
-PAGE = """# How near the simulator comes to published measurements
-
-`distlab validate --page FILE` writes this page: {rows:,} published steps and {tables} tables, predicted.
-
-*Calibrated*: with the constants of the package, which were fitted to these rows, or chosen with them in view ("seen");
-a table without such figures was never fitted to. *Left out*: each row with constants fitted without its structure (a
-size, a cluster, a schedule); *family left out*: without its whole table, where a second one has its stack. What sources
-do not say was chosen with the fitted rows in view, so that errors on rows never seen may be larger: see below.
-*Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of
-|predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the
-shortest prediction takes in addition to the fastest measured plan, for one model and batch.
-
-![Predicted against measured times of all steps, calibrated, left out in two ways and from data sheets]({picture})
-"""
-
-
 def page(families: Sequence[RowFamily], tables: dict[str, list[Derived]], picture: str) -> str:
     """Return the page."""
     rows = sum(len(family.cases) for family in families)
-    head = PAGE.format(rows=rows, tables=len(tables), picture=picture)
+    head = FITS["page"].format(rows=rows, tables=len(tables), picture=picture)
     lines = [
         head,
         *_markdown(scores_of(families)),

@@ -149,10 +149,17 @@ def test_what_blocks_keep_goes_to_the_host_and_comes_back():
     assert sim.memory_of(made, far).of("buffers") == pytest.approx(kept[0] * 2 / 28, rel=1e-6)
     staged = sim.memory_of(made, replace(far, pipeline=4, num_microbatches=8))
     assert staged.host_bytes_of_ranks[0] == 4 * staged.stages[0].kept_on_host
+    some = sim.memory_of(made, replace(far, offload_layers=10))
+    assert (some.host_bytes, int(some.stages[0].kept[1:-1, kind].sum())) == pytest.approx(
+        (kept[0] * 10 / 28, kept[0] * 18 / 28)
+    )
     machine = sim.cluster("dgx-a100")
     fast, slow = (sim.simulate(made, machine, plan) for plan in (near, far))
     copies = 28 * [kept[0] / 28 / machine.device.host_link_bytes_per_s * 1e9]
-    assert slow.stages[0].forward_ns[1:-1] == pytest.approx([*map(max, fast.stages[0].forward_ns[1:-1], copies)], abs=1)
+    passes = fast.stages[0].forward_ns[1:-1]
+    assert slow.stages[0].forward_ns[1:-1] == pytest.approx([*map(max, passes, copies)], abs=1)
+    part = sim.simulate(made, machine, replace(far, offload_layers=10)).stages[0].forward_ns[1:-1]
+    assert part == pytest.approx([*map(max, passes[:10], copies), *passes[10:]], abs=1)
     hidden = [sim.simulate(made, machine, replace(plan, recompute="full")).duration_s for plan in (near, far)]
     assert hidden[0] == hidden[1] < slow.duration_s
     with pytest.raises(ValueError, match=r"how much of its host's memory t4 may use; write host_memory_bytes in \[clu"):

@@ -142,19 +142,13 @@ def test_micro_batches_before_the_last_keep_gradients_beside_the_buckets():
 
 
 plans = st.builds(
-    Plan,
-    data=st.sampled_from([1, 2, 4, 12]),
-    pipeline=st.integers(1, 4),
-    num_microbatches=st.integers(1, 6),
-    schedule=st.sampled_from(["gpipe", "one_f_one_b"]),
-    gradient_sync=st.sampled_from(["flat", "overlapped"]),
+    Plan, data=st.sampled_from([1, 2, 4, 12]), pipeline=st.integers(1, 4), num_microbatches=st.integers(1, 6),
+    schedule=st.sampled_from(["gpipe", "one_f_one_b"]), gradient_sync=st.sampled_from(["flat", "overlapped"]),
     sharding=st.builds(Sharding, st.integers(0, 3), st.integers(1, 9), st.booleans(), prefetch=st.integers(0, 3)),
     precision=st.sampled_from([None, Precision(), Precision("bfloat16"), Precision("float16", master=False)]),
-    recompute=st.sampled_from(["none", "selective", "full"]),
-    tensor=st.sampled_from([1, 2, 3]),
-    context=st.sampled_from([1, 2]),
-    sequence_parallel=st.booleans(),
-)
+    recompute=st.sampled_from(["none", "selective", "full"]), tensor=st.sampled_from([1, 2, 3]),
+    context=st.sampled_from([1, 2]), sequence_parallel=st.booleans(),
+)  # fmt: skip
 
 
 @settings(max_examples=30, deadline=None)

@@ -64,7 +64,7 @@ PLAN = {
     "schedule": ("one_f_one_b", *SCHEDULES, *SCHEDULES),
     "gradient_sync": records.GRADIENT_SYNCS,
     "bucket_bytes": (1, 10_000, 25_000_000),
-    "recompute": records.RECOMPUTES,
+    "recompute": (*records.RECOMPUTES * 3, "layernorm", "mlp,core_attn", "moe,layernorm", "moe_act"),
     "float8": (*("none",) * 13, *records.FLOAT8),
     "sequence_parallel": (True, False, False),
     "context_kind": records.CONTEXT_KINDS,

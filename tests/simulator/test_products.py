@@ -190,16 +190,40 @@ def kept(workload, **plan):
     return int(memory_of(workload, Plan(**plan)).stages[0].kept[3, ACTIVATIONS])
 
 
-def test_every_second_product_of_a_llama_runs_again():
-    # wq, wk, wv, wo, w1, w3, w2: the second, fourth and sixth
-    again = 2 * TOKENS * (KV * H + H * H + F * H)
-    assert backward_ns(LLAMA, recompute="operators") - backward_ns(LLAMA) == round(again / 1000)
+LATENT = replace(FEW_LAYERS, latent=sim.LatentSizes(24, 16, 8, 4, 6), mixture=sim.Mixture(4, 2, 96, shared_size=48))
+DEEP = fuse_attention(llama_workload(LATENT, sequence_length=S, microbatch_size=B))
+ROWS, SHARED = 2 * (96 + 2 * 96 + 96), (2 * (48 + 2 * 48 + 48), 2 * 3 * 48 * H)  # of a row and of a token
+# Of a module: bytes of a token that are not kept, and operations that run again for it.
+MODULES = [
+    # Of wq, wk, wv, wo, w1, w3, w2 every second one runs again; outputs of the others and of attention stay.
+    (LLAMA, "operators", 8 * H + 4 * (H + KV) + 8 * F - 2 * (3 * H + KV + F + H), 2 * (KV * H + H * H + F * H)),
+    (LLAMA, "layernorm", 2 * 2 * H, 0),
+    (LLAMA, "mlp", 2 * (F + 2 * F + F), 2 * 3 * F * H),
+    (LLAMA, "core_attn", 0, 0),
+    (llama_workload(FEW_LAYERS, sequence_length=S, microbatch_size=B), "core_attn", 2 * 4 * S, 2 * 2 * S * H),
+    (DEEP, "layernorm", 2 * 2 * H, 0),
+    (DEEP, "mla_up_proj", 2 * 4 * (12 + 12 + 6), 2 * (4 * 12 * 16 + 4 * (8 + 6) * 24)),
+    (DEEP, "shared_experts", *SHARED),
+    (DEEP, "moe_act", 2 * 2 * (96 + 96), 0),
+    (DEEP, "moe", 2 * (ROWS + 2 * 2 * H) + SHARED[0], 2 * 2 * 3 * 96 * H + SHARED[1]),
+]
 
 
-def test_a_llama_keeps_its_input_and_the_outputs_of_attention_and_of_other_products():
-    rows = 4 * TOKENS * FEW_LAYERS.num_heads  # the logarithm of each row's sum
-    outputs = 2 * TOKENS * (H + KV + F + H)  # wq, wv, w1, w2
-    assert kept(LLAMA, recompute="operators") == 2 * TOKENS * H + outputs + 2 * TOKENS * H + rows
+@pytest.mark.parametrize(("workload", "name", "dropped", "operations"), MODULES)
+def test_a_module_that_runs_again_keeps_less_and_takes_its_forward(workload, name, dropped, operations):
+    assert kept(workload) - kept(workload, recompute=name) == TOKENS * dropped
+    longer = backward_ns(workload, recompute=name) - backward_ns(workload)
+    assert longer == pytest.approx(TOKENS * operations / 1000, abs=2)
+
+
+def test_what_goes_into_a_product_is_a_byte_less_in_8_bits_and_experts_rows_are_sent_again():
+    narrow = [kept(LLAMA, float8="products", recompute=name) for name in ("none", "layernorm", "layernorm,mlp")]
+    assert (narrow[0] - narrow[1], narrow[1] - narrow[2]) == (TOKENS * 2 * H, TOKENS * (2 * 3 + 1) * F)
+    steps = [
+        simulate(DEEP, cluster("dgx-h100", 2), Plan(expert=2, recompute=name)) for name in ("none", "moe", "moe_act")
+    ]
+    sent = [[call.num_bytes for call in step.stages[0].calls[1][3] if "rows" in call.name] for step in steps]
+    assert sent == [[], [2 * 2 * TOKENS * H] * 2, []]
 
 
 def test_only_a_block_that_runs_again_takes_longer():

@@ -64,6 +64,7 @@ ROWS = [
      lambda: sim.LlamaSizes(64, 2, 4, 2, 96, 100, convolutions=(3,))),
     ("choose a stage of 0 to 3", lambda: sim.adam_state_bytes(1, zero_stage=4)),
     ("at least 1", lambda: sim.activation_bytes_per_layer(0, 1, 1, 1)),
+    ("has moe, which recompute names; choose among layernorm, core_attn, mlp", lambda: step(Plan(recompute="mlp,moe"))),
     ("choose none, selective or full", lambda: sim.activation_bytes_per_layer(8, 1, 1, 1, recompute="maybe")),
     ("choose one of llama-2-7b", lambda: sim.model_by_name("llama-9")),
     *(("groups must divide 8 experts, and those of a token hold 3", lambda g=g: sim.Mixture(8, 3, most_groups=g))

@@ -178,14 +178,9 @@ def test_offload_copies_shards_over_the_hosts_link(stage, offload):
 
 
 shardings = st.builds(
-    Sharding,
-    stage=st.integers(1, 3),
-    unit_layers=st.integers(1, 4),
-    reshard_after_forward=st.booleans(),
-    prefetch=st.integers(0, 3),
-    replicas=st.sampled_from([1, 2]),
-    offload=st.sampled_from(["none", "optimizer"]),
-)
+    Sharding, stage=st.integers(1, 3), unit_layers=st.integers(1, 4), reshard_after_forward=st.booleans(),
+    prefetch=st.integers(0, 3), replicas=st.sampled_from([1, 2]), offload=st.sampled_from(["none", "optimizer"]),
+)  # fmt: skip
 contentions = st.sampled_from([Contention(), Contention(1.2, 1.7)])
 
 

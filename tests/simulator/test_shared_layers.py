@@ -7,8 +7,9 @@ import pytest
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
 
 import simulator as sim
-from distlab.plan import Contention, Link, Plan, Protocol, Work
+from distlab.plan import Contention, Link, Plan, Protocol, Sharding, Work
 from distlab.plan.compression import METHODS, Compression, exchanges
+from simulator.memory.memory import KINDS
 from simulator.stage.parallel_passes import side_by_side
 from simulator.units import to_ns
 
@@ -88,6 +89,15 @@ def test_all_to_alls_trade_positions_for_heads_before_and_after_attention():
     assert step.sent_bytes_by_axis["context"] == NEAR(3 * 2 * 0.75 * STATES)  # layers, forward and backward
 
 
+def test_keys_and_values_are_gathered_before_attention_and_their_gradients_scattered_after_it():
+    step = step_of(plan := Plan(context=4, context_kind="all_gather"))
+    travel = sim.all_gather_s(2 * STATES, 4, LINK)
+    assert near(step.stages[0].forward_ns[1], sim.compute_s(BLOCK.forward.times(0.25), DEVICE) + travel)
+    calls = [(call.kind, call.num_bytes) for call in step.stages[0].calls[1][1]]
+    assert calls == [("all_gather", 2 * STATES), ("reduce_scatter", 2 * STATES)]
+    assert sim.memory_of(DENSE, plan).stages[0].backward[1, KINDS.index("buffers")] == 2 * 2 * STATES
+
+
 def test_experts_exchange_rows_twice_forward_and_twice_backward():
     ranks, block = 2, MIXED.layers[1]
     stage = step_of(Plan(expert=ranks), MIXED).stages[0]
@@ -112,6 +122,16 @@ def test_experts_are_divided_and_have_fewer_copies():
     assert {sync.name.endswith("of experts") for sync in step.stages[0].buckets} == {True, False}
     held = [sim.memory_of(MIXED, Plan(expert=n)).of("parameters") for n in (1, 2, 4, 8)]
     assert held == [2 * (MIXED.num_parameters - experts + experts // n) for n in (1, 2, 4, 4)]
+
+
+def test_fsdp_shards_experts_over_the_ranks_that_have_copies_of_them():
+    plan = Plan(data=2, expert=2, sharding=Sharding(3))
+    step, experts = step_of(plan, MIXED), sum(layer.expert_parameters for layer in MIXED.layers)
+    dense, own = MIXED.num_parameters - experts, experts / 2
+    assert step.sent_bytes_by_axis["data"] == NEAR(3 * 2 * (dense * 3 / 4 + own / 2), rel=1e-3)
+    assert step.memory.of("optimizer") == NEAR(8 * (dense / 4 + own / 2), rel=1e-3)
+    alone = sim.memory_of(MIXED, Plan(expert=2, sharding=Sharding(3))).of("optimizer")
+    assert alone == NEAR(8 * (dense / 2 + own), rel=1e-3), "nobody else has these experts"
 
 
 @pytest.mark.parametrize(("kind", "plan"), [
