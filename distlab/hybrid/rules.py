@@ -64,7 +64,7 @@ def _problems(plan: Plan, model: GPT) -> Iterator[str]:
             f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}, which is "
             "simulated alone; use 'every', or leave both out"
         )
-    for name, usual in (("float8", "none"), ("offload_activations", False)):
+    for name, usual in (("float8", "none"), ("offload_activations", False), ("fold_experts", False)):
         if (value := getattr(plan, name)) != usual:
             yield f"{name} is {value!r}, which is simulated alone; use {name}={usual!r}"
     if plan.gradient_sync != "overlapped":

@@ -47,15 +47,10 @@ class Device:
     float4_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        owner = f"Device {self.name!r}"
-        rates = ("matmul_flops_per_s", "memory_bytes_per_s", "host_link_bytes_per_s", "host_memory_bytes_per_s")
-        optional = ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s", "float4_flops_per_s")
-        known = {name: value for name in optional if (value := getattr(self, name)) is not None}
-        require_positive(owner, **known, **{name: getattr(self, name) for name in ("memory_bytes", *rates)})
-        host = self.host_memory_bytes or 0.0
-        require_least(owner, kernel_s=self.kernel_s, launch_s=self.launch_s, host_memory_bytes=host)
-        if self.multiprocessors is not None:
-            require_count(owner, multiprocessors=self.multiprocessors)
+        owner, known = f"Device {self.name!r}", {name: each for name, each in vars(self).items() if each is not None}
+        require_positive(owner, **{n: v for n, v in known.items() if n.endswith("_per_s") or n == "memory_bytes"})
+        require_least(owner, **{n: v for n, v in known.items() if n in ("kernel_s", "launch_s", "host_memory_bytes")})
+        require_count(owner, **{n: v for n, v in known.items() if n == "multiprocessors"})
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ class Pipelines:
             states, kept = np.zeros((2, v, p)), np.add.reduceat(cost.kept, firsts).reshape(v, p)
             kept = kept * (not plan.offload_activations)
             on_host = {"none": (), "optimizer": (1,), "all": (1, 2, 3)}[plan.sharding.offload]
-            (every, few), grown = (plan.copies, plan.data * plan.context), np.zeros((v, p))
+            (every, few), grown = (plan.copies, plan.expert_copies), np.zeros((v, p))
             base = np.add.reduceat(cost.base, firsts).reshape(v, p)
             states[int(3 in on_host)] += base / (every if stage == 3 else 1)
             for parameters, copies in zip(local_parameters(shape, cost), (every, few), strict=True):
@@ -216,7 +216,7 @@ class Pipelines:
     def _update_s(self, row: int) -> Floats:
         question, (plan, shape, cost) = self.found.question, self._of(row)
         own, experts = (self._of_ranks(row, each) for each in local_parameters(shape, cost))
-        shards, few = (plan.copies, plan.data * plan.context) if plan.sharding.stage else (1, 1)
+        shards, few = (plan.copies, plan.expert_copies) if plan.sharding.stage else (1, 1)
         on_host = plan.sharding.offload != "none"
         update = update_s(question, cost, own, self._of_ranks(row, cost.tensors), np.array(shards), on_host)
         return update + update_s(question, cost, experts, 0, np.array(few), on_host)

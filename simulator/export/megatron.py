@@ -45,6 +45,7 @@ def megatron_flags(said: PlanFile, options: Options) -> Exported:
         flags.append(f"--cp-comm-type {'p2p' if plan.context_kind == 'ring' else 'a2a'}")
     if plan.expert > 1:
         flags.append(f"--expert-model-parallel-size {plan.expert}")
+        flags += ["--expert-tensor-parallel-size 1"] if plan.fold_experts else []
     flags += ["--sequence-parallel"] if plan.sequence_parallel else []
     flags += ["--use-tp-pp-dp-mapping"] if not order_is_usual(said) else []
     flags += _sharding(said) + _types(said)

@@ -291,7 +291,7 @@ class _Exchanges:
         own = float(num_parameters + experts)
         if plan.sharding.stage:
             own = num_parameters / plan.sharding.num_shards(plan.copies)
-            own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
+            own += experts / plan.sharding.num_shards(plan.expert_copies) if experts else 0.0
         share = own / workload.num_parameters if workload.num_parameters else 0.0
         tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
         kernels = 1 if cluster.software.flat_buffers else round(workload.optimizer.num_kernels * tensors)

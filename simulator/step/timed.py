@@ -66,10 +66,11 @@ def notes_on(plan: Plan, mfu: float = 0.0, workload: Workload | None = None) -> 
             "more small ones 0.96 to 1.15 times, and all of them 0.8 to 2.4 times"
         )
     if workload is not None and plan.expert > 1:
-        notes.append(
-            f"expert {plan.expert} multiplies the ranks to {plan.world_size}: what Megatron-LM and torchtitan call "
-            f"{plan.num_replicas} data ranks, of which their expert degree {plan.expert} divides"
-        )
+        if not plan.fold_experts:
+            notes.append(
+                f"expert {plan.expert} multiplies the ranks to {plan.world_size}: what Megatron-LM and torchtitan call "
+                f"{plan.num_replicas} data ranks, which their expert degree divides, as here with fold_experts"
+            )
         if experts == 0:
             notes.append(f"the model has no experts, so that {plan.expert} expert ranks are replicas: use data")
         elif plan.expert > experts:

@@ -7,8 +7,9 @@ import pytest
 from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, workload_of
 
 import simulator as sim
-from distlab.plan import Contention, Link, Plan, Protocol, Work
+from distlab.plan import Contention, Link, Plan, Protocol, Sharding, Work
 from distlab.plan.compression import METHODS, Compression, exchanges
+from simulator.hardware.rank_layout import EXPERT_COPIES, RankLayout
 from simulator.stage.parallel_passes import side_by_side
 from simulator.units import to_ns
 
@@ -112,6 +113,26 @@ def test_experts_are_divided_and_have_fewer_copies():
     assert {sync.name.endswith("of experts") for sync in step.stages[0].buckets} == {True, False}
     held = [sim.memory_of(MIXED, Plan(expert=n)).of("parameters") for n in (1, 2, 4, 8)]
     assert held == [2 * (MIXED.num_parameters - experts + experts // n) for n in (1, 2, 4, 4)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_folded_experts_divide_the_ranks_of_a_stage(stage):
+    """Without tensor and context ranks the same step as of fewer data ranks; with them neighbours hold all experts."""
+    own = {"pipeline": 2, "num_microbatches": 2, "sharding": Sharding(stage)}
+    folded, plain = (step_of(Plan(data=n, expert=2, fold_experts=n > 2, **own), MIXED, per_node=2) for n in (4, 2))
+    assert (folded.duration_s, folded.sent_bytes_by_axis) == (plain.duration_s, plain.sent_bytes_by_axis)
+    assert folded.memory.peak_bytes.tolist() == plain.memory.peak_bytes.tolist()
+    plan = Plan(2, **own, tensor=2, context=2, expert=4, sequence_parallel=True, fold_experts=True)
+    layout, step = RankLayout(cluster_of(16), plan), step_of(plan, MIXED)
+    assert layout.rows(("expert",)) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert layout.rows(EXPERT_COPIES) == tuple((n, n + 4) for n in range(4))
+    assert (plan.world_size, plan.copies, plan.expert_copies, plan.num_replicas) == (16, 4, 2, 2)
+    rows = MIXED.layers[1].experts.row_bytes / 4  # of a rank's quarter of a micro-batch
+    sent = [piece.num_bytes for piece in step.stages[0].calls[0][1] if piece.name.startswith("all_to_all rows")]
+    assert sent == [rows, rows]
+    experts, tensor = (sum(getattr(layer, f"{of}_parameters") for layer in MIXED.layers) for of in ("expert", "tensor"))
+    held = MIXED.num_parameters - experts * 3 // 4 - tensor // 2
+    assert sum(part.num_parameters for part in step.stages) == held
 
 
 @pytest.mark.parametrize(("kind", "plan"), [
