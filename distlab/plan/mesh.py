@@ -90,11 +90,8 @@ class Mesh:
         Raises:
             ValueError: an axis is missing or unknown, or a coordinate lies outside its axis.
         """
-        if set(coordinates) != set(self.names):
-            raise ValueError(
-                f"got coordinates on {', '.join(coordinates) or 'no axis'}; the mesh {self} needs one on each of "
-                f"{', '.join(self.names)}"
-            )
+        text = f"got coordinates on {', '.join(coordinates) or 'no axis'}; the mesh {self} needs one on each of "
+        require(set(coordinates) == set(self.names), f"{text}{', '.join(self.names)}")
         rank = 0
         for name, size in self.axes:
             place = coordinates[name]

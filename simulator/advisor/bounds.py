@@ -25,6 +25,7 @@ from distlab.plan import AXES, Link, Plan
 from distlab.plan.partition import Cuts, even_blocks
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.gradients.fsdp_units import UNIT_KERNELS, VIEW_KERNELS
+from simulator.hardware.cost import host_seconds_per_byte
 from simulator.hardware.rank_layout import RankLayout
 from simulator.pipeline.schedule_arrays import F, last_actions
 from simulator.stage.local_layer import output_bytes
@@ -73,9 +74,8 @@ def update_s(
     kernels = np.maximum(0.0, whole.num_kernels / max(cost.workload.num_tensors, 1) * tensors / shards - 1)
     kernels = kernels * (not question.cluster.software.flat_buffers)
     busy = size / device.memory_bytes_per_s + kernels * device.kernel_s
-    sharing = min(question.cluster.num_devices, question.cluster.devices_per_node)
-    on_device = np.maximum(busy, kernels * device.launch_s)
-    return np.asarray(np.where(on_host, sharing * size / device.host_memory_bytes_per_s, on_device), np.float64)
+    on_host_s = size * host_seconds_per_byte(question.cluster, question.cluster.num_devices)
+    return np.asarray(np.where(on_host, on_host_s, np.maximum(busy, kernels * device.launch_s)), np.float64)
 
 
 def pack_s(question: Question, num_bytes: Floats, tensors: Floats | Ints | int) -> Floats:

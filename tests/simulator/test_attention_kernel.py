@@ -1,6 +1,8 @@
 """GPT's counts; flash attention: its operations, its bytes, what utilization counts of it; and what windows leave."""
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from simulator.validation.case import gpt
 H, A, S, B, L = 512, 8, 256, 3, 2
 GPT = sim.gpt_workload(hidden_size=H, num_layers=L, num_heads=A, sequence_length=S, vocab_size=1000, microbatch_size=B)
 LLAMA = sim.llama_workload(sim.LlamaSizes(H, L, A, 2, 1024, 1000), sequence_length=S, microbatch_size=B)
+WINDOWS = tomllib.loads(Path(__file__).with_name("windows.toml").read_text("utf-8"))["rows"]
 FREE = Link("free", (Protocol(0.0, 1e30),))
 MODELS = pytest.mark.parametrize("plain", [GPT, LLAMA], ids=["GPT", "Llama"])
 
@@ -76,30 +79,12 @@ def test_fused_attention_computes_what_the_window_leaves_and_mfu_counts_twice_th
     assert whole.counted_flops - narrow.counted_flops == pytest.approx((1 - part) * inner)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "expected"),
-    [
-        ("mistral", {"sliding_window": 16}, [16] * 6),
-        ("mistral", {}, [4096] * 6),  # as its class has it
-        ("gemma2", {"sliding_window": 16}, [16, None] * 3),
-        ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 3}, [16, 16, None] * 2),
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, [128, None] * 3),
-        ("cohere2", {"sliding_window": 16}, [16, 16, 16, None, 16, 16]),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, [None] * 6),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 4}, [None] * 4 + [16] * 2),
-        (
-            "gemma2",
-            {"sliding_window": 8, "layer_types": ["full_attention"] * 5 + ["sliding_attention"]},
-            [None] * 5 + [8],
-        ),
-        ("gpt_neo", {"window_size": 32, "attention_types": [[["global", "local"], 3]]}, [None, 32] * 3),
-    ],
-)
+@pytest.mark.parametrize(("family", "fields", "expected"), WINDOWS)
 def test_families_say_which_layers_have_a_window(family, fields, expected):
     neo = {"num_layers": 6, "num_heads": 4} if family == "gpt_neo" else {}
     drop = ("num_key_value_heads", "num_hidden_layers", "num_attention_heads", "intermediate_size") if neo else ()
     values = {name: value for name, value in BASE.items() if name not in drop} | {"model_type": family} | fields | neo
-    assert windows_of(sim.workload_from_config(values)) == expected
+    assert windows_of(sim.workload_from_config(values)) == [width or None for width in expected]
 
 
 SIZES = {"hidden_size": 96, "num_layers": 5, "sequence_length": 40, "vocab_size": 311}

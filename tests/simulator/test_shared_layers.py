@@ -10,6 +10,7 @@ import simulator as sim
 from distlab.plan import Contention, Link, Plan, Protocol, Sharding, Work
 from distlab.plan.compression import METHODS, Compression, exchanges
 from simulator.hardware.rank_layout import EXPERT_COPIES, RankLayout
+from simulator.models.parts import load_experts
 from simulator.stage.parallel_passes import side_by_side
 from simulator.units import to_ns
 
@@ -102,6 +103,19 @@ def test_experts_exchange_rows_twice_forward_and_twice_backward():
     fewer = replace(block.forward, num_kernels=block.forward.num_kernels - 2 * block.experts.kernels_each)
     assert near(stage.forward_ns[1], sim.compute_s(fewer, DEVICE) + travel)
     assert [piece.num_bytes for piece in stage.calls[1][1] if piece.axis == "expert"] == [rows, rows, 8 * (2 * 4 + 1)]
+
+
+def test_the_fullest_rank_has_the_rows_of_as_many_more_experts_a_token():
+    """Half as many rows more are what three experts a token make of two; utilization counts the even ones."""
+    loaded, three = load_experts(MIXED, 1.5), sim.mix_experts(DENSE, 4, top_k=3)
+    known = {"experts": replace(three.layers[1].experts, top_k=2)}
+    assert replace(loaded.layers[1], uncounted_flops=0.0) == replace(three.layers[1], **known)
+    assert load_experts(MIXED, 1.0) == MIXED
+    assert loaded.counted_flops == NEAR(MIXED.counted_flops)
+    with pytest.raises(ValueError, match="has no experts, whose load is given; leave it out"):
+        load_experts(DENSE, 1.5)
+    said = sim.ModelDescription(num_experts=4, top_k=2, capacity_factor=1.25)
+    assert said.workload() == replace(said, capacity_factor=None, expert_load=1.25).workload()
 
 
 def test_experts_are_divided_and_have_fewer_copies():

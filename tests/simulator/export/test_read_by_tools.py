@@ -71,23 +71,8 @@ def test_accelerate_reads_its_file_and_knows_each_flag_that_it_makes(own, tmp_pa
         assert ParallelismConfig(**sizes).total_size == own.plan.world_size
 
 
-# Flags whose field in Megatron-Core has a different name.
-FIELDS = {
-    "swiglu": "gated_linear_unit",
-    "num_experts": "num_moe_experts",
-    "disable_bias_linear": "add_bias_linear",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "ddp_bucket_size": "bucket_size",
-    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
-    "group_query_attention": None,  # num_query_groups says it
-}
-# Flags of training, of data and of the model's ends, which Megatron-Core leaves to Megatron-LM: their names are checked
-# against arguments.py alone.
-OF_TRAINING = {
-    "micro_batch_size", "global_batch_size", "seq_length", "max_position_embeddings", "vocab_size",
-    "position_embedding_type", "untie_embeddings_and_output_weights", "use_tp_pp_dp_mapping",
-}  # fmt: skip
 ARGUMENTS = tomllib.loads(Path(__file__).with_name("megatron_arguments.toml").read_text("utf-8"))
+FIELDS, OF_TRAINING = ARGUMENTS.pop("fields"), ARGUMENTS.pop("of_training")["names"]
 
 
 def megatron_arguments(own):
@@ -118,7 +103,7 @@ def test_megatron_core_makes_its_configurations_of_the_flags(own):
     values = {}
     for name, value in vars(megatron_arguments(own)).items():
         field = FIELDS.get(name, name)
-        if value in (None, False) or field is None or name in OF_TRAINING:
+        if value in (None, False) or not field or name in OF_TRAINING:
             continue
         assert field in types, f"Megatron-Core has no field for --{name.replace('_', '-')}"
         number = str(value).replace(".", "", 1).isdigit()
