@@ -40,7 +40,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from distlab.plan import AXES, Cluster, Plan, Workload
-from distlab.plan.mesh import check_order
+from distlab.plan.mesh import check_order, sizes_of
 from simulator.hardware.presets import OWN, ClusterDescription, given
 from simulator.models.description import ModelDescription
 from simulator.models.parts import shown
@@ -72,7 +72,7 @@ class PlanFile:
     def __post_init__(self) -> None:
         wanted, ranks = self.cluster.num_devices, self.plan.world_size
         if wanted is not None and wanted != ranks:
-            degrees = " x ".join(f"{getattr(self.plan, axis)} ({axis})" for axis in AXES)
+            degrees = " x ".join(f"{size} ({axis})" for axis, size in zip(AXES, sizes_of(self.plan), strict=True))
             more = shown(wanted // (rest := ranks // self.plan.data))
             fix = f"for example data = {more}" if wanted % rest == 0 < wanted else f"or use a multiple of {rest}"
             differs = f"[plan] has {degrees} = {ranks} ranks and [cluster] num_devices = {shown(wanted)}"

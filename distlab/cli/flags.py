@@ -44,6 +44,7 @@ ONLY_IN_FILES = {"first_bucket_bytes", "compression", "reshard_after_forward", "
 ONLY_IN_FILES |= {"num_devices", "devices_per_node", "device", "intra_node", "inter_node"}
 BEGIN = {"plan.data": 8}  # where neither a file nor a flag says how many
 FOLLOWING = ("plan.stages_per_rank", "plan.precision.compute")  # the schedule and the model say what they are
+NUMBERS = {int: r"[+-]?\d+", float: r"[+-]?(\d+\.?\d*|\.\d+)"}
 MB = 1_000_000
 
 
@@ -99,7 +100,9 @@ def add_flags(command: argparse.ArgumentParser, *said: str) -> None:
         if bool in flag.kinds:
             options = {"action": argparse.BooleanOptionalAction}
         else:
-            options["metavar"] = "N" if int in flag.kinds else "NAME|FILE" if path == "cluster.name" else "NAME"
+            options["metavar"] = (
+                "N" if {*flag.kinds} & {*NUMBERS} else "NAME|FILE" if path == "cluster.name" else "NAME"
+            )
             default = flag.default // MB if path == "plan.bucket_bytes" else flag.default
             text += "" if default is None else f" (default {default})"
         text = text.replace("%", "%%")
@@ -155,8 +158,8 @@ def _tables(arguments: argparse.Namespace) -> dict[str, Any]:
         table = tables
         for name in above:
             table = table.setdefault(name, {})
-        is_number = int in _flags()[path].kinds and re.fullmatch(r"[+-]?\d+", str(value).strip())
-        table[key] = int(value) if is_number else value
+        kinds, text = _flags()[path].kinds, str(value).strip()
+        table[key] = next((n(text) for n, form in NUMBERS.items() if n in kinds and re.fullmatch(form, text)), value)
     plan, name = tables["plan"], tables.get("cluster", {}).get("name", "")
     if name.endswith(".toml"):
         tables["cluster"] = cluster_table(name, {key: own for key, own in tables["cluster"].items() if key != "name"})

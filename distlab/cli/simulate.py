@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distlab.cli.command import check_output, flag, flags, positive_number
 from distlab.cli.flags import add_description, changed_flags, cluster_of, said_by
 from distlab.plan import SCHEDULES, Cluster, Plan, Workload
+from distlab.plan.mesh import sizes_of
 
 if TYPE_CHECKING:
     from simulator import Memory, PlanFile, Step
@@ -165,12 +166,13 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
     from simulator.units import format_bytes, format_s, in_words
 
     used = f"{format_bytes(found['max_memory_bytes'])} of {format_bytes(found['device_memory_bytes'])}"
-    degrees = {axis: getattr(plan, axis) for axis in ("data", "pipeline", "tensor", "context", "expert")}
-    shown = " x ".join(f"{n} ({axis})" for axis, n in degrees.items() if n > 1 or axis in ("data", "pipeline"))
+    sizes = zip(axes := ("data", "pipeline", "tensor", "context", "expert"), sizes_of(plan, axes), strict=True)
+    shown = " x ".join(f"{n} ({axis})" for axis, n in sizes if n > 1 or axis in axes[:2])
     rows = [("does not fit", found["why_not"])] if found["why_not"] else []
     rows += [("note", note) for note in found["notes"]]
     rows.append(("model", f"{found['workload']}, {in_words(found['parameters'])} parameters"))
     there = f"; {plan.num_replicas} data ranks in Megatron-LM's and torchtitan's words" if plan.expert > 1 else ""
+    there = f", experts over {plan.expert} of a stage" if plan.fold_experts else there
     rows.append(("ranks", f"{shown} on {found['cluster']}{there}"))
     if step is None:
         rows.append(("step", f"not simulated: {why_no_time}"))

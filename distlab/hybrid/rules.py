@@ -59,7 +59,8 @@ def _problems(plan: Plan, model: GPT) -> Iterator[str]:
         has = f"recompute_method is {plan.recompute_method!r} with recompute_layers={plan.recompute_layers}"
         yield f"{has}, which is simulated alone; use 'every', or leave both out"
     kinds = {"recompute": ("none", "selective", "full"), "context_kind": ("ring", "all_to_all")}
-    for name, usual in {**kinds, "float8": ("none",), "offload_activations": (False,)}.items():
+    alone = {"float8": ("none",), "offload_activations": (False,), "fold_experts": (False,)}
+    for name, usual in (kinds | alone).items():
         if (value := getattr(plan, name)) not in usual:
             yield f"{name} is {value!r}, which is simulated alone; use {name}={' or '.join(map(repr, usual))}"
     if plan.gradient_sync != "overlapped":

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distlab.plan.require import chosen
+from distlab.plan.require import chosen, require
 
 METHODS = ("top_k", "random_k", "quantize", "sign", "powersgd")
 BLOCK = 1024  # elements that share a scale
@@ -86,10 +86,8 @@ def exchanges(
         ValueError: no elements, or elements of less than one byte.
     """
     size = sum(math.prod(shape) for shape in shapes)
-    if size < 1:
-        raise ValueError(f"a bucket of shapes {[tuple(shape) for shape in shapes]} holds nothing; pass its tensors'")
-    if bytes_per_element < 1:
-        raise ValueError(f"bytes_per_element is {bytes_per_element}; pass at least 1, such as 4 for float32")
+    require(size >= 1, f"a bucket of shapes {[tuple(shape) for shape in shapes]} holds nothing; pass its tensors'")
+    require(bytes_per_element >= 1, f"bytes_per_element is {bytes_per_element}; pass at least 1, such as 4 for float32")
     num_blocks, scale_bytes = -(-size // BLOCK), max(bytes_per_element, 4)
     if compression.method == "top_k":
         return (Exchange("all_gather", num_kept(size, compression.ratio) * (bytes_per_element + INDEX_BYTES)),)
@@ -154,6 +152,5 @@ def checked(name: str, value: Any) -> Any:
         "rank": (whole and value >= 1, "the rank of the factors, a whole number of at least 1, such as 4"),
         "min_saving": (number and 0 < value < math.inf, "a number above 0, such as 2.0"),
     }[name]
-    if not right:
-        raise ValueError(f"{name} is {value!r}; pass {wanted}")
+    require(right, f"{name} is {value!r}; pass {wanted}")
     return value

@@ -24,8 +24,7 @@ class Device:
         peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
         host_link_bytes_per_s: copies between the device and its host, one way: 25e9 of the 32e9 of PCIe 4.0 x16.
         host_memory_bytes_per_s: what a node's host streams when it updates parameters, its arithmetic included; the
-            node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024); with
-            one thread a rank, as torchrun sets it, hosts take up to five times as long.
+            node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024).
         host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
         float4_flops_per_s: the same as float8_flops_per_s, of 4-bit numbers.
     """
@@ -47,15 +46,10 @@ class Device:
     float4_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        owner = f"Device {self.name!r}"
-        rates = ("matmul_flops_per_s", "memory_bytes_per_s", "host_link_bytes_per_s", "host_memory_bytes_per_s")
-        optional = ("attention_flops_per_s", "peak_flops_per_s", "float8_flops_per_s", "float4_flops_per_s")
-        known = {name: value for name in optional if (value := getattr(self, name)) is not None}
-        require_positive(owner, **known, **{name: getattr(self, name) for name in ("memory_bytes", *rates)})
-        host = self.host_memory_bytes or 0.0
-        require_least(owner, kernel_s=self.kernel_s, launch_s=self.launch_s, host_memory_bytes=host)
-        if self.multiprocessors is not None:
-            require_count(owner, multiprocessors=self.multiprocessors)
+        owner, known = f"Device {self.name!r}", {name: each for name, each in vars(self).items() if each is not None}
+        require_positive(owner, **{n: v for n, v in known.items() if n.endswith("_per_s") or n == "memory_bytes"})
+        require_least(owner, **{n: v for n, v in known.items() if n in ("kernel_s", "launch_s", "host_memory_bytes")})
+        require_count(owner, **{n: v for n, v in known.items() if n == "multiprocessors"})
 
 
 @dataclass(frozen=True)
@@ -142,6 +136,7 @@ class Software:
         keeps_messages: a pipeline keeps all micro-batches' outputs to a step's end, and room for all their gradients.
         pools_gradients: stage 3 makes shards of gradients on a stream of its own, whose memory no other tensor uses.
         hosts_gradients: offload "optimizer" keeps shards of gradients in the host's memory too, as DeepSpeed does.
+        host_thread_bytes_per_s: of an update on the host, what a rank's one thread streams; None: it has more of them.
         fused_gate: one kernel makes a gate, its activation and an expert's weight, and keeps only what goes into it.
     """
 
@@ -169,6 +164,7 @@ class Software:
     pools_gradients: bool = False
     hosts_gradients: bool = False
     fused_gate: bool = False
+    host_thread_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         owner = f"Software {self.name!r}"

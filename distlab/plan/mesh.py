@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan.records import Plan
+from distlab.plan.require import require
 
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 
@@ -45,21 +46,16 @@ class Mesh:
             ValueError: a name twice, a size below one, or a product other than world_size.
         """
         pairs = tuple((str(name), size) for name, size in (axes.items() if isinstance(axes, Mapping) else axes))
-        if not pairs:
-            raise ValueError("a mesh needs at least one axis, such as {'data': 4}")
+        require(bool(pairs), "a mesh needs at least one axis, such as {'data': 4}")
         names = [name for name, _ in pairs]
         for name, size in pairs:
             if names.count(name) > 1:
                 raise ValueError(f"the mesh {_equation(pairs)} has two axes named {name!r}; give each its own name")
-            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-                text = f"the mesh {_equation(pairs)} has {name} = {size!r}; pass a whole number of at least 1"
-                raise ValueError(text)
+            whole = isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size >= 1)
+            require(whole, f"the mesh {_equation(pairs)} has {name} = {size!r}; pass a whole number of at least 1")
         object.__setattr__(self, "axes", tuple((name, int(size)) for name, size in pairs))
-        if world_size is not None and self.size != world_size:
-            raise ValueError(
-                f"the mesh {_equation(pairs)} = {self.size} does not fill {world_size} ranks; "
-                f"change an axis, or run {self.size} ranks"
-            )
+        text = f"the mesh {self} does not fill {world_size} ranks; change an axis, or run {self.size} ranks"
+        require(world_size in (None, self.size), text)
 
     @property
     def size(self) -> int:
@@ -94,11 +90,8 @@ class Mesh:
         Raises:
             ValueError: an axis is missing or unknown, or a coordinate lies outside its axis.
         """
-        if set(coordinates) != set(self.names):
-            raise ValueError(
-                f"got coordinates on {', '.join(coordinates) or 'no axis'}; the mesh {self} needs one on each of "
-                f"{', '.join(self.names)}"
-            )
+        text = f"got coordinates on {', '.join(coordinates) or 'no axis'}; the mesh {self} needs one on each of "
+        require(set(coordinates) == set(self.names), f"{text}{', '.join(self.names)}")
         rank = 0
         for name, size in self.axes:
             place = coordinates[name]
@@ -129,8 +122,7 @@ class Mesh:
         Raises:
             ValueError: no axis has this name, or less than one device in a node.
         """
-        if devices_per_node < 1:
-            raise ValueError(f"devices_per_node is {devices_per_node}; pass at least 1")
+        require(devices_per_node >= 1, f"devices_per_node is {devices_per_node}; pass at least 1")
         nodes = np.moveaxis(self._grid() // devices_per_node, self._place(axis), 0)
         return bool((nodes[0] != nodes[-1]).any())
 
@@ -162,7 +154,13 @@ def mesh_of(plan: Plan, *, order: Sequence[str] = AXES, world_size: int | None =
         ValueError: the order does not name each axis once, or the product of the degrees is not world_size.
     """
     check_order(order)
-    return Mesh([(axis, getattr(plan, axis)) for axis in order], world_size=world_size)
+    return Mesh(zip(order, sizes_of(plan, order), strict=True), world_size=world_size)
+
+
+def sizes_of(plan: Plan, order: Sequence[str] = AXES, *, of_experts: bool = False) -> tuple[int, ...]:
+    """Return the sizes of the axes; or of the mesh on which the groups of experts are rows, where these are folded."""
+    own = {"data": plan.expert_copies, "context": 1, "tensor": 1} if of_experts else {"expert": 1}
+    return tuple(own[axis] if plan.fold_experts and axis in own else getattr(plan, axis) for axis in order)
 
 
 def check_order(order: Sequence[str]) -> tuple[str, ...]:

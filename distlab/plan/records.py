@@ -50,8 +50,10 @@ class Plan:
         tensor: ranks that split each layer.
         context: ranks that split each sequence.
         sequence_parallel: whether tensor-parallel ranks split the parts between their layers along the sequence.
-        expert: ranks that split the experts of mixture layers. It multiplies the ranks, each with own samples; see
-            `copies`. Megatron-LM's and torchtitan's degree divides the data ranks, which are data x expert here.
+        expert: ranks that split the experts of mixture layers. It multiplies the ranks, each with own samples; with
+            fold_experts it divides them.
+        fold_experts: whether expert ranks are a stage's data, context and tensor ranks, as Megatron-LM's and
+            torchtitan's degree means it, which divides these: neighbours hold all experts, tensor ranks whole ones.
         context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
         cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many each, as in Megatron-LM).
         offload_activations: whether the host's memory keeps what blocks keep, from their forward to their backward.
@@ -81,6 +83,7 @@ class Plan:
     cut: str = "time"
     offload_activations: bool = False
     offload_layers: int = 0
+    fold_experts: bool = False
 
     def __post_init__(self) -> None:
         require_count("Plan", **{name: getattr(self, name) for name in COUNTS})
@@ -102,24 +105,32 @@ class Plan:
         chosen("Plan: cut", self.cut, CUTS)
         many = f"Plan: offload_layers is {self.offload_layers}; pass 0 or more, and more with offload_activations alone"
         require(0 <= self.offload_layers <= self.offload_activations * MOST, many)
+        ranks = self.copies * self.tensor
+        text = f"Plan: fold_experts lays expert ranks over data x context x tensor = {ranks} ranks of a stage, "
+        divides = f"which expert={self.expert} does not divide: use a divisor of {ranks}"
+        require(not self.fold_experts or ranks % self.expert == 0, text + divides)
+        has_own = self.tensor == 1 or self.sequence_parallel or not self.fold_experts
+        require(has_own, f"{text}of which tensor ranks have the same tokens: use sequence_parallel, or tensor=1")
         self.sharding.num_shards(self.copies)  # refuses replicas that do not divide
         whole = "Plan: compression works on whole gradients, which sharding never makes; choose one of the two"
         require(self.compression is None or self.sharding.stage == 0, whole)
 
     @property
     def world_size(self) -> int:
-        """Ranks that the plan needs: data x expert x context x tensor x pipeline."""
+        """Ranks that the plan needs: data x expert (1 where it is folded) x context x tensor x pipeline."""
         return self.copies * self.tensor * self.pipeline
 
     @property
     def copies(self) -> int:
-        """Ranks whose gradients of the same parameter are averaged: data x expert x context.
+        """Ranks whose gradients of the same parameter are averaged: `num_replicas` x context."""
+        return self.num_replicas * self.context
 
-        An expert's parameters have fewer copies: data x context.
-        """
-        return self.data * self.expert * self.context
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same experts, which are fewer than `copies`: data x context where nothing is folded."""
+        return self.copies * self.tensor // self.expert if self.fold_experts else self.data * self.context
 
     @property
     def num_replicas(self) -> int:
-        """Sets of ranks that work on samples of their own: data x expert."""
-        return self.data * self.expert
+        """Sets of ranks that work on samples of their own: data x expert, or data where experts are folded."""
+        return self.data if self.fold_experts else self.data * self.expert

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from distlab.plan.require import chosen
+from distlab.plan.require import chosen, require, require_count
 
 OFFLOADS = ("none", "optimizer", "all")
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,18 +42,16 @@ class Sharding:
     offload: str = "none"
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
-            raise ValueError(f"Sharding: stage is {self.stage!r}; choose 0, 1, 2 or 3")
-        for name, least in (("unit_layers", 1), ("prefetch", 0), ("replicas", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"Sharding: {name} is {value!r}; pass a whole number of at least {least}")
+        known = self.stage in (0, 1, 2, 3) and not isinstance(self.stage, bool)
+        require(known, f"Sharding: stage is {self.stage!r}; choose 0, 1, 2 or 3")
+        require_count("Sharding", unit_layers=self.unit_layers, replicas=self.replicas)
+        whole = isinstance(self.prefetch, int) and not isinstance(self.prefetch, bool) and self.prefetch >= 0
+        require(whole, f"Sharding: prefetch is {self.prefetch!r}; pass a whole number of at least 0")
         chosen("Sharding: offload", self.offload, OFFLOADS)
-        if self.offload != "none" and self.stage == 0:
-            raise ValueError("Sharding: offload keeps shards in the host's memory; choose stage 1, 2 or 3")
-        if self.offload == "all" and self.stage != 3:
-            text = f"Sharding: offload 'all' moves parameters, which stage {self.stage} does not shard; use 3"
-            raise ValueError(text)
+        text = "Sharding: offload keeps shards in the host's memory; choose stage 1, 2 or 3"
+        require(self.offload == "none" or self.stage > 0, text)
+        text = f"Sharding: offload 'all' moves parameters, which stage {self.stage} does not shard; use 3"
+        require(self.offload != "all" or self.stage == 3, text)
 
     def num_shards(self, num_ranks: int) -> int:
         """Return the ranks that one set of shards is spread over.
@@ -160,9 +158,8 @@ class FlatLayout:
         Raises:
             ValueError: no shard has this number.
         """
-        if not 0 <= shard < self.num_shards:
-            text = f"shard is {shard}, expected one of 0..{self.num_shards - 1}; pass a rank of the group that shards"
-            raise ValueError(text)
+        text = f"shard is {shard}, expected one of 0..{self.num_shards - 1}; pass a rank of the group that shards"
+        require(0 <= shard < self.num_shards, text)
         return shard * self.shard_size, (shard + 1) * self.shard_size
 
     def pieces(self, shard: int) -> tuple[Piece, ...]:

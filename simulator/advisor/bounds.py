@@ -25,6 +25,7 @@ from distlab.plan import AXES, Link, Plan
 from distlab.plan.partition import Cuts, even_blocks
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.gradients.fsdp_units import UNIT_KERNELS, VIEW_KERNELS
+from simulator.hardware.cost import host_seconds_per_byte
 from simulator.hardware.rank_layout import RankLayout
 from simulator.pipeline.schedule_arrays import F, last_actions
 from simulator.stage.local_layer import output_bytes
@@ -73,9 +74,8 @@ def update_s(
     kernels = np.maximum(0.0, whole.num_kernels / max(cost.workload.num_tensors, 1) * tensors / shards - 1)
     kernels = kernels * (not question.cluster.software.flat_buffers)
     busy = size / device.memory_bytes_per_s + kernels * device.kernel_s
-    sharing = min(question.cluster.num_devices, question.cluster.devices_per_node)
-    on_device = np.maximum(busy, kernels * device.launch_s)
-    return np.asarray(np.where(on_host, sharing * size / device.host_memory_bytes_per_s, on_device), np.float64)
+    on_host_s = size * host_seconds_per_byte(question.cluster, question.cluster.num_devices)
+    return np.asarray(np.where(on_host, on_host_s, np.maximum(busy, kernels * device.launch_s)), np.float64)
 
 
 def pack_s(question: Question, num_bytes: Floats, tensors: Floats | Ints | int) -> Floats:
@@ -196,7 +196,7 @@ class Pipelines:
             states, kept = np.zeros((2, v, p)), np.add.reduceat(cost.kept, firsts).reshape(v, p)
             kept = kept * (not plan.offload_activations)
             on_host = {"none": (), "optimizer": (1,), "all": (1, 2, 3)}[plan.sharding.offload]
-            (every, few), grown = (plan.copies, plan.data * plan.context), np.zeros((v, p))
+            (every, few), grown = (plan.copies, plan.expert_copies), np.zeros((v, p))
             base = np.add.reduceat(cost.base, firsts).reshape(v, p)
             states[int(3 in on_host)] += base / (every if stage == 3 else 1)
             for parameters, copies in zip(local_parameters(shape, cost), (every, few), strict=True):
@@ -216,7 +216,7 @@ class Pipelines:
     def _update_s(self, row: int) -> Floats:
         question, (plan, shape, cost) = self.found.question, self._of(row)
         own, experts = (self._of_ranks(row, each) for each in local_parameters(shape, cost))
-        shards, few = (plan.copies, plan.data * plan.context) if plan.sharding.stage else (1, 1)
+        shards, few = (plan.copies, plan.expert_copies) if plan.sharding.stage else (1, 1)
         on_host = plan.sharding.offload != "none"
         update = update_s(question, cost, own, self._of_ranks(row, cost.tensors), np.array(shards), on_host)
         return update + update_s(question, cost, experts, 0, np.array(few), on_host)

@@ -47,6 +47,9 @@ def megatron_flags(said: PlanFile, options: Options) -> Exported:
         flags.append(f"--cp-comm-type {CONTEXT_KINDS[plan.context_kind]}")
     if plan.expert > 1:
         flags.append(f"--expert-model-parallel-size {plan.expert}")
+        flags += ["--expert-tensor-parallel-size 1"] if plan.fold_experts else []
+    if (room := said.workload.capacity_factor) is not None:
+        flags += [f"--moe-expert-capacity-factor {room}", "--moe-pad-expert-input-to-capacity"]
     flags += ["--sequence-parallel"] if plan.sequence_parallel else []
     flags += ["--use-tp-pp-dp-mapping"] if not order_is_usual(said) else []
     flags += _sharding(said) + _types(said)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from distlab.plan import Device, Link, Protocol, Work
+from distlab.plan import Cluster, Device, Link, Protocol, Work
 from distlab.plan.require import chosen
 
 ALL_REDUCE_ALGORITHMS = ("ring", "halving_doubling", "tree", "in_network")
@@ -68,6 +68,12 @@ def busy_s(work: Work, device: Device) -> float:
     if work.attention_flops:
         seconds += work.attention_flops / (device.attention_flops_per_s or device.matmul_flops_per_s)
     return seconds
+
+
+def host_seconds_per_byte(cluster: Cluster, num_ranks: int) -> float:
+    """Return what a byte of an update takes on the host: of its memory, which a node's ranks share, or of a thread."""
+    shared = min(num_ranks, cluster.devices_per_node) / cluster.device.host_memory_bytes_per_s
+    return max(shared, 1 / (cluster.software.host_thread_bytes_per_s or math.inf))
 
 
 def steps_s(num_bytes: float, steps: Steps, link: Link) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.plan import AXES, Cluster, Link, Plan
-from distlab.plan.mesh import check_order
+from distlab.plan.mesh import check_order, sizes_of
 from simulator.hardware import cost
 from simulator.units import to_ns
 
@@ -153,6 +153,11 @@ class RankLayout:
     def __post_init__(self) -> None:
         check_order(self.order)
         plan, cluster = self.plan, self.cluster
+        if plan.fold_experts and plan.pipeline > 1 and "pipeline" not in (self.order[0], self.order[-1]):
+            raise ValueError(
+                f"fold_experts lays expert ranks over neighbours of a stage, and the order is {', '.join(self.order)}: "
+                "name pipeline first, or leave fold_experts out"
+            )
         bits, makers = (4, "Blackwell") if plan.float8 == "nvfp4" else (8, "Ada, Hopper, Blackwell")
         if plan.float8 != "none" and getattr(cluster.device, f"float{bits}_flops_per_s") is None:
             raise ValueError(
@@ -165,7 +170,8 @@ class RankLayout:
                 "use; write host_memory_bytes in [cluster] device, or leave offload_activations out"
             )
         if plan.world_size > cluster.num_devices:
-            degrees = {axis: getattr(plan, axis) for axis in ("data", "pipeline", *AXES)}
+            order = ("data", "pipeline", "expert", "context", "tensor")
+            degrees = dict(zip(order, sizes_of(plan, order), strict=True))
             shown = [f"{n} ({axis})" for axis, n in degrees.items() if n > 1 or axis in ("data", "pipeline")]
             raise ValueError(
                 f"the plan needs {' x '.join(shown)} = {plan.world_size} ranks; cluster "
@@ -175,7 +181,7 @@ class RankLayout:
     @cached_property
     def ranks(self) -> Ints:
         """Numbers of the ranks, one row per rank of the pipeline: all that run its stages [P, R]."""
-        return _grid(self._sizes, self.order, ("pipeline",)).T
+        return _grid(sizes_of(self.plan, self.order), self.order, ("pipeline",)).T
 
     def groups(self, axes: Sequence[str], pipeline: int = 0) -> tuple[Group, ...]:
         """Return the groups along some axes at a place in the pipeline, one of all those that cost alike."""
@@ -187,7 +193,7 @@ class RankLayout:
 
     def at_places(self, axes: Sequence[str]) -> tuple[tuple[GroupPlacement, ...], ...]:
         """Return `placements` at every place in the pipeline."""
-        return _placements(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)
+        return _placements(self._sizes(axes), self.order, tuple(axes), self.cluster.devices_per_node)
 
     def slowest(self, axes: Sequence[str], pipeline: int = 0) -> Group:
         """Return the group along these axes in which a large all-reduce takes longest; the others wait for it."""
@@ -198,7 +204,7 @@ class RankLayout:
 
     def rows(self, axes: Sequence[str], pipeline: int = 0) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each of these groups, from 0: the first one on the node where the first group begins."""
-        return _rows(self._sizes, self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
+        return _rows(self._sizes(axes), self.order, tuple(axes), self.cluster.devices_per_node)[pipeline]
 
     def crosses_nodes(self, here: int, there: int) -> bool:
         """Return whether any message between two ranks of the pipeline leaves a node."""
@@ -209,9 +215,8 @@ class RankLayout:
     def _nodes(self) -> Ints:
         return self.ranks // self.cluster.devices_per_node
 
-    @cached_property
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(getattr(self.plan, axis) for axis in self.order)
+    def _sizes(self, axes: Sequence[str]) -> tuple[int, ...]:
+        return sizes_of(self.plan, self.order, of_experts=tuple(axes) in (("expert",), EXPERT_COPIES))
 
 
 @lru_cache(maxsize=128)

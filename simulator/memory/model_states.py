@@ -136,7 +136,7 @@ def _shard(parameters: Floats, experts: Floats, plan: Plan) -> float:
     whole, ranks = float(parameters.sum()), plan.sharding.num_shards(plan.copies)
     if plan.expert == 1 or not experts.any():
         return float(np.ceil(whole / ranks))
-    few = plan.sharding.num_shards(plan.data * plan.context)
+    few = plan.sharding.num_shards(plan.expert_copies)
     return float(np.ceil((whole - experts.sum()) / ranks) + np.ceil(experts.sum() / few))
 
 

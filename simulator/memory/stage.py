@@ -132,13 +132,12 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     parameters = table["num_parameters"] - table["tensor_parameters"] - table["expert_parameters"] + experts
     parameters = parameters + np.ceil(table["tensor_parameters"] / plan.tensor)
     largest = np.minimum(table["largest_parameter"], parameters)
-    num_layers, num_kinds = cut[1] - cut[0], len(KINDS)
     full = recomputed(workload, plan, cut)
     kept, again = _kept(_with_parts(table, workload, cut, plan, software), plan, widths.activations, full, software)
-    forward, backward = np.zeros((2, num_layers, num_kinds))
+    forward, backward = np.zeros((2, len(layers), len(KINDS)))
     base = _add_unpacked(layers, plan, forward, backward)
     _add_temporary(table, plan, widths, again, (forward, backward), software)
-    between = np.zeros(num_kinds)
+    between = np.zeros(len(KINDS))
     kept_on_host = _offload(kept, table["input_bytes"] > 0, plan, forward, backward)
     if plan.sharding.stage == 3:
         units = unit_bytes(layers, (parameters, base / widths.parameter, experts), largest, plan, widths, software)
@@ -152,12 +151,13 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
         # A weight's gradient as backward made it, before it is the parameter's, is added to it or lies in its bucket.
         backward[:, TEMPORARY] += largest * widths.parameter
     _add_context(layers, plan, widths, forward, backward)
-    own = local_layers(layers, kinds_of(layers), replace(plan, tensor=1)) if plan.expert > 1 else layers
+    alone = replace(plan, tensor=1, fold_experts=False)
+    own = local_layers(layers, kinds_of(layers), alone) if plan.expert > 1 else layers
     states = count_states(own, (parameters, experts), plan, widths, units, float(base.sum()), software=software)
     states.always[PARAMETERS] += table["frozen_bytes"].sum()
     if software.keeps_messages and plan.pipeline > 1:
         states.always[BUFFERS] += _messages(table, plan, widths, is_last=cut[1] == len(workload.layers))
-    tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(num_layers), states.arriving[-1])
+    tail, ends = (units.tail, units.tail.max()) if units else (np.zeros(len(layers)), states.arriving[-1])
     backward[:, BUFFERS] += states.arriving[:-1]
     return StageBytes(
         always=_whole(states.always),

@@ -15,10 +15,11 @@ from simulator.models.gpt import gpt_workload, mix_experts
 from simulator.models.hugging_face.config import workload_from_config
 from simulator.models.llama import LlamaSizes, llama_workload
 from simulator.models.optimizers import check_optimizer, with_optimizer
-from simulator.models.parts import Mixture, chunk_loss, require_sizes
+from simulator.models.parts import Mixture, chunk_loss, load_experts, require_sizes
 
 OF_TRAINING = ("optimizer", "lora_rank", "lora_modules", "weights")
-OF_ANY = ("sequence_length", "microbatch_size", "attention", "document_length", "loss_chunks", *OF_TRAINING)
+LOADS = ("capacity_factor", "expert_load")
+OF_ANY = ("sequence_length", "microbatch_size", "attention", "document_length", "loss_chunks", *OF_TRAINING, *LOADS)
 MOST_RANK = 4096
 # What makes sizes those of a Llama; without any of them they are a GPT's.
 OF_LLAMA = (
@@ -56,6 +57,10 @@ class ModelDescription:
         num_experts: experts in each block; 1: no mixture.
         top_k: experts that a token goes to.
         expert_size: width of an expert of a model like Llama; None: as of the feed-forward part.
+        capacity_factor: rows that an expert has room for, over an even load: what is beyond is dropped, and the rest of
+            the room padded (Megatron-LM's moe_pad_expert_input_to_capacity); None: nothing is dropped.
+        expert_load: rows of the fullest expert rank, over an even load, where nothing is dropped. Published steps of
+            NVIDIA force 1 (moe_router_force_load_balancing).
         sequence_length: tokens in a sequence; None: the model's, or 2048.
         microbatch_size: samples in a micro-batch.
         attention: plain, or flash, which keeps no scores; None: as the model was published, or plain.
@@ -86,6 +91,8 @@ class ModelDescription:
     num_experts: int = 1
     top_k: int = 1
     expert_size: int | None = None
+    capacity_factor: float | None = None
+    expert_load: float = 1.0
     sequence_length: int | None = None
     microbatch_size: int = 1
     attention: str | None = None
@@ -101,6 +108,11 @@ class ModelDescription:
         if (every := self.full_attention_every) and not self.sliding_window:
             raise ValueError(f"full_attention_every is {every} and no layer has a window; add sliding_window")
         self._check_training()
+        if self.capacity_factor is not None and self.expert_load != 1:
+            raise ValueError("capacity_factor and expert_load are given, and a full room is the load; leave one out")
+        if not (self.expert_load >= 1 and (self.capacity_factor is None or self.capacity_factor > 0)):
+            name = "capacity_factor" if self.expert_load >= 1 else "expert_load"
+            raise ValueError(f"{name} is {getattr(self, name)}; write 1 for an even load, or more, such as 1.25")
         for name in ("model", "config"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty; name one, or leave {name} out and give sizes")
@@ -142,7 +154,8 @@ class ModelDescription:
             ValueError: the model does not exist, a configuration is wrong, or sizes make no sense together.
             OSError: the configuration cannot be read.
         """
-        whole = self._model()
+        whole, load = self._model(), self.capacity_factor or self.expert_load
+        whole = load_experts(whole, load) if load != 1 else whole
         whole = chunk_loss(whole, self.loss_chunks) if self.loss_chunks > 1 else whole
         if self.lora_rank is not None:
             whole = with_adapters(whole, self.lora_rank, modules=self.lora_modules, weights=self.weights)

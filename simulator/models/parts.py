@@ -250,6 +250,35 @@ def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture)
     return replace(block, **works, **parameters(parts), activation_bytes=block.activation_bytes + kept, experts=experts)
 
 
+def load_experts(workload: Workload, load: float) -> Workload:
+    """Return the workload whose experts have `load` times the rows of an even load, as those of the fullest rank have.
+
+    So many times the rows travel, are ordered, computed and kept; utilization (MFU) counts the even ones.
+
+    Raises:
+        ValueError: the workload has no experts.
+    """
+
+    def loaded(layer: Layer) -> Layer | None:
+        even, works = layer.experts, {}
+        if even is None:
+            return None
+        grown: dict[str, Any] = {name: getattr(even, name).times(load) for name in PASSES}
+        grown["products"] = tuple(part._replace(rows=math.ceil(part.rows * load)) for part in even.products)
+        own = replace(even, row_bytes=round(even.row_bytes * load), **grown)
+        for name in PASSES:
+            ordered = Work(memory_bytes=2.0 * ORDERINGS * even.row_bytes * (name != PASSES[2]))
+            rest = getattr(layer, name).without(getattr(even, name) + ordered)
+            works[name] = rest + getattr(own, name) + ordered.times(load)
+        kept = layer.activation_bytes + round((load - 1) * (even.forward.memory_bytes / 2 + 2 * even.row_bytes))
+        uncounted = layer.uncounted_flops + (load - 1) * sum(getattr(even, name).flops for name in PASSES)
+        return replace(layer, **works, experts=own, activation_bytes=kept, uncounted_flops=uncounted)
+
+    if not any(layer.experts for layer in workload.layers):
+        raise ValueError(f"{workload.name} has no experts, whose load is given; leave it out, or choose a mixture")
+    return replace(workload, layers=change_layers(workload, loaded))
+
+
 def _experts(expert: Region, mixture: Mixture, row_bytes: int) -> Experts:
     count, rows, kernels = mixture.num_experts, float(mixture.top_k), expert.forward.num_kernels
     forward = replace(expert.forward.times(rows), num_kernels=kernels * count)

@@ -23,7 +23,7 @@ from distlab.plan.require import changed
 from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets, costs_in
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import Shards, UnitTimes, scattered, shards_of, time_units, units_of
-from simulator.hardware.cost import compute_s, message_s
+from simulator.hardware.cost import compute_s, host_seconds_per_byte, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
 from simulator.stage.parallel_passes import INSIDE, CallInPass
@@ -293,12 +293,11 @@ class _Exchanges:
         own = float(num_parameters + experts)
         if plan.sharding.stage:
             own = num_parameters / plan.sharding.num_shards(plan.copies)
-            own += experts / plan.sharding.num_shards(plan.data * plan.context) if experts else 0.0
+            own += experts / plan.sharding.num_shards(plan.expert_copies) if experts else 0.0
         share = own / workload.num_parameters if workload.num_parameters else 0.0
         tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
         kernels = 1 if cluster.software.flat_buffers else round(workload.optimizer.num_kernels * tensors)
         work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
         if plan.sharding.offload != "none":
-            sharing = min(plan.world_size, cluster.devices_per_node)
-            return to_ns(sharing * work.memory_bytes / cluster.device.host_memory_bytes_per_s)
+            return to_ns(work.memory_bytes * host_seconds_per_byte(cluster, plan.world_size))
         return to_ns(compute_s(work, cluster.device))

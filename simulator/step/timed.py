@@ -57,7 +57,7 @@ def notes_on(plan: Plan, mfu: float = 0.0, workload: Workload | None = None) -> 
     told = {
         "rounds": plan.schedule == "interleaved" and plan.pipeline > 1 and rest,
         "experts": experts,
-        "ranks": multiplies,
+        "ranks": multiplies and not plan.fold_experts,
         "replicas": multiplies and experts == 0,
         "idle": multiplies and 0 < experts < plan.expert,
         "float8": plan.float8 != "none",

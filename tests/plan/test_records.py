@@ -149,6 +149,8 @@ REFUSED = [
     *((lambda order=order: mesh_of(Plan(), order=order), EACH) for order in (("data",), (*AXES, "data"), "pipeline")),
     (lambda: Plan(context_kind="tree"), "context_kind is 'tree'; choose one of ring, all_to_all"),
     (lambda: Plan(data=2, context=3, sharding=Sharding(stage=1, replicas=4)), "4 replicas do not divide 6 ranks"),
+    (lambda: Plan(data=3, expert=2, fold_experts=True), "= 3 ranks of a stage, which expert=2 does not divide: use a"),
+    (lambda: Plan(tensor=2, expert=2, fold_experts=True), "tensor ranks have the same tokens: use sequence_parallel"),
     (lambda: Plan(data=0), "Plan: data is 0; pass a whole number of at least 1"),
     (lambda: Plan(schedule="zigzag"), "schedule is 'zigzag'; choose one of naive, gpipe, one_f_one_b"),
     (lambda: Plan(schedule="zb_v"), "zb_v needs 2 stages per rank, got stages_per_rank=1; pass stages_per_rank=2"),

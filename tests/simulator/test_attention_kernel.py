@@ -14,6 +14,7 @@ from simulator.validation.case import gpt
 H, A, S, B, L = 512, 8, 256, 3, 2
 GPT = sim.gpt_workload(hidden_size=H, num_layers=L, num_heads=A, sequence_length=S, vocab_size=1000, microbatch_size=B)
 LLAMA = sim.llama_workload(sim.LlamaSizes(H, L, A, 2, 1024, 1000), sequence_length=S, microbatch_size=B)
+WINDOWS = tomllib.loads(Path(__file__).with_name("windows.toml").read_text("utf-8"))["rows"]
 FREE = Link("free", (Protocol(0.0, 1e30),))
 MODELS = pytest.mark.parametrize("plain", [GPT, LLAMA], ids=["GPT", "Llama"])
 
@@ -50,8 +51,6 @@ def test_utilization_counts_all_pairs_for_either_kernel(plain):
 BASE = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
 BASE |= {"intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 1024}
 
-WINDOWS = tomllib.loads(Path(__file__).with_name("windows.toml").read_text("utf-8"))["rows"]
-
 
 def windows_of(workload):
     return [region.attention.window for layer in workload.layers for region in layer.regions if region.attention]
@@ -85,7 +84,7 @@ def test_families_say_which_layers_have_a_window(family, fields, expected):
     neo = {"num_layers": 6, "num_heads": 4} if family == "gpt_neo" else {}
     drop = ("num_key_value_heads", "num_hidden_layers", "num_attention_heads", "intermediate_size") if neo else ()
     values = {name: value for name, value in BASE.items() if name not in drop} | {"model_type": family} | fields | neo
-    assert windows_of(sim.workload_from_config(values)) == [window or None for window in expected]
+    assert windows_of(sim.workload_from_config(values)) == [width or None for width in expected]
 
 
 SIZES = {"hidden_size": 96, "num_layers": 5, "sequence_length": 40, "vocab_size": 311}

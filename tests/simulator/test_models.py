@@ -188,12 +188,9 @@ def test_a_description_is_a_name_a_file_or_sizes(tmp_path):
     assert sim.workload_from_config(GPT2, attention="flash").layers[1].score_bytes == 0
 
 
-GEMMA = {"model_type": "gemma2", "sliding_window": 8}
-WRONG = tomllib.loads(Path(__file__).with_name("wrong_configurations.toml").read_text("utf-8"))["rows"]
-REFUSED = [
-    *WRONG,  # a configuration, and words of its refusal
-    (GEMMA | {"layer_types": [[]] * 32}, "only"),
-    ({"hidden_size": None}, "config: hidden_size is None; write a whole number of at least 1"),
+REFUSED = [  # a configuration, and words of its refusal
+    *map(tuple, json.loads(Path(__file__).with_name("wrong_configurations.json").read_text("utf-8"))),
+    ({"model_type": "gemma2", "sliding_window": 8, "layer_types": [[]] * 32}, "only"),
     ({"intermediate_size": 10**400}, "config: intermediate_size is a number of 401 digits; write at most"),
     (GPT2 | {"n_inner": 1000}, "n_inner is 1000; only 3072 or null is modelled"),
     (RELEASED["dbrx"]["config"] | {"attn_config": 3}, "attn_config is 3; write a table of fields"),

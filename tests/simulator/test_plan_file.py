@@ -42,7 +42,7 @@ TRAINED |= {"weights": (*WEIGHTS[:1] * 3, *WEIGHTS)}
 WINDOWED = {"sliding_window": (1, 32, 99), "full_attention_every": (None, 2), "document_length": (None, 7, 999)}
 LIKE_LLAMA = {"num_key_value_heads": (8, 8, 1, 2), "feed_forward_size": (1, 200, 256)}
 LIKE_LLAMA |= dict.fromkeys(("ties_embedding", "is_gated", "head_norms"), (True, False))
-MIXED = {"num_experts": (2, 4, 6), "top_k": (1, 2, 3)}
+MIXED = {"num_experts": (2, 4, 6), "top_k": (1, 2, 3), "expert_load": (1.0, 1.0, 1.5, 0.5)}
 DEVICE = {
     "matmul_flops_per_s": (None, *NUMBER[1:], 1e18),
     "memory_bytes_per_s": (None, *NUMBER[1:]),
@@ -70,6 +70,7 @@ PLAN = {
     "context_kind": records.CONTEXT_KINDS,
     "cut": ("time", "time", *CUTS),
     "offload_activations": (*(False,) * 24, True),
+    "fold_experts": (False, False, False, True),
 }
 SOME = {"recompute_method": records.RECOMPUTE_METHODS, "recompute_layers": (1, 2, 3, 99)}
 SHARDING = {"unit_layers": (1, 2, 50), "reshard_after_forward": (True, True, False)}

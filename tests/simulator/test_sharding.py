@@ -163,6 +163,9 @@ def test_offload_copies_shards_over_the_hosts_link(stage, offload):
     host = spans_of(step, "host")
     update = next(span for span in host if span.kind == "optimizer")
     assert update.end_ns - update.start_ns == to_ns(8e7 / 1e9), "four ranks share one host"
+    alone = replace(cluster_of(4), software=Software(host_thread_bytes_per_s=1e8))
+    slow = spans_of(simulate(workload_of([1, 1]), alone, plan_of(stage, offload=offload)), "host")
+    assert {s.end_ns - s.start_ns for s in slow if s.kind == "optimizer"} == {to_ns(2e7 / 1e8)}, "a thread each"
     down = [span for span in host if span.name.startswith("to host")]
     up = [span for span in host if span.name.startswith("to device")]
     assert {span.num_bytes for span in down + up} == {80_000}

@@ -9,7 +9,9 @@ from step_cases import DEVICE, EACH, LINK, WORKLOAD, cluster_of, plan_of, worklo
 import simulator as sim
 from distlab.plan import Contention, Link, Plan, Protocol, Sharding, Work
 from distlab.plan.compression import METHODS, Compression, exchanges
+from simulator.hardware.rank_layout import EXPERT_COPIES, RankLayout
 from simulator.memory.memory import KINDS
+from simulator.models.parts import load_experts
 from simulator.stage.parallel_passes import side_by_side
 from simulator.units import to_ns
 
@@ -113,6 +115,19 @@ def test_experts_exchange_rows_twice_forward_and_twice_backward():
     assert [piece.num_bytes for piece in stage.calls[1][1] if piece.axis == "expert"] == [rows, rows, 8 * (2 * 4 + 1)]
 
 
+def test_the_fullest_rank_has_the_rows_of_as_many_more_experts_a_token():
+    """Half as many rows more are what three experts a token make of two; utilization counts the even ones."""
+    loaded, three = load_experts(MIXED, 1.5), sim.mix_experts(DENSE, 4, top_k=3)
+    known = {"experts": replace(three.layers[1].experts, top_k=2)}
+    assert replace(loaded.layers[1], uncounted_flops=0.0) == replace(three.layers[1], **known)
+    assert load_experts(MIXED, 1.0) == MIXED
+    assert loaded.counted_flops == NEAR(MIXED.counted_flops)
+    with pytest.raises(ValueError, match="has no experts, whose load is given; leave it out"):
+        load_experts(DENSE, 1.5)
+    said = sim.ModelDescription(num_experts=4, top_k=2, capacity_factor=1.25)
+    assert said.workload() == replace(said, capacity_factor=None, expert_load=1.25).workload()
+
+
 def test_experts_are_divided_and_have_fewer_copies():
     step = step_of(Plan(data=2, expert=2), MIXED)
     experts = sum(layer.expert_parameters for layer in MIXED.layers)
@@ -132,6 +147,26 @@ def test_fsdp_shards_experts_over_the_ranks_that_have_copies_of_them():
     assert step.memory.of("optimizer") == NEAR(8 * (dense / 4 + own / 2), rel=1e-3)
     alone = sim.memory_of(MIXED, Plan(expert=2, sharding=Sharding(3))).of("optimizer")
     assert alone == NEAR(8 * (dense / 2 + own), rel=1e-3), "nobody else has these experts"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_folded_experts_divide_the_ranks_of_a_stage(stage):
+    """Without tensor and context ranks the same step as of fewer data ranks; with them neighbours hold all experts."""
+    own = {"pipeline": 2, "num_microbatches": 2, "sharding": Sharding(stage)}
+    folded, plain = (step_of(Plan(data=n, expert=2, fold_experts=n > 2, **own), MIXED, per_node=2) for n in (4, 2))
+    assert (folded.duration_s, folded.sent_bytes_by_axis) == (plain.duration_s, plain.sent_bytes_by_axis)
+    assert folded.memory.peak_bytes.tolist() == plain.memory.peak_bytes.tolist()
+    plan = Plan(2, **own, tensor=2, context=2, expert=4, sequence_parallel=True, fold_experts=True)
+    layout, step = RankLayout(cluster_of(16), plan), step_of(plan, MIXED)
+    assert layout.rows(("expert",)) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert layout.rows(EXPERT_COPIES) == tuple((n, n + 4) for n in range(4))
+    assert (plan.world_size, plan.copies, plan.expert_copies, plan.num_replicas) == (16, 4, 2, 2)
+    rows = MIXED.layers[1].experts.row_bytes / 4  # of a rank's quarter of a micro-batch
+    sent = [piece.num_bytes for piece in step.stages[0].calls[0][1] if piece.name.startswith("all_to_all rows")]
+    assert sent == [rows, rows]
+    experts, tensor = (sum(getattr(layer, f"{of}_parameters") for layer in MIXED.layers) for of in ("expert", "tensor"))
+    held = MIXED.num_parameters - experts * 3 // 4 - tensor // 2
+    assert sum(part.num_parameters for part in step.stages) == held
 
 
 @pytest.mark.parametrize(("kind", "plan"), [

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distlab.plan.require import require_count
+from distlab.plan.require import require, require_count
 from distlab.plan.schedules.basic import one_stage_a_rank
 from distlab.plan.schedules.grammar import ActionTimes, F, I, Schedule, W
 from distlab.plan.schedules.rules import Draft, PassCosts, Rules, follow_rules
@@ -125,9 +125,8 @@ def _whole_numbers(times: ActionTimes, num_ranks: int) -> PassCosts:
     columns = []
     for name, value in times._asdict().items():
         column = np.asarray(value, np.float64).reshape(-1)
-        if column.size not in (1, num_ranks):
-            text = f"times has {column.size} numbers of {name}; pass one, or one for each of {num_ranks} stages"
-            raise ValueError(text)
+        text = f"times has {column.size} numbers of {name}; pass one, or one for each of {num_ranks} stages"
+        require(column.size in (1, num_ranks), text)
         if not (np.isfinite(column) & (column >= 0)).all():
             raise ValueError(f"times has {name} of {value!r}; pass times that are finite and not negative")
         columns.append(np.broadcast_to(column, num_ranks))

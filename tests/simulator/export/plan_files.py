@@ -57,6 +57,7 @@ PLANS = {  # of each tool; test_read_by_tools gives the first of them to its own
         said(Plan(2, tensor=2), model=MODELS["qwen-2.5-7b"]),
         said(SHARDED, float8="gathers", recompute="full", recompute_method="block", recompute_layers=8),
         said(WIDE, model=MODELS["gpt-3-175b"], order=DATA_FIRST),
+        said(Plan(4, expert=4, fold_experts=True), model=ModelDescription("qwen-3-30b-a3b", capacity_factor=1.5)),
         said(Plan(2), model=OWN),
         *(said(precision=Precision(compute, reduce=sums, gradients=sums)) for compute, sums in SUMS),
         said(precision=Precision("float32")),

@@ -71,8 +71,8 @@ def test_accelerate_reads_its_file_and_knows_each_flag_that_it_makes(own, tmp_pa
         assert ParallelismConfig(**sizes).total_size == own.plan.world_size
 
 
-NAMES = tomllib.loads(Path(__file__).with_name("megatron_fields.toml").read_text("utf-8"))
 ARGUMENTS = tomllib.loads(Path(__file__).with_name("megatron_arguments.toml").read_text("utf-8"))
+FIELDS, OF_TRAINING = ARGUMENTS.pop("fields"), ARGUMENTS.pop("of_training")["names"]
 
 
 def megatron_arguments(own):
@@ -105,8 +105,8 @@ def test_megatron_core_makes_its_configurations_of_the_flags(own):
     types = {each.name: each.type for kind in classes for each in fields(kind)}
     values = {}
     for name, value in vars(megatron_arguments(own)).items():
-        field = NAMES["fields"].get(name, name)
-        if value in (None, False) or not field or name in NAMES["of_training"]:
+        field = FIELDS.get(name, name)
+        if value in (None, False) or not field or name in OF_TRAINING:
             continue
         assert field in types, f"Megatron-Core has no field for --{name.replace('_', '-')}"
         number = str(value).replace(".", "", 1).isdigit()
