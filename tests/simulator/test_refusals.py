@@ -113,7 +113,6 @@ ROWS = [
     ("the order is data, pipeline, expert, context, tensor: name pipeline first",
      lambda: sim.simulate(GPT, cluster_of(8), Plan(2, 2, expert=2, fold_experts=True),
                           order=("data", "pipeline", "expert", "context", "tensor"))),
-    ("expert=2: experts and the other parameters", lambda: step(replace(sharded(3), expert=2))),
     *((f"stage {stage} is timed with whole backwards; schedule 'zb_h1' splits",
        lambda stage=stage: step(Plan(2, 2, 4, schedule="zb_h1", sharding=Sharding(stage)))) for stage in (2, 3)),
     ("simulate times offload with pipeline=1", lambda: step(Plan(4, 2, sharding=Sharding(3, offload="all")))),
