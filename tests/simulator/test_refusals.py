@@ -110,7 +110,6 @@ ROWS = [
     ("5 blocks do not divide into 3 equal stages", lambda: step(Plan(pipeline=3, cut="blocks"))),
     (f"{MACHINE.device.name} has no products of 8 bits; use a device that has",
      lambda: step(Plan(float8="products"), MACHINE)),
-    ("expert=2: experts and the other parameters", lambda: step(replace(sharded(3), expert=2))),
     *((f"stage {stage} is timed with whole backwards; schedule 'zb_h1' splits",
        lambda stage=stage: step(Plan(2, 2, 4, schedule="zb_h1", sharding=Sharding(stage)))) for stage in (2, 3)),
     ("simulate times offload with pipeline=1", lambda: step(Plan(4, 2, sharding=Sharding(3, offload="all")))),
