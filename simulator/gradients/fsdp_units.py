@@ -68,9 +68,11 @@ def units_of(layers: Sequence[Layer], unit_layers: int, *, apart: bool = False) 
     """
 
     def sizes(numbers: Sequence[int], *, experts: bool) -> tuple[int, ...]:
+        if not apart:
+            return () if experts else sum((layers[n].parameter_sizes for n in numbers), ())
         own = ((layers[n].parameter_sizes, layers[n].parameter_axes) for n in numbers)
         pairs = (pair for sizes, axes in own for pair in zip(sizes, axes or ("",) * len(sizes), strict=True))
-        return tuple(size for size, axis in pairs if (apart and axis == "expert") == experts)
+        return tuple(size for size, axis in pairs if (axis == "expert") == experts)
 
     blocks = [number for number, layer in enumerate(layers) if re.search(r"\d$", layer.name)]
     blocks = blocks or list(range(len(layers)))

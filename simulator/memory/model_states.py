@@ -230,7 +230,9 @@ def _padded(
 ) -> tuple[float, float, Floats, Floats]:
     """Return the elements of the root unit and of its shard, and of each other one, filled up to equal shards."""
     sizes = np.zeros((2, len(units)))
-    for ranks, part in ((plan.copies, elements - experts), (plan.data * plan.context, experts)):
+    parts = [(plan.copies, elements - experts)]
+    parts += [(plan.expert_copies, experts)] if plan.expert > 1 else []
+    for ranks, part in parts:
         count = plan.sharding.num_shards(ranks)
         each = np.ceil([part[list(unit.layers)].sum() / count for unit in units])
         sizes += [each * count, each]

@@ -149,7 +149,7 @@ def test_fsdp_shards_experts_over_the_ranks_that_have_copies_of_them():
     assert alone == NEAR(8 * (dense / 2 + own), rel=1e-3), "nobody else has these experts"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_folded_experts_divide_the_ranks_of_a_stage(stage):
     """Without tensor and context ranks the same step as of fewer data ranks; with them neighbours hold all experts."""
     own = {"pipeline": 2, "num_microbatches": 2, "sharding": Sharding(stage)}
