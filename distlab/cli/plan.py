@@ -54,7 +54,7 @@ def _priced(text: str) -> tuple[str, float | None]:
 @flag("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars")
 @FAILURES
 @flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
-@flag("--headroom", type=number(least=0, most=99), default=5, metavar="N", help="per cent of memory to keep free")
+@flag("--headroom", type=number(least=0, most=99), default=10, metavar="N", help="per cent of memory to keep free")
 @flag("--offload", choices=OFFLOADS, help="what goes to the host's memory (default: nothing, unless nothing fits)")
 @flag("--whole-recompute", action="store_true", help=WHOLE)
 @flag("--top", type=number(least=1, most=20), default=3, metavar="N", help="plans to show")
@@ -78,7 +78,7 @@ def plan(arguments: argparse.Namespace) -> int:
     check_output("--curve", arguments.curve, picture=True)
     failures = None if arguments.failures is None else Failures(arguments.failures)
     found: list[tuple[Search, list[Bill]]] = []
-    too_long: list[float] = []
+    too_long, left_out = list[float](), list[str]()
     asked = _questions(arguments)
     for _, question in asked:
         on = f"{question.cluster.num_devices} x {question.cluster.name}"
@@ -91,6 +91,9 @@ def plan(arguments: argparse.Namespace) -> int:
         too_long += [each.days for each in billed if arguments.days and each.days > arguments.days]
         if bills := [each for each in billed if not arguments.days or each.days <= arguments.days]:
             found.append((one, bills))
+        else:
+            took = f"the shortest run takes {min(each.days for each in billed):.3g} days" if billed else "nothing fits"
+            left_out.append(f"{on}: {took}")
         if not one.is_complete:
             print("interrupted: better plans may be left", file=sys.stderr)
             break
@@ -104,6 +107,7 @@ def plan(arguments: argparse.Namespace) -> int:
     file = next(said for said, question in asked if question is ranked[0][0].found.question)
     _save(arguments, file, ranked[0][1], bests)
     said = _facts(ranked[0][0], [bill for _, bill in ranked], bests, has_tokens=arguments.tokens is not None)
+    said["left_out"] = left_out
     print(json.dumps(said, indent=2) if arguments.json else _text(said))
     return 0
 
@@ -217,6 +221,7 @@ def _text(said: dict[str, Any]) -> str:
     if "curve" in said:
         lines.append("the best plan of each")
         lines += [f"   {line(row)}{mark}" for row, mark in marked(said)]
+    lines += [f"left out: {text}" for text in said["left_out"]]
     return "\n".join(lines)
 
 

@@ -110,7 +110,8 @@ def beside(found: Search, best: Choice) -> dict[str, list[str]]:
     if plan.sharding.offload != "none" and (offload == 0).any():
         told["without offload nothing fits"] = [nearest(found, offload == 0)]
         told["other way out"] = [str(way) for way in ways_out(question)]
-    told["not searched"] = [_not_searched(question)]
+    keeps = any(layer.score_bytes for layer in best.step.workload.layers)
+    told["not searched"] = [_not_searched(question) + ", attention that keeps no scores (--attention flash)" * keeps]
     notes = list(notes_on(plan, best.step.mfu, best.step.workload))
     if not is_even(best.step.workload, plan.pipeline * plan.stages_per_rank):
         notes.append(
