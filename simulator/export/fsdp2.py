@@ -9,8 +9,13 @@ Source: torch.distributed.fsdp (`fully_shard`, `MixedPrecisionPolicy`, `CPUOfflo
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 from distlab.plan import Plan
 from simulator.export.parts import HALVES, notes
+
+TEXTS = tomllib.loads(Path(__file__).with_name("fsdp2.toml").read_text("utf-8"))
 
 
 def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = None) -> str:
@@ -30,12 +35,10 @@ def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = N
         raise ValueError(f"max_norm is {max_norm}; pass a positive number")
     fully = plan.sharding.stage >= 2
     comments = "".join(f"# {note}\n" for note in notes("fsdp2", plan))
-    body = [*_imports(plan, fully), "", "", *(_shard(plan, layers) if fully else _replicate(plan, layers)), "", ""]
-    if not fully:
-        body += [*_optimizer(plan), "", ""]
-    body += _train_step(plan, fully, max_norm)
+    parts = ["\n".join(_imports(plan, fully)), _shard(plan, layers) if fully else _replicate(plan, layers)]
+    parts.append(_train_step(plan, fully, max_norm))
     title = f"ZeRO stage {plan.sharding.stage} over {plan.data} ranks, {_microbatches(plan)} a step."
-    return f'"""{title}"""\n\n{comments}' + "\n".join(body) + "\n"
+    return f'"""{title}"""\n\n{comments}' + "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def _microbatches(plan: Plan) -> str:
@@ -70,113 +73,45 @@ def _policy(plan: Plan) -> str:
     return ", ".join([*parts, f"reduce_dtype=torch.{precision.reduce}"])
 
 
-def _converted(plan: Plan) -> list[str]:
-    precision = plan.precision
-    if precision is None:
-        return []
-    kind = "float32" if precision.has_master_weights else precision.compute
-    return [f"    model.to(torch.{kind})"]
-
-
-def _recomputed(plan: Plan, layers: str) -> list[str]:
+def _ready(plan: Plan, layers: str) -> str:
+    """Return what is done to a model before it is shared out: its type, and what runs again."""
+    kind = "" if plan.precision is None else "float32" if plan.precision.has_master_weights else plan.precision.compute
+    text = f"    model.to(torch.{kind})\n" if kind else ""
     if plan.recompute != "full":
-        return []
+        return text
     some = {"every": f"[::{plan.recompute_layers}]", "block": f"[: {plan.recompute_layers}]"}
-    return [
-        f"    for layer in model.{layers}{some.get(plan.recompute_method, '')}:",
-        "        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)",
-    ]
+    return text + str(TEXTS["recompute"].format(layers=layers, some=some.get(plan.recompute_method, "")))
 
 
-def _shard(plan: Plan, layers: str) -> list[str]:
+def _shard(plan: Plan, layers: str) -> str:
     sharding = plan.sharding
-    shards = sharding.num_shards(plan.data)
-    mesh = (
-        f'init_device_mesh(device_type, ({shards},), mesh_dim_names=("shard",))'
-        if sharding.replicas == 1
-        else f'init_device_mesh(device_type, ({sharding.replicas}, {shards}), mesh_dim_names=("replicate", "shard"))'
-    )
-    reshard = sharding.reshard_after_forward and sharding.stage == 3
-    options = [f'        "mesh": {mesh},', f'        "reshard_after_forward": {reshard},']
-    if _policy(plan):
-        options.append(f'        "mp_policy": MixedPrecisionPolicy({_policy(plan)}),')
-    if sharding.offload != "none":
-        options.append('        "offload_policy": CPUOffloadPolicy(pin_memory=device_type == "cuda"),')
-    size = sharding.unit_layers
-    lines = [
-        'def shard(model: nn.Module, device_type: str = "cuda") -> nn.Module:',
-        '    """Shard the model in place; build the optimizer of its parameters afterwards."""',
-        *_converted(plan),
-        *_recomputed(plan, layers),
-        "    options = {",
-        *options,
-        "    }",
-        f"    layers = list(model.{layers})",
-        f"    units = [layers[first : first + {size}] for first in range(0, len(layers), {size})]",
-        "    for unit in units:",
-        f"        fully_shard({'unit[0]' if size == 1 else 'unit'}, **options)",
-        "    fully_shard(model, **options)  # the rest: embeddings, the last norm",
-    ]
-    ahead = sharding.prefetch
-    if ahead > 1:  # FSDP2 gathers one unit ahead by itself
-        lines += [
-            "    for place, unit in enumerate(units):",
-            f"        later = [one[0] for one in units[place + 1 : place + {ahead + 1}]]",
-            f"        earlier = [one[0] for one in reversed(units[max(0, place - {ahead}) : place])]",
-            "        unit[0].set_modules_to_forward_prefetch(later)",
-            "        unit[0].set_modules_to_backward_prefetch(earlier)",
-        ]
-    return [*lines, "    return model"]
+    sizes: tuple[int, ...] = (sharding.num_shards(plan.data),)
+    names = '("shard",)'
+    if sharding.replicas > 1:
+        sizes, names = (sharding.replicas, *sizes), '("replicate", "shard")'
+    options = {
+        "mesh": f"init_device_mesh(device_type, {sizes}, mesh_dim_names={names})",
+        "reshard_after_forward": sharding.reshard_after_forward and sharding.stage == 3,
+        "mp_policy": _policy(plan) and f"MixedPrecisionPolicy({_policy(plan)})",
+        "offload_policy": 'CPUOffloadPolicy(pin_memory=device_type == "cuda")' * (sharding.offload != "none"),
+    }
+    inner = "\n".join(f'        "{name}": {value},' for name, value in options.items() if value != "")
+    ahead, size = sharding.prefetch, sharding.unit_layers
+    prefetch = TEXTS["prefetch"].format(ahead=ahead, stop=ahead + 1) if ahead > 1 else ""  # it gathers one by itself
+    own = {"layers": layers, "size": size, "unit": "unit[0]" if size == 1 else "unit"}
+    return str(TEXTS["shard"].format(ready=_ready(plan, layers), options=inner, prefetch=prefetch, **own))
 
 
-def _replicate(plan: Plan, layers: str) -> list[str]:
-    megabytes = f"{plan.bucket_bytes / 2**20:g}"
-    return [
-        "def shard(model: nn.Module) -> nn.Module:",
-        '    """Replicate the model: below stage 2 parameters and gradients are whole on every rank."""',
-        *_converted(plan),
-        *_recomputed(plan, layers),
-        "    return nn.parallel.DistributedDataParallel(",
-        f"        model, bucket_cap_mb={megabytes}, gradient_as_bucket_view=True",
-        "    )",
-    ]
+def _replicate(plan: Plan, layers: str) -> str:
+    how, optimizer = "", "torch.optim.AdamW(model.parameters(), lr=lr)"
+    if plan.sharding.stage == 1:
+        how = ", its state sharded over the ranks"
+        optimizer = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)"
+    own = {"ready": _ready(plan, layers), "megabytes": plan.bucket_bytes / 2**20}
+    return str(TEXTS["replicate"].format(how=how, optimizer=optimizer, **own))
 
 
-def _optimizer(plan: Plan) -> list[str]:
-    sharded = plan.sharding.stage == 1
-    build = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)"
-    return [
-        "def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:",
-        f'    """Build AdamW{", its state sharded over the ranks" if sharded else ""}."""',
-        f"    return {build if sharded else 'torch.optim.AdamW(model.parameters(), lr=lr)'}",
-    ]
-
-
-def _train_step(plan: Plan, fully: bool, max_norm: float | None) -> list[str]:
-    many = plan.num_microbatches > 1
-    lines = [
-        "def train_step(",
-        "    model: nn.Module,",
-        "    optimizer: torch.optim.Optimizer,",
-        "    microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]],",
-        "    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],",
-        ") -> float:",
-        f'    """Run one update from {_microbatches(plan)}; return this rank\'s mean loss."""',
-        "    total = 0.0",
-        "    for index, (inputs, targets) in enumerate(microbatches):",
-    ]
-    if many:
-        last = "index == len(microbatches) - 1"
-        lines.append(
-            f"        model.set_requires_gradient_sync({last})"
-            if fully
-            else f"        model.require_backward_grad_sync = {last}"
-        )
-    lines += [
-        "        loss = loss_fn(model(inputs), targets) / len(microbatches)",
-        "        loss.backward()",
-        "        total += loss.item()",
-    ]
-    if max_norm is not None:
-        lines.append(f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm!r})")
-    return [*lines, "    optimizer.step()", "    optimizer.zero_grad()", "    return total"]
+def _train_step(plan: Plan, fully: bool, max_norm: float | None) -> str:
+    sync = TEXTS["sync" if fully else "sync_of_replicas"] * (plan.num_microbatches > 1)
+    clip = "" if max_norm is None else TEXTS["clip"].format(max_norm=max_norm)
+    return str(TEXTS["train_step"].format(microbatches=_microbatches(plan), sync=sync, clip=clip))

@@ -332,26 +332,11 @@ def write_page(path: Path, families: Sequence[RowFamily], tables: dict[str, list
     path.write_text(page(families, tables, picture.name), encoding="utf-8")
 
 
-PAGE = """# How near the simulator comes to published measurements
-
-`distlab validate --page FILE` writes this page: {rows:,} published steps and {tables} tables, predicted.
-
-*Calibrated*: with the constants of the package, which were fitted to these rows, or chosen with them in view ("seen");
-a table without such figures was never fitted to. *Left out*: each row with constants fitted without its structure (a
-size, a cluster, a schedule); *family left out*: without its whole table, where a second one has its stack. What sources
-do not say was chosen with the fitted rows in view, so that errors on rows never seen may be larger: see below.
-*Data sheet*: no constant at all. Times are those of a step in a run (`Step.steady_s`). Error is the mean of
-|predicted / measured - 1|, bias the mean of predicted / measured - 1. A choice costs what the plan with the
-shortest prediction takes in addition to the fastest measured plan, for one model and batch.
-
-![Predicted against measured times of all steps, calibrated, left out in two ways and from data sheets]({picture})
-"""
-
-
 def page(families: Sequence[RowFamily], tables: dict[str, list[Derived]], picture: str) -> str:
     """Return the page."""
     rows = sum(len(family.cases) for family in families)
-    head = PAGE.format(rows=rows, tables=len(tables), picture=picture)
+    text = resources.files("simulator.validation").joinpath("page.txt").read_text(encoding="utf-8")
+    head = text.format(rows=rows, tables=len(tables), picture=picture)
     lines = [
         head,
         *_markdown(scores_of(families)),

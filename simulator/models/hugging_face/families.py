@@ -235,17 +235,18 @@ def _stablelm(fields: Fields) -> LlamaSizes:
     return _sizes(fields, **own, norm_parameters=2, num_norms=num_norms)  # a norm per head: wide ones have as many
 
 
-READERS: tuple[Callable[..., LlamaSizes], ...] = (
+_EACH: tuple[Callable[..., LlamaSizes], ...] = (
     *(_sizes, _hunyuan, _cohere, _falcon, _mpt, _bigcode, _gptj, _gpt_neo, _chatglm, _lfm2_dense, _stablelm),
     *(_mixed, _qwen_mixed, _llama4, _deepseek, _ernie_mixed, _hunyuan_mixed, _minimax, _lfm2_mixed, _dbrx),
 )
+READERS = {each.__name__[1:]: each for each in _EACH}
 
 
 def _read(row: Mapping[str, Any], fields: Fields) -> LlamaSizes:
     """Take the sizes of a family by its row of families.toml, whose first lines say what its keys mean."""
     own = {**row}
     fields.only(**own.pop("only", {})).assume(**own.pop("assume", {}))
-    reader = next(each for each in READERS if each.__name__ == f"_{own.pop('by', 'sizes')}")
+    reader = READERS[own.pop("by", "sizes")]
     own |= {size: fields.flag(*said) for size, said in own.pop("flags", {}).items()}
     for name, sizes in (("biases", BIASES), ("as_gpt", AS_GPT)):
         own |= sizes if own.pop(name, False) else {}
@@ -253,7 +254,9 @@ def _read(row: Mapping[str, Any], fields: Fields) -> LlamaSizes:
         own["windows"] = windows(fields, **own["windows"])
     if own.pop("windows_behind", False):
         own["windows"] = windows_behind(fields)
-    return reader(fields, **own, **({"mixture": _routed(fields)} if own.pop("routed", False) else {}))
+    if own.pop("routed", False):
+        own["mixture"] = _routed(fields)
+    return reader(fields, **own)
 
 
 FAMILIES: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
