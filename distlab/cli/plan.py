@@ -54,7 +54,7 @@ def _priced(text: str) -> tuple[str, float | None]:
 @flag("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars")
 @FAILURES
 @flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
-@flag("--headroom", type=number(least=0, most=99), default=5, metavar="N", help="per cent of memory to keep free")
+@flag("--headroom", type=number(least=0, most=99), default=10, metavar="N", help="per cent of memory to keep free")
 @flag("--offload", choices=OFFLOADS, help="what goes to the host's memory (default: nothing, unless nothing fits)")
 @flag("--whole-recompute", action="store_true", help=WHOLE)
 @flag("--top", type=number(least=1, most=20), default=3, metavar="N", help="plans to show")
@@ -78,7 +78,7 @@ def plan(arguments: argparse.Namespace) -> int:
     check_output("--curve", arguments.curve, picture=True)
     failures = None if arguments.failures is None else Failures(arguments.failures)
     found: list[tuple[Search, list[Bill]]] = []
-    too_long: list[float] = []
+    left_out: dict[str, float] = {}  # days of the shortest run
     asked = _questions(arguments)
     for _, question in asked:
         on = f"{question.cluster.num_devices} x {question.cluster.name}"
@@ -88,14 +88,15 @@ def plan(arguments: argparse.Namespace) -> int:
         _say("")
         run = Run(arguments.tokens or 1e9, question.price, failures)  # without --tokens, steps only compare plans
         billed = [bill(choice.step, run) for choice in best]
-        too_long += [each.days for each in billed if arguments.days and each.days > arguments.days]
         if bills := [each for each in billed if not arguments.days or each.days <= arguments.days]:
             found.append((one, bills))
+        else:
+            left_out[on] = min((each.days for each in billed), default=math.inf)
         if not one.is_complete:
             print("interrupted: better plans may be left", file=sys.stderr)
             break
     if not found:
-        raise ValueError(_why_none(one, too_long, as_json=arguments.json))
+        raise ValueError(_why_none(one, min(left_out.values(), default=math.inf), as_json=arguments.json))
 
     least = "price" if arguments.wish == "cheapest" else "days"
     pairs = [(one, bill) for one, bills in found for bill in bills]
@@ -104,16 +105,18 @@ def plan(arguments: argparse.Namespace) -> int:
     file = next(said for said, question in asked if question is ranked[0][0].found.question)
     _save(arguments, file, ranked[0][1], bests)
     said = _facts(ranked[0][0], [bill for _, bill in ranked], bests, has_tokens=arguments.tokens is not None)
+    why = {on: f"the shortest run takes {days:.3g} days" for on, days in left_out.items() if days < math.inf}
+    said["left_out"] = {on: why.get(on, "nothing fits") for on in left_out}
     print(json.dumps(said, indent=2) if arguments.json else _text(said))
     return 0
 
 
-def _why_none(last: Search, too_long: list[float], *, as_json: bool) -> str:
+def _why_none(last: Search, shortest: float, *, as_json: bool) -> str:
     """Return why no plan is left, in one line, and print the ways out where that is memory."""
     from simulator import nearest, ways_out
 
-    if too_long:
-        return f"no plan ends in time: the shortest does with --days {1.005 * min(too_long):.3g}"
+    if shortest < math.inf:
+        return f"no plan ends in time: the shortest does with --days {1.005 * shortest:.3g}"
     if not last.is_complete:
         return "no plan that fits had been found when the search was interrupted; let it run longer"
     ways = [str(way) for way in ways_out(last.found.question)]
@@ -217,6 +220,7 @@ def _text(said: dict[str, Any]) -> str:
     if "curve" in said:
         lines.append("the best plan of each")
         lines += [f"   {line(row)}{mark}" for row, mark in marked(said)]
+    lines += [f"left out: {on}: {why}" for on, why in said["left_out"].items()]
     return "\n".join(lines)
 
 
@@ -234,7 +238,7 @@ def cost(arguments: argparse.Namespace) -> int:
     same plan is then spread over other numbers of devices with the same batch: distlab plan searches for the best plan
     of each. The sweet spot among them has the least product of days and dollars.
     """
-    from simulator import bill, counts_of, curve, read_plan_file, spread
+    from simulator import bill, counts_of, curve, read_plan_file, sheet_note, spread
     from simulator.plan_file import told_of
     from simulator.validation.confidence import words_on_plans
     from simulator.viz import draw_cost_curve
@@ -263,7 +267,7 @@ def cost(arguments: argparse.Namespace) -> int:
     if arguments.curve:
         draw_cost_curve(costs).figure.savefig(arguments.curve, dpi=150)
     told = {"model": chosen.step.workload.name, "cluster": chosen.step.cluster.name, "tokens": run.num_tokens}
-    told["error"] = words_on_plans([chosen.step])
+    told |= {"error": words_on_plans([chosen.step]), "note": sheet_note(chosen.step.cluster.device)}
     told |= _cost_row(chosen) | {"price": run.price, "failures": run.failures and _failures(chosen)}
     told |= curve_facts(costs, _cost_row) | {"left_out": {str(count): why for count, why in left_out.items()}}
     print(json.dumps(told, indent=2) if arguments.json else _cost_text(told))
@@ -276,9 +280,8 @@ def _run(arguments: argparse.Namespace, said: PlanFile) -> Run:
     if said.run is None and arguments.tokens is None:
         raise ValueError(f"{arguments.file} has no [run] with num_tokens; add it, or --tokens such as 1e12")
     run = said.run or Run(arguments.tokens)
-    failures = run.failures
-    if arguments.failures is not None:
-        failures = replace(failures or Failures(), rate=arguments.failures)
+    rate = arguments.failures
+    failures = run.failures if rate is None else replace(run.failures or Failures(), rate=rate)
     return Run(arguments.tokens or run.num_tokens, arguments.price or run.price, failures)
 
 
@@ -338,6 +341,7 @@ def _cost_text(said: dict[str, Any]) -> str:
         ("time", f"{format_span(86_400 * said['days'])}{paid}"),
         ("error", said["error"]),
     ]
+    rows += [("note", said["note"])] if said["note"] else []
     rows += _failure_rows(said["failures"]) if said["failures"] else []
     lines = [*(f"{name:<14} {value}" for name, value in rows), "the same plan and batch on other numbers of devices"]
     for each, mark in marked(said):

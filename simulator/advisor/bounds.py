@@ -187,31 +187,48 @@ class Pipelines:
         return self._stages[shape, p * v]
 
     def least_bytes(self, row: int) -> tuple[float, float]:
-        """Return bytes that the row's fullest rank does not hold less than, on its device and on its host."""
+        """Return bytes that the row's fullest rank does not hold less than, on its device and on its host.
+
+        They are of its first backward, of its last stage's: behind the forwards of all that is in flight.
+        """
         if row not in self._least:
-            (_, p, v, m), firsts, (plan, shape, cost) = self._key(row), self.stages(row)[0], self._of(row)
-            widths, stage = widths_of(cost.workload, plan), plan.sharding.stage
-            gradient = widths.gradient if plan.copies > 1 else 0
-            sizes = ((widths.parameter, 3), (gradient, 2), (widths.master + widths.optimizer, 1))
-            states, kept = np.zeros((2, v, p)), np.add.reduceat(cost.kept, firsts).reshape(v, p)
-            kept = kept * (not plan.offload_activations)
-            on_host = {"none": (), "optimizer": (1,), "all": (1, 2, 3)}[plan.sharding.offload]
-            (every, few), grown = (plan.copies, plan.expert_copies), np.zeros((v, p))
-            base = np.add.reduceat(cost.base, firsts).reshape(v, p)
-            states[int(3 in on_host)] += base / (every if stage == 3 else 1)
-            for parameters, copies in zip(local_parameters(shape, cost), (every, few), strict=True):
-                own = np.add.reduceat(parameters, firsts).reshape(v, p)
-                for size, needed in sizes:
-                    states[int(needed in on_host)] += size / (copies if stage >= needed else 1) * own
-                grown += gradient / (copies if stage >= 2 else 1) * own * (2 not in on_host)
-            if v == 1:
-                most = states[0, 0] + np.minimum(m, p - np.arange(p)) * kept[0]
-            else:
-                most = states[0, :, 0].sum() + min(m * v, 2 * (p - 1) + (v - 1) * p + 1) * kept[:, 0].min()
-            again = np.maximum.reduceat(cost.again, firsts).reshape(v, p).max(axis=0)  # beside states, in a backward
-            most = np.maximum(most, (states[0] - grown).sum(axis=0) + again)
-            self._least[row] = float(most.max() * SLACK), float(states[1].sum(axis=0).max() * SLACK)
+            (_, p, v, m), firsts, (plan, _, cost) = self._key(row), self.stages(row)[0], self._of(row)
+            states, grown = self._states(row)
+            warm = p - np.arange(p) if v == 1 else 2 * (p - 1 - np.arange(p)) + (v - 1) * p + 1
+            rounds, rest = np.divmod(np.minimum(m * v, warm), p * v)
+            in_flight = rounds * p + np.clip(rest - p * np.arange(v)[:, None], 0, p)
+            kept = cost.kept * (not plan.offload_activations)
+            of_stages = np.add.reduceat(kept, firsts)
+            most = states[0] + (in_flight * of_stages.reshape(v, p)).sum(axis=0)
+            freed = np.cumsum(of_stages).repeat(np.diff(np.append(firsts, len(kept)))) - np.cumsum(kept)
+            beside = np.maximum.reduceat(cost.beside - freed, firsts).reshape(v, p)[-1]
+            most = np.maximum(most, most - grown + beside)
+            self._least[row] = float(most.max() * SLACK), float(states[1].max() * SLACK)
         return self._least[row]
+
+    def _states(self, row: int) -> tuple[Floats, Floats]:
+        """Return each rank's model states at least, on its device and on its host [2, p], and gradients not made yet.
+
+        Without copies, gradients may come when activations are gone.
+        """
+        (_, p, _, _), (plan, shape, cost) = self._key(row), self._of(row)
+        software, widths, stage = (
+            self.found.question.cluster.software,
+            widths_of(cost.workload, plan),
+            plan.sharding.stage,
+        )
+        gradient = widths.gradient if plan.copies > 1 or software.flat_buffers else 0
+        sizes = ((widths.parameter, 3), (gradient, 2), (widths.master + widths.optimizer, 1))
+        on_host = {"none": (), "optimizer": (1,), "all": (1, 2, 3)}[plan.sharding.offload]
+        (every, few), states, grown = (plan.copies, plan.expert_copies), np.zeros((2, p)), np.zeros(p)
+        states[int(3 in on_host)] += self._of_ranks(row, cost.base) / (every if stage == 3 else 1)
+        for parameters, copies in zip(local_parameters(shape, cost), (every, few), strict=True):
+            own = self._of_ranks(row, parameters)
+            for size, needed in sizes:
+                states[int(needed in on_host)] += size / (copies if stage >= needed else 1) * own
+            grown += gradient / (copies if stage >= 2 else 1) * own * (2 not in on_host)
+        pooled = software.flat_buffers or (plan.copies > 1 and (stage > 0 or plan.gradient_sync == "overlapped"))
+        return states, grown * (not (software.pools_gradients if stage == 3 else pooled))
 
     def _update_s(self, row: int) -> Floats:
         question, (plan, shape, cost) = self.found.question, self._of(row)

@@ -109,13 +109,13 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """A shape's layers on a rank [L]: seconds forward and backward; bytes kept, made again, and frozen."""
+    """A shape's layers on a rank [L]: seconds forward and backward; bytes kept, beside them in backward, and frozen."""
 
     workload: Workload
     forward: Floats
     backward: Floats
     kept: Floats
-    again: Floats
+    beside: Floats
     base: Floats
 
     @cached_property

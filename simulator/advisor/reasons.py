@@ -90,9 +90,9 @@ def _floor_s(search: Search, among: NDArray[np.bool_]) -> float:
     heapq.heapify(heap)
     while heap:
         bound, is_tight, row = heapq.heappop(heap)
-        if is_tight:
+        if is_tight and search.memory(row).fits(search.found.question.device):
             return float(bound)
-        if search.may_fit(row):
+        if not is_tight and search.may_fit(row):
             heapq.heappush(heap, (max(bound, search.tight_s(row)), True, row))
     return np.inf
 

@@ -25,7 +25,7 @@ from simulator.advisor.bounds import Pipelines, bounds_s
 from simulator.advisor.question import Candidates, Costs, Floats, Ints, Question, Shape
 from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.memory import Memory, memory_of
-from simulator.memory.stage import kept_and_again
+from simulator.memory.stage import kept_and_beside
 from simulator.stage.local_layer import base_on_a_rank, divides, time_layers
 from simulator.stage.recomputed import recomputed
 from simulator.step.result import Step
@@ -178,7 +178,7 @@ def _costs(question: Question, shape: Shape, workload: Workload, known: dict[str
     if shape.recompute_layers > 1:
         backward = np.where(recomputed(workload, plan, (0, len(workload.layers))), backward, known["none"][1])
     base = np.array([base_on_a_rank(layer, plan) for layer in workload.layers], np.float64)
-    return Costs(workload, forward, backward, *kept_and_again(workload, plan, question.cluster.software), base)
+    return Costs(workload, forward, backward, *kept_and_beside(workload, plan, question.cluster.software), base)
 
 
 ROUGH, TIGHT, RUN, EXACT = range(4)
@@ -238,6 +238,7 @@ class Search:
         *,
         among: NDArray[np.bool_] | None = None,
         most: int | None = None,
+        apart: bool = False,
         tell: Callable[[int, int], None] | None = None,
     ) -> list[Choice]:
         """Return the plans with the shortest steps, the best first; of equal ones the first in the order of rows.
@@ -246,6 +247,7 @@ class Search:
             count: how many.
             among: rows to choose from; None: all.
             most: steps to simulate at most; then the best of them are returned. None: as many as it takes.
+            apart: of plans that differ in stages per rank alone, return the best one.
             tell: called now and then with the rows left and the steps simulated.
 
         An interrupt ends the search: what was simulated by then is returned, and `is_complete` is False.
@@ -255,7 +257,7 @@ class Search:
             (bound, ROUGH, row) for row, bound in zip(rows.tolist(), self.found.bound_s[rows].tolist(), strict=True)
         ]
         heapq.heapify(heap)
-        chosen: list[Choice] = []
+        chosen: dict[object, int] = {}
         last, looked = None if most is None else self.num_simulated + most, 0
         try:
             while heap and len(chosen) < count and self.num_simulated != last:
@@ -264,7 +266,7 @@ class Search:
                 if tell and looked % TELL_EVERY == 1:
                     tell(len(heap), self.num_simulated)
                 if level == EXACT:
-                    chosen.append(self._choice(row))
+                    chosen.setdefault(self._but_stages(row) if apart else row, row)
                 elif level == ROUGH:
                     if self.may_fit(row):
                         heapq.heappush(heap, (max(bound, self.pipelines.short_s(row)), TIGHT, row))
@@ -275,17 +277,25 @@ class Search:
         except KeyboardInterrupt:
             self.is_complete = False
         done = sorted((entry for entry in heap if entry[1] == EXACT), key=lambda entry: (entry[0], entry[2]))
-        return chosen + [self._choice(row) for _, _, row in done[: count - len(chosen)]]
+        best = [*chosen.values(), *(row for _, _, row in done[: count - len(chosen)])]
+        return [self._choice(row) for row in best]
 
     def advised(self, count: int, tell: Callable[[int, int], None] | None = None) -> list[Choice]:
-        """Return the best plans without offload, whose times are surer, and where none fits the best with it."""
-        best = self.best(count, among=self.found.offload == 0, tell=tell)
-        return best if best or not self.is_complete else self.best(count, tell=tell)
+        """Return the best plans without offload, whose times are surer, and where none fits the best with it.
+
+        They differ in more than stages per rank.
+        """
+        best = self.best(count, among=self.found.offload == 0, apart=True, tell=tell)
+        return best if best or not self.is_complete else self.best(count, apart=True, tell=tell)
 
     @property
     def choices(self) -> list[Choice]:
         """All that was simulated and fits."""
         return [choice for choice in self._exact.values() if choice is not None]
+
+    def _but_stages(self, row: int) -> tuple[int, ...]:
+        names = ("shape", "pipeline", "data", "sharding", "offload")
+        return tuple(int(getattr(self.found, name)[row]) for name in names)
 
     def _choice(self, row: int) -> Choice:
         choice = self._exact[row]

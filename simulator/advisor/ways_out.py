@@ -24,6 +24,7 @@ from simulator.units import counted, format_bytes, format_s
 
 MOST_DOUBLINGS = 6  # of the devices
 RANK = 16
+LEAST_FREE = 0.03  # of the memory: the least that logs of Megatron-Bridge reserve beyond tensors, 2025
 
 
 class Way(NamedTuple):
@@ -83,6 +84,10 @@ def ways_out(question: Question) -> Iterator[Way]:
         yield _way(f"QLoRA of rank {RANK}", replace(plain, model=replace(adapters, weights="nf4")))
     if question.model.optimizer == ModelDescription.optimizer:
         yield _way("states of 8 bits", replace(plain, model=replace(question.model, optimizer="adamw-8bit")))
+    if question.headroom > LEAST_FREE:
+        name, fuller = f"{LEAST_FREE:.0%} kept free", replace(plain, headroom=LEAST_FREE)
+        way = _way(name, fuller)
+        yield way if way.choice or question.offloads != OFFLOADS else _way(name, replace(fuller, offloads=OFFLOADS))
 
 
 def _way(name: str, question: Question) -> Way:
@@ -102,15 +107,18 @@ def beside(found: Search, best: Choice) -> dict[str, list[str]]:
     columns, offload = columns_of(found.found), found.found.offload
     alone = np.logical_and.reduce([columns[name] == 1 for name in ("pipeline", "tensor", "context", "expert")])
     like = (offload == 0) | (plan.sharding.offload != "none")
-    if plan.world_size > plan.data and (other := found.best(1, among=alone & like, most=MOST_TRIED)):
-        told["data ranks alone"] = [f"{Way('', other[0]).words}, {other[0].seconds / best.seconds - 1:.1%} longer"]
+    if plan.world_size > plan.data and (alone & like).any():
+        other = found.best(1, among=alone & like, most=MOST_TRIED)
+        longer = f"{Way('', other[0]).words}, {other[0].seconds / best.seconds - 1:.1%} longer" if other else ""
+        told["data ranks alone"] = [longer or nearest(found, alone & like)]
     sooner = ~like & (found.found.bound_s < best.seconds)
     if (other := found.best(1, among=sooner, most=MOST_TRIED)) and other[0].seconds < best.seconds:
         told["with offload"] = [f"{Way('', other[0]).words}, {1 - other[0].seconds / best.seconds:.1%} shorter"]
     if plan.sharding.offload != "none" and (offload == 0).any():
         told["without offload nothing fits"] = [nearest(found, offload == 0)]
-        told["other way out"] = [str(way) for way in ways_out(question)]
-    told["not searched"] = [_not_searched(question)]
+        told["other way out"] = [str(way) for way in ways_out(replace(question, offloads=OFFLOADS[1:]))]
+    keeps = any(layer.score_bytes for layer in best.step.workload.layers)
+    told["not searched"] = [_not_searched(question) + ", attention that keeps no scores (--attention flash)" * keeps]
     notes = list(notes_on(plan, best.step.mfu, best.step.workload))
     if not is_even(best.step.workload, plan.pipeline * plan.stages_per_rank):
         notes.append(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from string import Template
 
 from distlab.plan import Plan
 from simulator.export.parts import HALVES, notes
@@ -36,12 +35,10 @@ def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = N
         raise ValueError(f"max_norm is {max_norm}; pass a positive number")
     fully = plan.sharding.stage >= 2
     comments = "".join(f"# {note}\n" for note in notes("fsdp2", plan))
-    body = [*_imports(plan, fully), "", "", *(_shard(plan, layers) if fully else _replicate(plan, layers)), "", ""]
-    if not fully:
-        body += [*_optimizer(plan), "", ""]
-    body += _train_step(plan, fully, max_norm)
+    parts = ["\n".join(_imports(plan, fully)), _shard(plan, layers) if fully else _replicate(plan, layers)]
+    parts.append(_train_step(plan, fully, max_norm))
     title = f"ZeRO stage {plan.sharding.stage} over {plan.data} ranks, {_microbatches(plan)} a step."
-    return f'"""{title}"""\n\n{comments}' + "\n".join(body) + "\n"
+    return f'"""{title}"""\n\n{comments}' + "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def _microbatches(plan: Plan) -> str:
@@ -76,66 +73,45 @@ def _policy(plan: Plan) -> str:
     return ", ".join([*parts, f"reduce_dtype=torch.{precision.reduce}"])
 
 
-def _converted(plan: Plan) -> list[str]:
-    precision = plan.precision
-    if precision is None:
-        return []
-    kind = "float32" if precision.has_master_weights else precision.compute
-    return [f"    model.to(torch.{kind})"]
-
-
-def _recomputed(plan: Plan, layers: str) -> list[str]:
+def _ready(plan: Plan, layers: str) -> str:
+    """Return what is done to a model before it is shared out: its type, and what runs again."""
+    kind = "" if plan.precision is None else "float32" if plan.precision.has_master_weights else plan.precision.compute
+    text = f"    model.to(torch.{kind})\n" if kind else ""
     if plan.recompute != "full":
-        return []
+        return text
     some = {"every": f"[::{plan.recompute_layers}]", "block": f"[: {plan.recompute_layers}]"}
-    return [
-        f"    for layer in model.{layers}{some.get(plan.recompute_method, '')}:",
-        "        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)",
-    ]
+    return text + str(TEXTS["recompute"].format(layers=layers, some=some.get(plan.recompute_method, "")))
 
 
-def _filled(name: str, **values: object) -> list[str]:
-    return Template(TEXTS[name]).substitute(values).splitlines()
+def _shard(plan: Plan, layers: str) -> str:
+    sharding = plan.sharding
+    sizes: tuple[int, ...] = (sharding.num_shards(plan.data),)
+    names = '("shard",)'
+    if sharding.replicas > 1:
+        sizes, names = (sharding.replicas, *sizes), '("replicate", "shard")'
+    options = {
+        "mesh": f"init_device_mesh(device_type, {sizes}, mesh_dim_names={names})",
+        "reshard_after_forward": sharding.reshard_after_forward and sharding.stage == 3,
+        "mp_policy": _policy(plan) and f"MixedPrecisionPolicy({_policy(plan)})",
+        "offload_policy": 'CPUOffloadPolicy(pin_memory=device_type == "cuda")' * (sharding.offload != "none"),
+    }
+    inner = "\n".join(f'        "{name}": {value},' for name, value in options.items() if value != "")
+    ahead, size = sharding.prefetch, sharding.unit_layers
+    prefetch = TEXTS["prefetch"].format(ahead=ahead, stop=ahead + 1) if ahead > 1 else ""  # it gathers one by itself
+    own = {"layers": layers, "size": size, "unit": "unit[0]" if size == 1 else "unit"}
+    return str(TEXTS["shard"].format(ready=_ready(plan, layers), options=inner, prefetch=prefetch, **own))
 
 
-def _begin(plan: Plan, layers: str) -> str:
-    return "".join(f"{line}\n" for line in (*_converted(plan), *_recomputed(plan, layers)))
+def _replicate(plan: Plan, layers: str) -> str:
+    how, optimizer = "", "torch.optim.AdamW(model.parameters(), lr=lr)"
+    if plan.sharding.stage == 1:
+        how = ", its state sharded over the ranks"
+        optimizer = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)"
+    own = {"ready": _ready(plan, layers), "megabytes": plan.bucket_bytes / 2**20}
+    return str(TEXTS["replicate"].format(how=how, optimizer=optimizer, **own))
 
 
-def _shard(plan: Plan, layers: str) -> list[str]:
-    sharding, size, ahead = plan.sharding, plan.sharding.unit_layers, plan.sharding.prefetch
-    shards = sharding.num_shards(plan.data)
-    sizes, names = f"({sharding.replicas}, {shards})", '("replicate", "shard")'
-    if sharding.replicas == 1:
-        sizes, names = f"({shards},)", '("shard",)'
-    options = [f'"mesh": init_device_mesh(device_type, {sizes}, mesh_dim_names={names}),']
-    options.append(f'"reshard_after_forward": {sharding.reshard_after_forward and sharding.stage == 3},')
-    if _policy(plan):
-        options.append(f'"mp_policy": MixedPrecisionPolicy({_policy(plan)}),')
-    if sharding.offload != "none":
-        options.append('"offload_policy": CPUOffloadPolicy(pin_memory=device_type == "cuda"),')
-    unit, words = "unit[0]" if size == 1 else "unit", "\n        ".join(options)
-    lines = _filled("shard", begin=_begin(plan, layers), options=words, layers=layers, size=size, unit=unit)
-    # FSDP2 gathers one unit ahead by itself
-    return [*lines, *(_filled("ahead", next=ahead + 1, ahead=ahead) if ahead > 1 else []), "    return model"]
-
-
-def _replicate(plan: Plan, layers: str) -> list[str]:
-    return _filled("replicate", begin=_begin(plan, layers), megabytes=f"{plan.bucket_bytes / 2**20:g}")
-
-
-def _optimizer(plan: Plan) -> list[str]:
-    if plan.sharding.stage != 1:
-        return _filled("optimizer", how="", build="torch.optim.AdamW(model.parameters(), lr=lr)")
-    build = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)"
-    return _filled("optimizer", how=", its state sharded over the ranks", build=build)
-
-
-def _train_step(plan: Plan, fully: bool, max_norm: float | None) -> list[str]:
-    last, sync, clip = "index == len(microbatches) - 1", "", ""
-    if plan.num_microbatches > 1:
-        call = f"set_requires_gradient_sync({last})" if fully else f"require_backward_grad_sync = {last}"
-        sync = f"        model.{call}\n"
-    if max_norm is not None:
-        clip = f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm!r})\n"
-    return _filled("train_step", microbatches=_microbatches(plan), sync=sync, clip=clip)
+def _train_step(plan: Plan, fully: bool, max_norm: float | None) -> str:
+    sync = TEXTS["sync" if fully else "sync_of_replicas"] * (plan.num_microbatches > 1)
+    clip = "" if max_norm is None else TEXTS["clip"].format(max_norm=max_norm)
+    return str(TEXTS["train_step"].format(microbatches=_microbatches(plan), sync=sync, clip=clip))

@@ -10,10 +10,12 @@ import csv
 import json
 import math
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -80,6 +82,7 @@ def devices_per_node(said: PlanFile) -> int:
 MIXED = ("bfloat16", "float32", "float32")
 HALVES = ("bfloat16", "float16")
 USUAL = Plan()
+FEATURES = tomllib.loads(Path(__file__).with_name("features.toml").read_text("utf-8"))
 NOTHING: Mapping[str, bool] = MappingProxyType({})
 
 
@@ -100,63 +103,34 @@ def of_every_block(plan: Plan) -> bool:
 
 
 def features(plan: Plan) -> dict[str, bool]:
-    """Return what a plan has, by the names of `limits.csv`."""
+    """Return what a plan has, by the names of `limits.csv`: see `features.toml`."""
     sharding, (compute, reduce, gradients) = plan.sharding, types_of(plan)
-    stage, kind, of_optimizer = sharding.stage, plan.context_kind, sharding.offload == "optimizer"
-    is_full, is_one = plan.recompute == "full", plan.schedule == "one_f_one_b"
-    own_bytes = (plan.bucket_bytes, plan.first_bucket_bytes) != (USUAL.bucket_bytes, USUAL.first_bucket_bytes)
-    return {
-        "any plan": True,
-        **{axis: getattr(plan, axis) > 1 for axis in AXES},
-        "pipeline of 1F1B": plan.pipeline > 1 and is_one,
-        "pipeline of a different schedule": plan.pipeline > 1 and not is_one,
-        "stages of equal time": plan.pipeline > 1 and plan.cut == "time",
-        "context by a ring": plan.context > 1 and kind == "ring",
-        "context by all-to-alls": plan.context > 1 and kind == "all_to_all",
-        "context by an all-gather": plan.context > 1 and kind == "all_gather",
-        "context with tensor or pipeline": plan.context > 1 and (plan.tensor > 1 or plan.pipeline > 1),
-        "sequence_parallel": plan.sequence_parallel,
-        **{f"stage {number}": stage == number for number in (1, 2, 3)},
-        "stage 0 with context": stage == 0 and plan.context > 1,
-        "stage 3 with tensor": stage == 3 and plan.tensor > 1,
-        "stage 2 or 3 with a pipeline": stage >= 2 and plan.pipeline > 1,
-        "tensor or context below stage 2": stage < 2 and (plan.tensor > 1 or plan.context > 1),
-        "stage 3 that keeps parameters after forward": stage == 3 and not sharding.reshard_after_forward,
-        "units of its own": stage == 3 and (sharding.unit_layers, sharding.prefetch) != (1, 1),
-        "nothing ahead from stage 2 on": stage >= 2 and sharding.prefetch == 0,
-        "replicas of shards": sharding.replicas > 1,
-        "replicas with stage 1": stage == 1 and sharding.replicas > 1,
-        "offload of all": sharding.offload == "all",
-        "offload of the optimizer": of_optimizer,
-        "offload of the optimizer below stage 2": of_optimizer and stage < 2,
-        "offload of the optimizer from stage 2 on": of_optimizer and stage >= 2,
-        "full recompute of every block": is_full and of_every_block(plan),
-        "full recompute of some blocks": is_full and not of_every_block(plan),
-        "recompute of chosen blocks": not of_every_block(plan),
-        "recompute of several blocks at once": plan.recompute_method == "uniform" and plan.recompute_layers > 1,
-        "recompute of every second block or so": plan.recompute_method == "every",
-        "recompute that no flag says": plan.recompute != "none"
-        and not (is_full and of_every_block(plan) and stage >= 2),
-        "selective recompute": plan.recompute == "selective",
-        "recompute by operators": plan.recompute == "operators",
-        "recompute of single modules": bool(names_in(plan)),
-        "float8": plan.float8 != "none",
-        "float16": compute == "float16",
-        "float64": compute == "float64",
-        "16 bits without a master": compute in HALVES and not has_master(plan),
-        "16 bits, gradients not in float32": compute in HALVES and has_master(plan) and gradients != "float32",
-        "no float32 at all": compute != "float32" and not has_master(plan),
-        "gradients of a third type": gradients not in ("float32", compute),
-        "sums not in float32": reduce != "float32",
-        "sums not in the gradients' type": reduce != gradients,
-        "compression": plan.compression is not None,
-        "no overlap": plan.gradient_sync != "overlapped",
-        "a call for each parameter": plan.gradient_sync == "per_parameter",
-        "gradients without buckets": plan.gradient_sync in ("per_parameter", "flat"),
-        "buckets of its own": own_bytes,
-        "a first bucket of its own": plan.first_bucket_bytes != plan.bucket_bytes,
-        "micro-batches without DeepSpeed": plan.num_microbatches > 1 and stage != 1,
+    parts: dict[str, Any] = {each.name: getattr(plan, each.name) for each in fields(plan)}
+    parts |= {each.name: getattr(sharding, each.name) for each in fields(sharding)}
+    parts |= {"compute": compute, "reduce": reduce, "gradients": gradients, "master": has_master(plan)}
+    is_usual, first = of_every_block(plan), plan.first_bucket_bytes
+    parts |= {
+        "tensor x pipeline": plan.tensor * plan.pipeline,
+        "tensor x context": plan.tensor * plan.context,
+        "units and prefetch": [sharding.unit_layers, sharding.prefetch],
+        "every block": is_usual,
+        "flag of recompute": plan.recompute == "full" and is_usual and sharding.stage >= 2,
+        "gradients as computed": gradients == compute,
+        "sums as gradients": reduce == gradients,
+        "is compressed": plan.compression is not None,
+        "usual buckets": (plan.bucket_bytes, first) == (USUAL.bucket_bytes, USUAL.first_bucket_bytes),
+        "equal buckets": first == plan.bucket_bytes,
+        "has modules": bool(names_in(plan)),
     }
+    told = {name: all(_is(parts[part], said) for part, said in row.items()) for name, row in FEATURES.items()}
+    return {axis: getattr(plan, axis) > 1 for axis in AXES} | told
+
+
+def _is(value: Any, said: Any) -> bool:
+    """Return whether a part of a plan is what a row of `features.toml` says of it."""
+    if isinstance(said, dict):
+        return bool(value >= said["least"] if "least" in said else value != said["not"])
+    return bool(value in said if isinstance(said, list) else value == said)
 
 
 def order_is_usual(said: PlanFile) -> bool:

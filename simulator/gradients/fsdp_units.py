@@ -137,6 +137,7 @@ class Shards:
     num_shards: int
     replicas: int = 1
     links: Links = field(default_factory=dict)
+    _known: dict[tuple[str, int], Transfer] = field(default_factory=dict)
 
     def padded(self, num_elements: int) -> int:
         """Return the elements of a flat buffer that is cut into equal shards."""
@@ -184,11 +185,13 @@ class Shards:
         return Transfer(kind, num_bytes, duration_ns, sent)
 
     def _in_a_set(self, kind: str, num_bytes: int) -> Transfer:
-        """Cost a ring in a set; of several sets the slowest counts, since all of them wait for one another."""
-        groups = self._groups(self._sets)
-        share = num_bytes // self.num_shards if kind == "all_gather" else num_bytes
-        times_ns = [group.exchange_ns(kind, share) for group in groups]
-        return Transfer(kind, num_bytes, max(times_ns), groups[0].sent_bytes(kind, share))
+        """Cost a ring in a set, equal ones once; of several sets, which wait for one another, the slowest counts."""
+        if (kind, num_bytes) not in self._known:
+            groups = self._groups(self._sets)
+            share = num_bytes // self.num_shards if kind == "all_gather" else num_bytes
+            time_ns = max(group.exchange_ns(kind, share) for group in groups)
+            self._known[kind, num_bytes] = Transfer(kind, num_bytes, time_ns, groups[0].sent_bytes(kind, share))
+        return self._known[kind, num_bytes]
 
     def _across_sets(self, shard_bytes: int) -> Transfer:
         """Cost the ring of the ranks that hold one shard; the slowest of several counts here too.

@@ -13,6 +13,7 @@ reach is a matter of device and software together. A `Stack` holds the parts of 
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -219,18 +220,28 @@ def _presets() -> dict[str, dict[str, dict[str, Any]]]:
     return tomllib.loads(text)
 
 
-def _row(table: str, name: str) -> dict[str, Any]:
+def _known(table: str, name: str) -> str:
+    """Return a preset's name; a word that one stack's software alone has, such as torchtitan, stands for its name."""
     rows = _presets()[table]
-    if name not in rows:
-        like = [known for known, row in rows.items() if name.lower() in row.get("software", "").lower()]
-        near = f"; did you mean {like[-1]}?" if (like := like or get_close_matches(name, rows, 1)) else ""
-        raise ValueError(f"no preset {name!r} among the {table}; choose one of {', '.join(rows)}{near}")
-    return rows[name]
+    like = [known for known, row in rows.items() if name.lower() in re.split(r"[ ,;()]+", _software(row))]
+    if name in rows or len(like) == 1:
+        return name if name in rows else like[0]
+    like = [known for known, row in rows.items() if name.lower() in _software(row)] or get_close_matches(name, rows, 1)
+    near = f"; did you mean {like[-1]}?" if like else ""
+    raise ValueError(f"no preset {name!r} among the {table}; choose one of {', '.join(rows)}{near}")
+
+
+def _software(row: Mapping[str, Any]) -> str:
+    return str(row.get("software", "")).lower()
+
+
+def _row(table: str, name: str) -> dict[str, Any]:
+    return _presets()[table][_known(table, name)]
 
 
 def _named(table: str, name: str) -> dict[str, Any]:
     """Return a row with its name; one that is `like` a different one has that one's figures where it has none."""
-    row: dict[str, Any] = {"name": name, **_row(table, name)}
+    row: dict[str, Any] = {"name": _known(table, name), **_row(table, name)}
     row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     return {**_named(table, like), **row} if (like := row.pop("like", None)) else row
 

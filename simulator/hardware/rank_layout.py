@@ -164,10 +164,12 @@ class RankLayout:
                 f"the plan has float8 {plan.float8!r} and {cluster.device.name} has no products of {bits} bits; use a "
                 f"device that has ({makers}), write float{bits}_flops_per_s in [cluster] device, or float8 'none'"
             )
-        if plan.offload_activations and cluster.device.host_memory_bytes is None:
+        offload, own = plan.sharding.offload, cluster.device
+        if own.host_memory_bytes is None and (offload != "none" or plan.offload_activations):
+            said = "offload_activations is true" if offload == "none" else f"sharding's offload is {offload!r}"
             raise ValueError(
-                f"offload_activations is true and nothing says how much of its host's memory {cluster.device.name} may "
-                "use; write host_memory_bytes in [cluster] device, or leave offload_activations out"
+                f"{said} and nothing says how much of its host's memory {own.name} may use; write host_memory_bytes "
+                "in [cluster] device, such as 64e9, or keep all on the device"
             )
         if plan.world_size > cluster.num_devices:
             order = ("data", "pipeline", "expert", "context", "tensor")

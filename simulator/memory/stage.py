@@ -217,16 +217,23 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
 
 def kept_by_layers(workload: Workload, plan: Plan, software: Software) -> Floats:
     """Return the bytes of a micro-batch that each layer of a whole model keeps for backward on a rank [L]."""
-    return kept_and_again(workload, plan, software)[0]
+    return kept_and_beside(workload, plan, software)[0]
 
 
-def kept_and_again(workload: Workload, plan: Plan, software: Software) -> tuple[Floats, Floats]:
-    """Return the same, and the bytes that are there again in each layer's backward [L]."""
+def kept_and_beside(workload: Workload, plan: Plan, software: Software) -> tuple[Floats, Floats]:
+    """Return the same, and bytes that each layer's backward has beside it in any stage at least [L].
+
+    Those of sharding, and of largest tensors' gradients, are not among them.
+    """
     whole = (0, len(workload.layers))
     table = _with_parts(dict(zip(COLUMNS, workload.columns, strict=True)), workload, whole, plan, software)
-    width, full = widths_of(workload, plan).activations, recomputed(workload, plan, whole)
-    kept, again = _kept(table, plan, width, full, software)
-    return np.asarray(kept.sum(axis=1), np.float64), again
+    widths, full = widths_of(workload, plan), recomputed(workload, plan, whole)
+    kept, again = _kept(table, plan, widths.activations, full, software)
+    forward, backward = np.zeros((2, len(workload.layers), len(KINDS)))
+    _add_unpacked(workload.layers, plan, forward, backward)
+    _add_temporary(table, plan, widths, again, (forward, backward), software, are_first=True)
+    _add_context(workload.layers, plan, widths, forward, backward)
+    return np.asarray(kept.sum(axis=1), np.float64), np.asarray(backward.sum(axis=1), np.float64)
 
 
 def _input_bytes(plan: Plan, software: Software) -> float:
@@ -304,6 +311,8 @@ def _add_temporary(
     again: Floats,
     passes: tuple[Floats, Floats],
     software: Software,
+    *,
+    are_first: bool = False,
 ) -> None:
     """Add what lives for less than a pass: outputs, gradients, and what the loss makes of the logits.
 
@@ -313,12 +322,13 @@ def _add_temporary(
     cross-entropy does. A fused loss holds less. A forward that keeps nothing holds what goes into its widest operator,
     and what comes out. Where ranks hold parts of the sequence, a layer's input is whole while its products need it, and
     in backward its gradient too. `Software.loss_copies` says how many copies of the logits software holds.
+    With `are_first` each layer counts as the first of its stage, which has no gradient of its input.
     """
     (forward, backward), copies = passes, software.loss_copies
     along = plan.context * (plan.tensor if plan.sequence_parallel else 1)
     outputs = widths.activations * table["output_bytes"] / along
     widest = widths.activations * table["widest_bytes"] / (plan.context * plan.tensor)
-    inputs = np.append(0.0, outputs[:-1])
+    inputs = np.append(0.0, outputs[:-1]) * (not are_first)
     logits = table["logits_bytes"] / (plan.context * plan.tensor)
     whole = np.maximum(inputs, widths.activations * table["input_bytes"] / along) * (along / plan.context - 1)
     forward[:, TEMPORARY] += (

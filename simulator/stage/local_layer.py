@@ -165,7 +165,7 @@ def local_layers(layers: Sequence[Layer], kinds: Sequence[int], plan: Plan) -> t
     made = []
     for kind, layer in zip(kinds, layers, strict=True):
         if kind not in known:
-            local = _with_sizes(layer, [_own(layer, index, plan) for index in range(len(layer.parameter_sizes))])
+            local = _with_sizes(layer, _own(layer, plan))
             known[kind] = changed(local, base_bytes=layer.base_bytes and (base_on_a_rank(layer, plan), 0.0, 0.0, 0.0))
         made.append(changed(known[kind], name=layer.name))
     return tuple(made)
@@ -183,31 +183,30 @@ def of_experts(layers: Sequence[Layer], kinds: Sequence[int], *, experts: bool) 
     known: dict[int, Tensors] = {}
     for kind, layer in zip(kinds, layers, strict=True):
         if kind not in known:
-            kept = [n for n in range(len(layer.parameter_sizes)) if (_axis(layer, n) == "expert") == experts]
-            sizes, shapes = layer.parameter_sizes, layer.shapes
-            known[kind] = Tensors(tuple(sizes[n] for n in kept), tuple(shapes[n] for n in kept))
+            rows = zip(layer.parameter_sizes, layer.shapes, _axes(layer), strict=True)
+            kept = [(size, shape) for size, shape, axis in rows if (axis == "expert") == experts]
+            known[kind] = Tensors(tuple(size for size, _ in kept), tuple(shape for _, shape in kept))
     return tuple(known[kind] for kind in kinds)
 
 
-def _axis(layer: Layer, index: int) -> str:
-    if layer.parameter_axes:
-        return layer.parameter_axes[index]
-    return "tensor" if 0 < layer.tensor_parameters == layer.num_parameters else ""
+def _axes(layer: Layer) -> Sequence[str]:
+    axis = "tensor" if 0 < layer.tensor_parameters == layer.num_parameters else ""
+    return layer.parameter_axes or [axis] * len(layer.parameter_sizes)
 
 
-def _own(layer: Layer, index: int, plan: Plan) -> int:
-    """Return the elements of a parameter tensor on a rank: an even part, or a whole expert's tensor or nothing of it.
+def _own(layer: Layer, plan: Plan) -> list[int]:
+    """Return the elements of each parameter tensor on a rank: an even part, or all or nothing of an expert's tensor.
 
     Experts' tensors are listed expert by expert; the first rank has the first ones.
     """
-    size, axis = layer.parameter_sizes[index], _axis(layer, index)
-    if axis == "tensor":
-        return -(-size // plan.tensor)
-    if axis != "expert" or layer.experts is None:
-        return size
-    number = layer.parameter_axes[:index].count("expert")
-    tensors_each = layer.parameter_axes.count("expert") // layer.experts.num_experts
-    return size if number < tensors_each * layer.experts.most_on_a_rank(plan.expert) else 0
+    axes, held = _axes(layer), len(layer.parameter_sizes)
+    if layer.experts:
+        held = axes.count("expert") // layer.experts.num_experts * layer.experts.most_on_a_rank(plan.expert)
+    number, found = 0, []
+    for size, axis in zip(layer.parameter_sizes, axes, strict=True):
+        found.append(-(-size // plan.tensor) if axis == "tensor" else size if axis != "expert" or number < held else 0)
+        number += axis == "expert"
+    return found
 
 
 def _with_sizes(layer: Layer, sizes: Sequence[int]) -> Layer:

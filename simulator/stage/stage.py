@@ -235,6 +235,7 @@ class _Exchanges:
         self.widths = widths_of(workload, layout.plan)
         self._known: dict[object, _Exchange] = {}
         self._groups: dict[object, dict[str, Any]] = {}
+        self._sets: dict[object, Shards] = {}
 
     def of(self, layers: tuple[Layer, ...], kinds: tuple[int, ...], pipeline: int) -> _Exchange:
         """Return what a stage at a place in the pipeline exchanges: of its layers as a rank has them, and their kinds.
@@ -248,7 +249,7 @@ class _Exchanges:
         return self._known[alike]
 
     def _cost(self, layers: tuple[Layer, ...], kinds: tuple[int, ...], pipeline: int) -> _Exchange:
-        plan, shards = self.layout.plan, shards_of(self.layout, pipeline)
+        plan, shards = self.layout.plan, self._shards(COPIES, pipeline)
         if plan.sharding.stage == 3:
             few = shards_of(self.layout, pipeline, axes=EXPERT_COPIES) if plan.expert > 1 else None
             made = units_of(layers, plan.sharding.unit_layers, apart=few is not None)
@@ -260,6 +261,11 @@ class _Exchanges:
         update_ns = self._update_ns(layers, -(-num_tensors // shards.num_shards) if is_sharded else num_tensors)
         return _Exchange(buckets, (), update_ns, shards.faults(num_tensors) if buckets and is_sharded else None)
 
+    def _shards(self, axes: Sequence[str], pipeline: int) -> Shards:
+        """Return the sets of shards of ranks placed alike, which keep what their calls cost."""
+        rows = self.layout.rows(axes, pipeline)
+        return self._sets.setdefault(rows, shards_of(self.layout, pipeline, axes=axes))
+
     def _buckets(
         self, layers: tuple[Layer, ...], kinds: tuple[int, ...], shards: Shards, pipeline: int
     ) -> tuple[BucketCost, ...]:
@@ -268,7 +274,7 @@ class _Exchanges:
         found: list[BucketCost] = []
         sharing: list[tuple[tuple[str, ...], Sequence[Layer | Tensors], Shards]] = [(COPIES, layers, shards)]
         if plan.expert > 1 and any(layer.expert_parameters for layer in layers):
-            few = shards_of(layout, pipeline, axes=EXPERT_COPIES)
+            few = self._shards(EXPERT_COPIES, pipeline)
             sharing = [
                 (COPIES, of_experts(layers, kinds, experts=False), shards),
                 (EXPERT_COPIES, of_experts(layers, kinds, experts=True), few),

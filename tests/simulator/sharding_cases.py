@@ -2,7 +2,8 @@
 
 from distlab.plan import Cluster, Contention, Device, Layer, Link, Plan, Protocol, Sharding, Work, Workload
 
-DEVICE = Device("d", 1e12, 1e11, 1e12, 0.0, host_link_bytes_per_s=1e8, host_memory_bytes_per_s=1e9)
+HOST = {"host_link_bytes_per_s": 1e8, "host_memory_bytes_per_s": 1e9, "host_memory_bytes": 1e12}
+DEVICE = Device("d", 1e12, 1e11, 1e12, 0.0, **HOST)
 FAST, SLOW = Link("fast", (Protocol(0.0, 4e8),)), Link("slow", (Protocol(0.0, 1e8),))
 
 

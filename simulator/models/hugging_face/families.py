@@ -20,7 +20,10 @@ from simulator.models.parts import Mixture
 Own = Mapping[str, Any]  # fields of LlamaSizes that a family sets in its own way
 BIASES: Own = MappingProxyType({"attention_biases": True, "output_bias": True, "feed_forward_biases": True})
 AS_GPT: Own = MappingProxyType({"is_gated": False, "norm_parameters": 2})
-NAMES = tomllib.loads(resources.files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))
+NAMES, ROWS = (
+    tomllib.loads(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+    for name in ("names.toml", "families.toml")
+)
 
 
 def _sizes(fields: Fields, *, ties: bool = False, head_size: int = 0, **changes: Any) -> LlamaSizes:
@@ -151,10 +154,6 @@ def _qwen_mixed(fields: Fields, **changes: Any) -> LlamaSizes:
     return _sizes(fields, mixture=mixture, windows=windows_behind(fields), **changes)
 
 
-def _qwen3_mixed(fields: Fields) -> LlamaSizes:
-    return _qwen_mixed(fields.only(qkv_bias=False), head_norms=fields.flag("use_qk_norm", True))
-
-
 def _llama4(fields: Fields) -> LlamaSizes:
     """Take the sizes of Llama 4. Of Maverick, every second block has experts; norms of queries have no weights."""
     width, every = fields.count("intermediate_size"), fields.count("interleave_moe_layer_step", 1)
@@ -230,94 +229,36 @@ def _dbrx(fields: Fields) -> LlamaSizes:
     return _sizes(fields, mixture=mixture)
 
 
+def _stablelm(fields: Fields) -> LlamaSizes:
+    num_norms = 1 if fields.flag("use_parallel_residual") else 2
+    own = {"attention_biases": fields.flag("use_qkv_bias"), "wide_norms": fields.flag("qk_layernorm")}
+    return _sizes(fields, **own, norm_parameters=2, num_norms=num_norms)  # a norm per head: wide ones have as many
+
+
+_EACH: tuple[Callable[..., LlamaSizes], ...] = (
+    *(_sizes, _hunyuan, _cohere, _falcon, _mpt, _bigcode, _gptj, _gpt_neo, _chatglm, _lfm2_dense, _stablelm),
+    *(_mixed, _qwen_mixed, _llama4, _deepseek, _ernie_mixed, _hunyuan_mixed, _minimax, _lfm2_mixed, _dbrx),
+)
+READERS = {each.__name__[1:]: each for each in _EACH}
+
+
+def _read(row: Mapping[str, Any], fields: Fields) -> LlamaSizes:
+    """Take the sizes of a family by its row of families.toml, whose first lines say what its keys mean."""
+    own = {**row}
+    fields.only(**own.pop("only", {})).assume(**own.pop("assume", {}))
+    reader = READERS[own.pop("by", "sizes")]
+    own |= {size: fields.flag(*said) for size, said in own.pop("flags", {}).items()}
+    for name, sizes in (("biases", BIASES), ("as_gpt", AS_GPT)):
+        own |= sizes if own.pop(name, False) else {}
+    if "windows" in own:
+        own["windows"] = windows(fields, **own["windows"])
+    if own.pop("windows_behind", False):
+        own["windows"] = windows_behind(fields)
+    if own.pop("routed", False):
+        own["mixture"] = _routed(fields)
+    return reader(fields, **own)
+
+
 FAMILIES: Mapping[str, Callable[[Fields], LlamaSizes]] = MappingProxyType(
-    {
-        "llama": _sizes,
-        "arcee": partial(_sizes, is_gated=False),
-        "apertus": lambda f: _sizes(f.only(post_norm=False), is_gated=False, head_norms=f.flag("qk_norm", True)),
-        "exaone4": lambda f: _sizes(f, head_norms=True, windows=windows(f, pattern=4)),
-        "hunyuan_v1_dense": _hunyuan,
-        "lfm2": _lfm2_dense,
-        "ministral3": lambda f: _sizes(f, windows=windows(f)),
-        "mistral": lambda f: _sizes(f, windows=windows(f, default=4096)),
-        # products with one input run as one in all of these
-        "phi3": lambda f: _sizes(f.only(lm_head_bias=False), windows=windows(f)),
-        "granite": _sizes,
-        "baichuan": _sizes,
-        "internlm2": lambda f: _sizes(f.only(bias=False)),
-        "ernie4_5": lambda f: _sizes(f.only(use_bias=False)),
-        "smollm3": partial(_sizes, ties=True),
-        "gemma": partial(_sizes, ties=True, head_size=256),
-        "gemma2": lambda f: _sizes(
-            f, head_size=256, ties=True, num_norms=4, windows=windows(f, pattern=2, default=4096)
-        ),
-        "gemma3_text": lambda f: _sizes(  # whose files leave out what its class has by default
-            f.assume(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4),
-            head_size=256,
-            ties=True,
-            num_norms=4,
-            head_norms=True,
-            windows=windows(f, pattern=6, default=4096),
-        ),
-        "olmo": partial(_sizes, norm_parameters=0),
-        "olmo2": partial(_sizes, wide_norms=True),  # its norms follow attention and feed-forward part
-        "olmo3": lambda f: _sizes(f, wide_norms=True, windows=windows(f, pattern=4, default=4096)),
-        "qwen2": lambda f: _sizes(f, attention_biases=True, windows=windows_behind(f)),
-        "qwen3": lambda f: _sizes(f, head_norms=True, head_size=128, windows=windows_behind(f)),
-        "qwen3_vl_text": partial(_sizes, head_norms=True, head_size=128),
-        "seed_oss": lambda f: _sizes(
-            f, attention_biases=f.flag("attention_bias", True), output_bias=f.flag("attention_out_bias"), head_size=128
-        ),
-        "glm": lambda f: _sizes(f, attention_biases=f.flag("attention_bias", True)),
-        "glm4": lambda f: _sizes(f, attention_biases=f.flag("attention_bias"), num_norms=4),
-        "chatglm": _chatglm,
-        "cohere": _cohere,
-        "cohere2": lambda f: _cohere(f, windows=windows(f, pattern=4, default=4096)),
-        "nemotron": partial(_sizes, **AS_GPT),
-        "stablelm": lambda f: _sizes(  # a norm per head: wide ones have as many
-            f,
-            attention_biases=f.flag("use_qkv_bias"),
-            wide_norms=f.flag("qk_layernorm"),
-            norm_parameters=2,
-            num_norms=1 if f.flag("use_parallel_residual") else 2,
-        ),
-        "phi": lambda f: _sizes(f.only(qk_layernorm=False), **BIASES, **AS_GPT, head_bias=True, num_norms=1),
-        "starcoder2": lambda f: _sizes(
-            f.only(mlp_type="default", norm_type="layer_norm", use_bias=True),
-            **BIASES,
-            **AS_GPT,
-            ties=True,
-            windows=windows(f),
-        ),
-        "falcon": _falcon,
-        "mpt": _mpt,
-        "gpt_bigcode": _bigcode,
-        "gptj": _gptj,
-        "codegen": _gptj,
-        "gpt_neo": _gpt_neo,
-        # with experts
-        "mixtral": lambda f: _mixed(f, windows=windows(f)),
-        "granitemoe": partial(_mixed, ties=True),
-        "phimoe": lambda f: _mixed(f, norm_parameters=2, head_bias=f.flag("lm_head_bias"), windows=windows(f)),
-        "olmoe": partial(_mixed, experts="num_experts", wide_norms=True),
-        "gpt_oss": lambda f: _mixed(f, head_size=64, windows=windows(f, pattern=2, default=128)),
-        "grok-1": partial(_mixed, experts="num_experts", num_norms=4, ties=True),
-        "qwen2_moe": lambda f: _qwen_mixed(f, attention_biases=f.flag("qkv_bias", True)),
-        "qwen3_moe": _qwen3_mixed,
-        "qwen3_vl_moe_text": _qwen3_mixed,
-        "llama4_text": _llama4,
-        "dbrx": _dbrx,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek,
-        "kimi_k2": _deepseek,
-        "glm4_moe": lambda f: _sizes(
-            f, attention_biases=f.flag("attention_bias"), head_norms=f.flag("use_qk_norm"), mixture=_routed(f)
-        ),
-        "glm4_moe_lite": _deepseek,
-        "dots1": lambda f: _sizes(f, head_norms=True, mixture=_routed(f)),
-        "ernie4_5_moe": _ernie_mixed,
-        "hunyuan_v1_moe": _hunyuan_mixed,
-        "lfm2_moe": _lfm2_mixed,
-        "minimax_m2": _minimax,
-    }
+    {name: partial(_read, row) for name, row in ROWS.items()}
 )
