@@ -42,29 +42,16 @@ def torchtitan_config(said: PlanFile, options: Options) -> Exported:
     module, function = MODELS[model or ""]
     comments = notes("torchtitan", plan)
     policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
-    nodes = counted(-(-plan.world_size // devices_per_node(said)), "node")
-    lines = [
-        f'"""{plan.world_size} ranks on {nodes}: MODULE={NAME} CONFIG={NAME} ./run_train.sh (torchtitan 0.3)."""',
-        "",
-        *(f"# {note}" for note in comments),
-        *([""] if comments else []),
-        "from torchtitan.config import ParallelismConfig",
-    ]
-    if plan.recompute != "none":
-        lines.append(f"from torchtitan.distributed.activation_checkpoint import {policy}")
-    lines += [
-        f"from torchtitan.models.{module}.config_registry import {function}",
-        "from torchtitan.trainer import Trainer",
-        "",
-        "",
-        f"def {NAME}() -> Trainer.Config:",
-        f"    config = {function}()",
-        *_parallelism(plan, len(workload.layers) - ENDS, workload.samples),
-        *_training(said, options),
-        f"    config.activation_checkpoint = {'None' if plan.recompute == 'none' else f'{policy}.Config()'}",
-        "    return config",
-    ]
-    return Exported("\n".join(lines) + "\n")
+    recomputes, layers = plan.recompute != "none", len(workload.layers) - ENDS
+    own = {
+        "ranks": plan.world_size,
+        "nodes": counted(-(-plan.world_size // devices_per_node(said)), "node"),
+        "comments": "".join(f"# {note}\n" for note in comments) + "\n" * bool(comments),
+        "imports": f"from torchtitan.distributed.activation_checkpoint import {policy}\n" * recomputes,
+        "settings": "\n".join([*_parallelism(plan, layers, workload.samples), *_training(said, options)]),
+        "recompute": f"{policy}.Config()" if recomputes else "None",
+    }
+    return Exported(NAMES["text"].format(name=NAME, module=module, function=function, **own))
 
 
 def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:
