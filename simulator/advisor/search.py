@@ -144,18 +144,10 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
         numbers = [v for v in range(1, most + 1) if question.fixed.cut == "time" or is_even(workload, pipeline * v)]
         units = pipeline == shape.expert == 1 and question.model.weights != "nf4"
         stages = {0, 1} | ({2} if count == 1 else set()) | ({3} if units else set())
-        ways = [
-            (stage, OFFLOADS.index(name))
-            for name in offloads
-            for stage in sorted(stages & own & _holding(name, copies))
-        ]
+        holding = {"none": {0, 1, 2, 3} if copies > 1 else {0}, "optimizer": {1, 2, 3}, "all": {3}}  # what it says
+        ways = [(stage, OFFLOADS.index(name)) for name in offloads for stage in sorted(stages & own & holding[name])]
         rows += [(pipeline, v, data, count, *way) for v in numbers for way in ways]
     return np.array(rows, np.int64).reshape(-1, 6)
-
-
-def _holding(offload: str, copies: int) -> set[int]:
-    """Return the stages that offload what it says; without offload, those that split something among copies."""
-    return {"none": {0, 1, 2, 3} if copies > 1 else {0}, "optimizer": {1, 2, 3}, "all": {3}}[offload]
 
 
 def is_even(workload: Workload, num_stages: int) -> bool:
@@ -217,7 +209,7 @@ class Search:
 
     Attributes:
         found: all plans in columns.
-        num_simulated: steps simulated so far, or refused for their memory.
+        num_simulated: steps simulated so far.
         is_complete: False after an interrupt, where better plans may be left.
     """
 
@@ -306,9 +298,9 @@ class Search:
         """Simulate a row; None where it does not fit, which its memory tells first and much sooner."""
         if row not in self._exact:
             question, plan = self.found.question, self.found.plan(row)
-            self.num_simulated += 1
             self._exact[row] = None
             if self.memory(row).fits(question.device):
+                self.num_simulated += 1
                 step = simulate(self.found.workload(row), question.cluster, plan)
                 self._memory[row] = step.memory
                 self._exact[row] = Choice(question, step.plan, step) if step.memory.fits(question.device) else None
@@ -323,10 +315,6 @@ class Search:
     def tight_s(self, row: int) -> float:
         """Return a time that a row's step is not below: by its passes and messages."""
         return self.pipelines.bound_s(row) if self.found.pipeline[row] > 1 else 0.0
-
-    def needs(self, row: int) -> int:
-        """Return what a row's fullest rank holds."""
-        return self.memory(row).max_bytes
 
     def memory(self, row: int) -> Memory:
         """Return a row's memory, of the stages into which its step cuts the model."""
@@ -350,10 +338,10 @@ class Search:
         return min(sorted(held), key=lambda row: self.part((held[row].max_bytes, held[row].host_bytes)))
 
     def too_large(self) -> list[int]:
-        """Return rows that do not fit and could be faster than the best, those that lack least memory first."""
+        """Return rows that do not fit and could be 1 % faster than the best, those that lack least memory first."""
         best = min((choice.seconds for choice in self.choices), default=np.inf)
         plain = any(choice.plan.sharding.offload == "none" for choice in self.choices)
-        rows = np.flatnonzero((self.found.bound_s < best) & ((self.found.offload == 0) | (not plain))).tolist()
+        rows = np.flatnonzero((self.found.bound_s < 0.99 * best) & ((self.found.offload == 0) | (not plain))).tolist()
         large = [row for row in rows if not self.may_fit(row) or (row in self._exact and self._exact[row] is None)]
         return sorted(large, key=lambda row: self.part(self.pipelines.least_bytes(row)))
 

@@ -95,10 +95,8 @@ def _way(name: str, question: Question) -> Way:
         found = search(question)
     except ValueError as error:
         return Way(name, None, str(error))
-    if best := found.best(1, most=MOST_SIMULATED):
-        return Way(name, best[0])
-    is_all = found.num_simulated < MOST_SIMULATED
-    return Way(name, None, "nothing fits" if is_all else f"none of the {MOST_SIMULATED} most promising plans fits")
+    best = found.best(1, most=MOST_SIMULATED)
+    return Way(name, best[0] if best else None, "" if best else "nothing fits")
 
 
 def beside(found: Search, best: Choice) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from distlab.plan import Plan
 from simulator.export.parts import HALVES, notes
+from simulator.units import counted
 
 TEXTS = tomllib.loads(Path(__file__).with_name("fsdp2.toml").read_text("utf-8"))
 
@@ -37,12 +38,9 @@ def fsdp2_code(plan: Plan, *, layers: str = "blocks", max_norm: float | None = N
     comments = "".join(f"# {note}\n" for note in notes("fsdp2", plan))
     parts = ["\n".join(_imports(plan, fully)), _shard(plan, layers) if fully else _replicate(plan, layers)]
     parts.append(_train_step(plan, fully, max_norm))
-    title = f"ZeRO stage {plan.sharding.stage} over {plan.data} ranks, {_microbatches(plan)} a step."
+    count = counted(plan.num_microbatches, "micro-batch")
+    title = f"ZeRO stage {plan.sharding.stage} over {plan.data} ranks, {count} a step."
     return f'"""{title}"""\n\n{comments}' + "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _microbatches(plan: Plan) -> str:
-    return "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
 
 
 def _imports(plan: Plan, fully: bool) -> list[str]:
@@ -114,4 +112,5 @@ def _replicate(plan: Plan, layers: str) -> str:
 def _train_step(plan: Plan, fully: bool, max_norm: float | None) -> str:
     sync = TEXTS["sync" if fully else "sync_of_replicas"] * (plan.num_microbatches > 1)
     clip = "" if max_norm is None else TEXTS["clip"].format(max_norm=max_norm)
-    return str(TEXTS["train_step"].format(microbatches=_microbatches(plan), sync=sync, clip=clip))
+    count = counted(plan.num_microbatches, "micro-batch")
+    return str(TEXTS["train_step"].format(microbatches=count, sync=sync, clip=clip))

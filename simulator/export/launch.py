@@ -6,7 +6,9 @@ Source: torch.distributed.run of torch 2.11 to 2.13; sbatch and srun of Slurm 23
 
 from __future__ import annotations
 
+import json
 from importlib import resources
+from string import Template
 from typing import Any
 
 from simulator.export.parts import NAME, Exported, Options, as_json, devices_per_node
@@ -60,15 +62,10 @@ def pytorch_job(said: PlanFile, options: Options) -> Exported:
     Raises:
         ValueError: the ranks do not fill the nodes.
     """
-    nodes, per_node = places_of(said)
-    pod = {"spec": {"containers": [_container("pytorch", per_node, options, "")]}}
-    replica = {"restartPolicy": "OnFailure", "template": pod}
-    replicas = {"Master": {"replicas": 1, **replica}}
-    if nodes > 1:
-        replicas["Worker"] = {"replicas": nodes - 1, **replica}
-    policy = {"backoffLimit": 3, "cleanPodPolicy": "None"}
-    spec = {"nprocPerNode": str(per_node), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
-    return _manifest("kubeflow.org/v1", "PyTorchJob", spec)
+    manifest = _manifest("pytorchjob", said, options)
+    if not manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]:
+        del manifest["spec"]["pytorchReplicaSpecs"]["Worker"]
+    return as_json(manifest, NOTES)
 
 
 def job_set(said: PlanFile, options: Options) -> Exported:
@@ -77,29 +74,14 @@ def job_set(said: PlanFile, options: Options) -> Exported:
     Raises:
         ValueError: the ranks do not fill the nodes.
     """
+    return as_json(_manifest("jobset", said, options), NOTES)
+
+
+def _manifest(kind: str, said: PlanFile, options: Options) -> dict[str, Any]:
+    """Return a manifest of Kubernetes, whose words with a dollar follow from the plan."""
     nodes, per_node = places_of(said)
-    head = f"{NAME}-node-0-0.{NAME}"
-    flags = (
-        f'--nnodes={nodes} --nproc-per-node={per_node} --node-rank="$JOB_COMPLETION_INDEX" '
-        f"--master-addr={head} --master-port={PORT} "
-    )
-    pod = {"spec": {"restartPolicy": "Never", "containers": [_container("node", per_node, options, flags)]}}
-    job = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0, "template": pod}
-    network = {"enableDNSHostnames": True, "subdomain": NAME}
-    jobs = [{"name": "node", "replicas": 1, "template": {"spec": job}}]
-    spec = {"failurePolicy": {"maxRestarts": 3}, "network": network, "replicatedJobs": jobs}
-    return _manifest("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
-
-
-def _container(name: str, per_node: int, options: Options, flags: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "image": options.image,
-        "command": ["bash", "-c", f"exec torchrun {flags}{options.script_words}"],
-        "resources": {"limits": {"nvidia.com/gpu": str(per_node)}},
-    }
-
-
-def _manifest(version: str, kind: str, spec: dict[str, Any]) -> Exported:
-    manifest = {"apiVersion": version, "kind": kind, "metadata": {"name": NAME}, "spec": spec}
-    return as_json(manifest, NOTES)
+    own = {"nodes": nodes, "others": nodes - 1, "per_node": per_node, "name": NAME, "port": PORT}
+    words = {"image": options.image, "script": options.script_words}
+    text = Template(resources.files(__package__).joinpath(f"{kind}.txt").read_text(encoding="utf-8"))
+    quoted = {name: json.dumps(value)[1:-1] for name, value in words.items()}
+    return dict(json.loads(text.substitute(own, **quoted)))

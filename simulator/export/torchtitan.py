@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import tomllib
 from pathlib import Path
-from string import Template
 
 from distlab.plan import Plan
 from simulator.export.parts import NAME, Exported, Options, devices_per_node, has_master, notes, refuse, types_of
@@ -43,15 +42,16 @@ def torchtitan_config(said: PlanFile, options: Options) -> Exported:
     module, function = MODELS[model or ""]
     comments = notes("torchtitan", plan)
     policy = "FullAC" if plan.recompute == "full" else "SelectiveAC"
-    nodes = counted(-(-plan.world_size // devices_per_node(said)), "node")
-    parts = [*_parallelism(plan, len(workload.layers) - ENDS, workload.samples), *_training(said, options)]
-    own = {"ranks": plan.world_size, "nodes": nodes, "name": NAME, "module": module, "function": function}
-    own |= {"comments": "".join(f"# {note}\n" for note in comments) + "\n" * bool(comments), "parts": "\n".join(parts)}
-    own |= {"policy": "", "recompute": "None"}
-    if plan.recompute != "none":
-        module = "torchtitan.distributed.activation_checkpoint"
-        own |= {"policy": f"from {module} import {policy}\n", "recompute": f"{policy}.Config()"}
-    return Exported(Template(NAMES["text"]).substitute(own))
+    recomputes, layers = plan.recompute != "none", len(workload.layers) - ENDS
+    own = {
+        "ranks": plan.world_size,
+        "nodes": counted(-(-plan.world_size // devices_per_node(said)), "node"),
+        "comments": "".join(f"# {note}\n" for note in comments) + "\n" * bool(comments),
+        "imports": f"from torchtitan.distributed.activation_checkpoint import {policy}\n" * recomputes,
+        "settings": "\n".join([*_parallelism(plan, layers, workload.samples), *_training(said, options)]),
+        "recompute": f"{policy}.Config()" if recomputes else "None",
+    }
+    return Exported(NAMES["text"].format(name=NAME, module=module, function=function, **own))
 
 
 def _cut(plan: Plan, num_layers: int) -> dict[str, object] | None:

@@ -48,7 +48,8 @@ def with_adapters(workload: Workload, rank: int, modules: str = "all-linear", we
 
 def _adapted(layer: Layer, rank: int, modules: str, weights: str) -> Layer:
     unpacks = weights == "nf4" and layer.input_bytes > 0
-    shapes = {axis: _matrices(layer, axis) for axis in ("tensor", "expert")}
+    pairs = [*zip(layer.parameter_shapes, layer.parameter_axes, strict=True)]
+    shapes = {axis: iter([s for s, own in pairs if own == axis and len(s) == 2]) for axis in ("tensor", "expert")}
     changed: list[Any] = []
     parts: Parts = []
     added, rows = dict.fromkeys(PASSES, Work()), 0
@@ -72,11 +73,6 @@ def _adapted(layer: Layer, rank: int, modules: str, weights: str) -> Layer:
         base_bytes=_base_bytes(layer, unpacks=unpacks),
         sequence_calls=(),
     )
-
-
-def _matrices(layer: Layer, axis: str) -> Iterator[tuple[int, ...]]:
-    pairs = zip(layer.parameter_shapes, layer.parameter_axes, strict=True)
-    return (shape for shape, own in pairs if own == axis and len(shape) == 2)
 
 
 def _weights(products: Sequence[Product], shapes: Iterator[tuple[int, ...]]) -> Iterator[Product]:

@@ -161,7 +161,7 @@ def test_one_device_is_told_not_to_distribute_and_what_nearly_fits_what_it_lacks
     assert "too much; it could take" in sim.near_fit(tight)
     rows = range(0, len(tight.found), 7)
     held = [sim.memory_of(tight.found.workload(row), tight.found.plan(row)).max_bytes for row in rows]
-    assert 0 < tight.needs(tight.nearest()) <= min(held)
+    assert 0 < tight.memory(tight.nearest()).max_bytes <= min(held)
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_told_as_a_reason():
