@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.collectives import DirectGather, DirectScatter
+from distlab.comm import agree
 from distlab.comm.together import together
 from distlab.placements.layout import (
     Layout,
@@ -59,7 +60,8 @@ def redistribute(
         groups: this rank's group on each axis, slowest first: `list(mesh_groups(Mesh(...)).values())`.
 
     Shapes: local_shape(shape, before, ...) -> local_shape(shape, after, ...); `local` itself where nothing changes
-    Cost: the bytes of `route(shape, before, after, mesh)`. The first time with a shape and two layouts: an `agree` too.
+    Cost: the bytes of `route(shape, before, after, mesh)`. The first time with a shape and two layouts, an `agree` on
+        each axis.
     Error: exact where nothing is summed; sums are added in the order of the ranks, in the dtype of `local`.
 
     Raises:
@@ -92,25 +94,29 @@ def _agree(
 ) -> None:
     """Refuse, on every rank, what one rank cannot do; kept where it is right."""
     mesh, rank = _place(groups)
-    refused = set()
+    known = {f"{dtype} {shape} from ({words(before)}) to ({words(after)})"}
+    refused: set[str] = set()
     try:
         check_layout(shape, after, mesh)
         wanted = local_shape(shape, before, mesh, rank)
         if local != wanted:
-            raise ValueError(
-                f"the local tensor is {local}, and ({words(before)}) of {shape} on the mesh {mesh} is {wanted} there; "
-                "pass what cut(whole, layout, mesh, rank) gives"
+            refused.add(
+                f"rank {dist.get_rank()}: the local tensor is {local} in place of {wanted}, which is ({words(before)}) "
+                f"of {shape} on {mesh}; pass what cut(whole, layout, mesh, rank) gives"
             )
     except ValueError as error:
-        refused.add(f"rank {dist.get_rank()}: {error}")
-    asked = {f"{dtype} {shape} from ({words(before)}) to ({words(after)})"}
-    for group in groups:  # what is known goes along each axis, and so to all
-        known = together(partial(tuple, (refused, asked)), group, what="redistribute")
-        refused, asked = set().union(*(one for one, _ in known)), set().union(*(one for _, one in known))
-    if refused:
-        raise ValueError("; ".join(sorted(refused)))
-    if len(asked) > 1:
-        raise ValueError(f"ranks redistribute different things: {'; '.join(sorted(asked))}. Pass the same on each")
+        refused.add(str(error))
+    alike = True
+    for group in groups:  # what differs on one axis goes along the others, and so to all
+        try:
+            agree([*known, *refused, alike], group)
+        except ValueError:
+            alike = False
+    for group in () if alike else groups:
+        told = together(partial(tuple, (known, refused)), group, what="redistribute")
+        known, refused = (set().union(*sets) for sets in zip(*told, strict=True))
+    if refused or len(known) > 1:
+        raise ValueError("; ".join(sorted(refused)) or f"ranks redistribute different things: {sorted(known)}")
 
 
 class _Redistribute(torch.autograd.Function):

@@ -70,8 +70,6 @@ def route(
         mesh: ranks on each axis, slowest first.
         itemsize: bytes of an element.
 
-    Cost: none; (2 + dims)^axes layouts are searched once, and the answer is kept.
-
     Raises:
         ValueError: the tensor cannot have one of the layouts on the mesh.
     """

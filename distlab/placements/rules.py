@@ -23,7 +23,7 @@ from distlab.placements.layout import Layout, Partial, Placement, Replicate, Sha
 ANY = "abcdefgh"  # as many dims as a tensor has
 
 
-class Rule(NamedTuple):
+class ShardingRule(NamedTuple):
     """What an operation does to dims.
 
     Attributes:
@@ -36,20 +36,20 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "matmul": Rule("mk,kn->mn", ((0,), (1,))),
-    "batched_matmul": Rule("bmk,bkn->bmn", ((0,), (1,))),
-    "linear": Rule("bmk,kn->bmn", ((0,), (1,))),
-    "add": Rule(f"{ANY},{ANY}->{ANY}", ((0, 1),)),
-    "add_bias": Rule("mn,n->mn", ((0, 1),)),
-    "multiply": Rule(f"{ANY},{ANY}->{ANY}", ((0,), (1,))),
-    "scale": Rule(f"{ANY}->{ANY}", ((0,),)),
-    "relu": Rule(f"{ANY}->{ANY}"),
-    "gelu": Rule(f"{ANY}->{ANY}"),
-    "transpose": Rule("mn->nm", ((0,),)),
-    "sum_rows": Rule("mn->n", ((0,),)),
-    "sum_columns": Rule("mn->m", ((0,),)),
-    "sum": Rule(f"{ANY}->", ((0,),)),
-    "embedding": Rule("bs,vh->bsh", ((1,),)),  # a rank with some rows of the table gives zeros for other words
+    "matmul": ShardingRule("mk,kn->mn", ((0,), (1,))),
+    "batched_matmul": ShardingRule("bmk,bkn->bmn", ((0,), (1,))),
+    "linear": ShardingRule("bmk,kn->bmn", ((0,), (1,))),
+    "add": ShardingRule(f"{ANY},{ANY}->{ANY}", ((0, 1),)),
+    "add_bias": ShardingRule("mn,n->mn", ((0, 1),)),
+    "multiply": ShardingRule(f"{ANY},{ANY}->{ANY}", ((0,), (1,))),
+    "scale": ShardingRule(f"{ANY}->{ANY}", ((0,),)),
+    "relu": ShardingRule(f"{ANY}->{ANY}"),
+    "gelu": ShardingRule(f"{ANY}->{ANY}"),
+    "transpose": ShardingRule("mn->nm", ((0,),)),
+    "sum_rows": ShardingRule("mn->n", ((0,),)),
+    "sum_columns": ShardingRule("mn->m", ((0,),)),
+    "sum": ShardingRule(f"{ANY}->", ((0,),)),
+    "embedding": ShardingRule("bs,vh->bsh", ((1,),)),  # a rank with some rows of the table gives zeros for other words
 }
 
 
@@ -81,7 +81,7 @@ def placement_of(operation: str, *layouts: Sequence[Placement]) -> Layout:
     return tuple(made)
 
 
-def legal(rule: Rule) -> Iterator[tuple[tuple[Placement, ...], Placement]]:
+def legal(rule: ShardingRule) -> Iterator[tuple[tuple[Placement, ...], Placement]]:
     """Yield, for one axis, the arguments' placements that an operation may run on, and that of its result."""
     left, _, result = rule.dims.partition("->")
     arguments = left.split(",")

@@ -1,4 +1,4 @@
-"""ZeRO-1, ZeRO-2, FullyShard and ByTensor train like one process, in every way of using them, and repeat bit for bit."""
+"""ZeRO-1, ZeRO-2, FullyShard, ByTensor train like one process, in every way of using them, and repeat bit for bit."""
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
