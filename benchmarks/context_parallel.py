@@ -4,8 +4,7 @@ The bar: ring attention, and all-to-all attention, on 2 and on 4 ranks take at m
 public `context_parallel` does not run on the CPU (2.13: its dispatcher has no rule for the CPU kernel). So the peer is
 the ring inside it, `_templated_ring_attention` and its backward pass, given the CPU's fused kernel. It computes the
 same blocks by the same kernel in the same zig-zag order. It passes keys and values on in torch's default way (one
-all-gather), and in the other (an all-to-all per step). Rows without a bar: one rank with the whole sequence while the
-others idle.
+all-gather), and in the other (an all-to-all per step).
 
 All programs live in the same ranks and take turns block by block; a block is some steps after a barrier, and its time
 is that of the slowest rank. Recording is off. CPU, gloo, float32, one thread per rank.
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.experimental._context_parallel._attention as torch_ring
-import torch.nn.functional as F
 from _blocks import by_value, slowest, timed
 from _rows import Row, compare, compare_counts, noise, without_bar
 from _script import run_script
@@ -33,7 +31,6 @@ from distlab.measure import MIN_BLOCKS, interleave
 SIZES = {"2,048 positions": (1, 8, 2048, 64), "512 positions": (2, 8, 512, 32)}
 PEERS = {"torch's ring": "ALL_GATHER", "torch's ring again": "ALL_GATHER", "torch's ring, all-to-all": "ALL_TO_ALL"}
 OURS = {"ring attention": ring_attention, "all-to-all attention": all_to_all_attention}
-WHOLE = "one rank with the whole sequence"
 
 
 class TorchRing(torch.autograd.Function):
@@ -63,25 +60,14 @@ class TorchRing(torch.autograd.Function):
         return *found[:3], None
 
 
-def whole_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Ordinary attention, on rank 0 alone."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
 def step_of(program: str, size: tuple[int, ...]) -> Callable[[], list[Tensor]]:
     """Return one forward and backward pass of a program; it returns the gradients."""
     num_samples, num_heads, length, head_size = size
     draw = torch.Generator().manual_seed(0)
     # As a projection's slices lie in memory: heads inside positions.
     tensors = [torch.randn(num_samples, length, num_heads, head_size, generator=draw).transpose(1, 2) for _ in range(4)]
-    function: Callable[..., Tensor]
-    if program == WHOLE:
-        if dist.get_rank() > 0:
-            return list
-        function = whole_attention
-    else:
-        tensors = [scatter_sequence(tensor.transpose(1, 2)).transpose(1, 2) for tensor in tensors]
-        function = OURS.get(program, lambda *inputs: TorchRing.apply(*inputs, PEERS[program]))
+    tensors = [scatter_sequence(tensor.transpose(1, 2)).transpose(1, 2) for tensor in tensors]
+    function: Callable[..., Tensor] = OURS.get(program, lambda *inputs: TorchRing.apply(*inputs, PEERS[program]))
     inputs, weight = [tensor.requires_grad_() for tensor in tensors[:3]], tensors[3]
     return lambda: list(torch.autograd.grad(function(*inputs), inputs, weight))
 
@@ -89,7 +75,7 @@ def step_of(program: str, size: tuple[int, ...]) -> Callable[[], list[Tensor]]:
 def time_programs(size: tuple[int, ...], blocks: int, steps: int) -> tuple[list[list[float]], list[int]]:
     """On each rank: time programs in interleaved blocks; return seconds per step and what each sent."""
     torch.set_num_threads(1)
-    programs = [*PEERS, *OURS, WHOLE]
+    programs = [*PEERS, *OURS]
     functions = [step_of(program, size) for program in programs]
     first = functions[0]()
     sent = []
@@ -97,9 +83,8 @@ def time_programs(size: tuple[int, ...], blocks: int, steps: int) -> tuple[list[
         with recorded() as seen:
             found = function()
         sent.append(bytes_of(seen.records, program))
-        if program != WHOLE:
-            apart = max((one - other).abs().max().item() for one, other in zip(found, first, strict=True))
-            assert apart < 1e-3, f"{program} is {apart} from torch's"
+        apart = max((one - other).abs().max().item() for one, other in zip(found, first, strict=True))
+        assert apart < 1e-3, f"{program} is {apart} from torch's"
     return interleave([timed(function, steps) for function in functions], blocks), sent
 
 
@@ -122,7 +107,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 
 def _rows_of(results: list[tuple[list[list[float]], list[int]]], where: str) -> Iterator[Row]:
-    programs = [*PEERS, *OURS, WHOLE]
+    programs = [*PEERS, *OURS]
     times = dict(zip(programs, slowest([times for times, _ in results]), strict=True))
     most = dict(zip(programs, np.asarray([sent for _, sent in results]).max(axis=0).tolist(), strict=True))
     peer = "torch's ring"
@@ -134,8 +119,6 @@ def _rows_of(results: list[tuple[list[list[float]], list[int]]], where: str) -> 
     yield noise(f"{peer} over {where}", times["torch's ring again"], times[peer])
     other = "torch's ring, all-to-all"
     yield without_bar(compare(f"ring attention over {where} against {other}", times["ring attention"], times[other]))
-    for program in OURS:
-        yield without_bar(compare(f"{program} over {where} against {WHOLE}", times[program], times[WHOLE]))
 
 
 if __name__ == "__main__":

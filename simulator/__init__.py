@@ -54,6 +54,7 @@ from simulator.hardware.presets import (
     sheet_note as sheet_note,
     stack as stack,
 )
+from simulator.hardware.redistribution import redistribution_s as redistribution_s
 from simulator.memory.advice import DoesNotFitError as DoesNotFitError, check_fit as check_fit
 from simulator.memory.memory import Memory as Memory, memory_of as memory_of
 from simulator.models.attention_kernel import fuse_attention as fuse_attention

@@ -5,6 +5,7 @@ Begin with `plain`, the whole idea by hand on one screen. All of it sends with `
 
 1. `zero`: stages 1 and 2 (`PlainSharded`, then `ShardedOptimizer`).
 2. `fsdp`: stage 3, where parameters are whole only while they are used (`FullyShard`).
+   `by_tensor`: the same, cut tensor by tensor (`ByTensor`).
 3. `state`: what both save, in shards or whole, for any number of ranks.
 
 `checks` refuses parameters that no shard can hold. `part` lets shards and their gradients refuse torch's tools that
@@ -12,6 +13,7 @@ would take a part for the whole. `by_element` finds, by trying it, whether an op
 `cut_layers` knows what is different where tensor parallelism has cut the model's layers.
 """
 
+from distlab.sharding.by_tensor import ByTensor as ByTensor
 from distlab.sharding.calls import gather_into as gather_into, scatter_sum as scatter_sum
 from distlab.sharding.fsdp.fully_shard import FullyShard as FullyShard
 from distlab.sharding.state.of_model import (

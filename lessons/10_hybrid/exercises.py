@@ -12,42 +12,13 @@ AIMS = (
     "Say for every parameter over which axes its gradient is summed and by what it is divided; clip by the true norm.",
     "Train a GPT on a mesh of data, tensor and pipeline, equal to one process, and check the predicted step.",
     "Choose degrees and the order of axes for a cluster of nodes by simulation, and say what decides.",
+    "Say how a tensor lies on each axis, move it with the fewest bytes, and find a missing sum before anything runs.",
 )
 
 _TORCH = ("import torch", "import torch.distributed as dist", "from torch import Tensor")
+_PLACEMENTS = "from distlab.placements import Partial, Placement, Replicate, Shard"
 
 EXERCISES = (
-    Exercise(
-        name="10.coordinates",
-        title="where a rank stands",
-        minutes=5,
-        difficulty=1,
-        source="solutions:place_of",
-        hints=(
-            "It is a number in a system whose digits have different ranges, like hours, minutes and seconds.",
-            "divmod(rank, size of the last axis) gives the rest for the other axes, and the place on the last.",
-            "Go through the axes from last to first: rank, place[axis] = divmod(rank, axes[axis]). Return the places "
-            "in the order of the axes.",
-        ),
-        worlds=(1,),
-    ),
-    Exercise(
-        name="10.groups",
-        title="all groups of an axis",
-        minutes=8,
-        difficulty=2,
-        source="solutions:groups_of",
-        imports=("from math import prod",),
-        hints=(
-            "How far apart are two ranks that differ by one place on an axis? On the last axis 1; on the one before, "
-            "the size of the last.",
-            "The stride of an axis is the product of the sizes of the axes after it. A group starts at each rank whose "
-            "place on the axis is 0.",
-            "stride = prod of the later sizes; firsts are the ranks with rank // stride % size == 0; a group is first "
-            "+ 0, 1, 2, ... strides.",
-        ),
-        worlds=(1,),
-    ),
     Exercise(
         name="10.my_batch",
         title="samples, positions and micro-batches of a rank",
@@ -109,6 +80,40 @@ EXERCISES = (
             "not fit a node should leave the room inside to others.",
             "For an order: go from the last axis to the first, multiply the sizes, and add up the traffic of each axis "
             "of more than one rank at which the product is above devices_per_node. Return the cheapest permutation.",
+        ),
+        worlds=(1,),
+    ),
+    Exercise(
+        name="10.redistribute",
+        title="the cheapest redistribution on one axis",
+        minutes=10,
+        difficulty=2,
+        source="solutions:redistribute_axis",
+        imports=(*_TORCH, _PLACEMENTS),
+        hints=(
+            "R -> S(d) needs no call, nor does what stays. Of each other change: which call gives a rank no more than "
+            "it keeps?",
+            "P -> R: all_reduce of a copy. S(d) -> R: all_gather, torch.cat along d. P -> S(d): reduce_scatter. "
+            "S(d) -> S(e): all_to_all_single. The last two take n pieces: the i-th is for rank i.",
+            "local.chunk(n, after.dim), made contiguous, are the pieces. reduce_scatter fills a tensor like the first. "
+            "all_to_all_single takes torch.cat(pieces) and fills one like it; put what arrived, in n chunks, together "
+            "along before.dim.",
+        ),
+    ),
+    Exercise(
+        name="10.missing_sum",
+        title="the missing all-reduce, from placements alone",
+        minutes=8,
+        difficulty=2,
+        source="solutions:missing_sum",
+        imports=(_PLACEMENTS,),
+        hints=(
+            "Keep a dict of how each name lies, and go through the lines once: what a line makes is an input of later "
+            "ones.",
+            "A line may run on summands, and the sum come later, where f(a + b) = f(a) + f(b). Which lines are such an "
+            "f? Not a product of two summands, and not a summand plus what is whole on every rank.",
+            "A dict of (operation, placements) for what passes a Partial on: add P P, matmul P R and R P, sum P, "
+            "all_reduce P. Any other line with a P among its operands is the one. In the end look at the last result.",
         ),
         worlds=(1,),
     ),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm import mesh_groups
@@ -18,6 +20,7 @@ from distlab.data import ByteCorpus, python_documentation, read_text
 from distlab.hybrid import Hybrid
 from distlab.measure import RunResult, TrainingRun, time_training
 from distlab.models import GPT, GPTConfig
+from distlab.placements import Partial, Replicate, Shard
 from distlab.plan import AXES, Mesh, Plan, Sharding, mesh_of
 from distlab.trace import Trace
 
@@ -105,6 +108,7 @@ def run(lab: Lab[Settings]) -> None:
     batches = batches_of(lab)
     train(lab, plan, batches, alone=train_alone(lab, batches), predicted=predict(lab, plan))
     check_places(lab, mesh)
+    check_own_placements(lab)
     check_own_norm(lab)
     check_own_step(lab)
     lab.report.note("Ranks that share cores, or one GPU, make each other slower: a step is no faster than the cores.")
@@ -222,14 +226,8 @@ def report_traffic(lab: Lab[Settings], calls: list[Call], mesh: Mesh) -> None:
 
 
 def check_places(lab: Lab[Settings], mesh: Mesh) -> None:
-    """Compare the learner's places, groups, shares of the batch, axes of gradients and order with the library's."""
+    """Compare the learner's shares of the batch, axes of gradients and order of axes with the library's."""
     axes, rank = dict(mesh.axes), lab.member.rank
-    lab.report.fact(
-        "your place", lab.everywhere(lab.function("10.coordinates")(rank, axes) == mesh.coordinates(rank)), True
-    )
-    own_groups = {axis: [tuple(group) for group in lab.function("10.groups")(axis, axes)] for axis in axes}
-    right = all(own_groups[axis] == mesh.groups(axis) for axis in axes)
-    lab.report.fact("your groups", lab.everywhere(right), True)
     numbers = torch.arange(BATCH * MODEL.context).view(BATCH, -1)
     parts = lab.function("10.my_batch")(numbers, rank, mesh, MICROBATCHES)
     share = numbers.numel() // (axes["data"] * axes["expert"] * axes["context"])
@@ -241,6 +239,19 @@ def check_places(lab: Lab[Settings], mesh: Mesh) -> None:
     traffic = {"tensor": 8.0, "context": 4.0, "expert": 3.0, "data": 2.0, "pipeline": 1.0}
     order = lab.function("10.place")(axes, traffic, max(2, lab.member.world_size // 2))
     lab.report.say(f"your order on two nodes, if tensor sends most: {', '.join(order)}")
+
+
+def check_own_placements(lab: Lab[Settings]) -> None:
+    """Take summands through parts of rows and of columns to the whole sum; then look for a sum that is missing."""
+    n, move = lab.member.world_size, lab.function("10.redistribute")
+    local, way = torch.full((n, n), 1.0 + lab.member.rank, device=lab.member.device), (Partial(), Shard(0), Shard(1))
+    for before, after in pairwise((*way, Replicate())):
+        local = move(local, before, after, dist.group.WORLD)
+    right = local.shape == (n, n) and bool((local == n * (n + 1) / 2).all())
+    lab.report.fact("your redistribution, P to S(0) to S(1) to R", lab.everywhere(right), True)
+    layer = [("h", "matmul", "x", "w1"), ("y", "matmul", "h", "w2"), ("z", "add", "x", "y")]
+    found = lab.function("10.missing_sum")(layer, {"x": Replicate(), "w1": Shard(1), "w2": Shard(0)})
+    lab.report.fact("your missing sum", f"line {found[0]}, {found[1]}" if found else "none", "line 2, y")
 
 
 def check_own_norm(lab: Lab[Settings]) -> None:

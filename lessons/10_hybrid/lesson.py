@@ -21,7 +21,8 @@
 # - say where a rank stands on a mesh, who its neighbours are on each axis, and what it works on;
 # - say for every parameter over which axes its gradient is summed and by what it is divided, and clip by the true norm;
 # - train a GPT on a mesh of data, tensor and pipeline, equal to one process, and check the predicted step;
-# - choose degrees and the order of axes for a cluster by simulation, and say what decides.
+# - choose degrees and the order of axes for a cluster by simulation, and say what decides;
+# - say how a tensor lies on each axis, move it with the fewest bytes, and find a missing sum before anything runs.
 
 # %%
 # %load_ext distlab.course.notebook
@@ -111,32 +112,23 @@ show_bars(shown, "s", "The same GPUs and the same degrees: a step by the order o
 # place, the seconds, changes with every count, and the place before it moves on by one when the last is full. So the
 # last axis varies fastest. On pipeline 2 x data 2 x tensor 2, rank 5 is stage 1, replica 0, tensor part 1.
 #
-# ### Exercise: where a rank stands
-#
-# Write `place_of(rank, axes)`; `axes` are names and sizes, slowest to fastest.
-
-# %% exercise="10.coordinates"
-
-# %% tags=["nbval-check-output"]
-AXES_222 = {"pipeline": 2, "data": 2, "tensor": 2}
-for rank in range(8):
-    print(rank, place_of(rank, AXES_222))
-
-# %% [markdown]
 # A **group** of an axis holds the ranks that differ on that axis alone. They are who a rank talks to there: tensor
 # parts add up a layer's output in it, replicas average gradients in it, stages hand activations on in it.
-#
-# ### Exercise: all groups of an axis
-#
-# Write `groups_of(axis, axes)`. Why all of them, and not only the one of a rank? `dist.new_group` is a collective:
-# every rank makes every group, also those that it is not in. A rank that makes fewer groups waits forever, or makes
-# the others wait.
 
-# %% exercise="10.groups"
+# %%
+guess_4 = predict("With which rank does rank 5 average its gradients on this mesh?", unit="rank")
+guess_4
+
+# %%
+AXES_222 = {"pipeline": 2, "data": 2, "tensor": 2}
+print(guess_4.compare(Mesh(AXES_222).group_of(5, "data")[1], how="counted"))
 
 # %% tags=["nbval-check-output"]
+guess_4.lock()
+for rank in range(8):
+    print(rank, Mesh(AXES_222).coordinates(rank))
 for axis in AXES_222:
-    print(f"{axis:8} groups: {groups_of(axis, AXES_222)}")
+    print(f"{axis:8} groups: {Mesh(AXES_222).groups(axis)}")
 
 # %% [markdown]
 # Read two lines of it again. The tensor groups are neighbours: they share a machine as long as there are at most as
@@ -150,8 +142,9 @@ show(
 )
 
 # %% [markdown]
-# The library has both as `Mesh`, and `mesh_groups(mesh)` makes the groups. Each rank sums its number over each of its
-# groups, to see whom it meets:
+# `mesh_groups(mesh)` makes the groups. `dist.new_group` is a collective: every rank makes every group, also those that
+# it is not in. A rank that makes fewer waits forever, or makes the others wait. Each rank sums its number over each of
+# its groups, to see whom it meets:
 
 # %%
 from distlab.comm.launch.fork_client import preload
@@ -172,8 +165,8 @@ def meet():
 
 met = ranks.run(meet)
 for axis in AXES_222:
-    assert all(met[rank][axis] == sum(group) for group in groups_of(axis, AXES_222) for rank in group)
-print(f"eight real ranks met the groups that you listed; rank 5's sums: {met[5]}")
+    assert all(met[rank][axis] == sum(group) for group in Mesh(AXES_222).groups(axis) for rank in group)
+print(f"eight real ranks met the groups above; rank 5's sums: {met[5]}")
 
 # %% [markdown]
 # ## What a rank works on
@@ -699,15 +692,13 @@ from itertools import product
 from distlab.plan import Sharding
 
 
-def all_plans(num_ranks, batch, samples=1, most_stages=8):
+def all_plans(num_ranks, batch):
     for tensor, pipeline in product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
         data = num_ranks // (tensor * pipeline)
-        if pipeline > most_stages or data * tensor * pipeline != num_ranks or batch % (data * samples):
+        if data * tensor * pipeline != num_ranks or batch % data:
             continue
-        if batch // (data * samples) > 64:
-            continue  # many small micro-batches: no smaller bubble, and more calls
         options = {"recompute": "selective", "sequence_parallel": tensor > 1, "sharding": Sharding(min(data - 1, 1))}
-        yield Plan(data=data, tensor=tensor, pipeline=pipeline, num_microbatches=batch // (data * samples), **options)
+        yield Plan(data=data, tensor=tensor, pipeline=pipeline, num_microbatches=batch // data, **options)
 
 
 # %%
@@ -752,67 +743,6 @@ print(degrees.text)
 # as a machine has": a rule of thumb brings you near, and a search of a few seconds brings the rest.
 
 # %% [markdown]
-# ## Popular claims, tested
-#
-# **"Doubling the number of GPUs gives 1.7x."** A number without a condition. A 1.3B model, the best plan at every
-# size; once with one batch of 512 samples however many GPUs there are (*strong* scaling), once with 8 samples a GPU
-# (*weak* scaling).
-
-# %%
-from dataclasses import replace
-from functools import cache
-
-from simulator import link
-
-SMALL = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "sequence_length": 2048, "vocab_size": 51200}
-FAST = cluster("dgx-h100", 512, stack="best-case")
-WIRES = {"InfiniBand": FAST, "10 Gb/s": replace(FAST, name="ethernet", inter_node=link("ethernet-10g"))}
-
-
-@cache
-def best_step(num_ranks, batch, wire="InfiniBand"):
-    machine, found = replace(WIRES[wire], num_devices=num_ranks), []
-    for samples in (1, 4, 16):
-        workload = gpt_workload(**SMALL, microbatch_size=samples)
-        plans = all_plans(num_ranks, batch, samples, most_stages=2)
-        found += [simulate(workload, machine, plan) for plan in plans if plan.tensor <= 8]  # inside a machine
-    return min((step for step in found if step.memory.max_bytes < 80e9), key=lambda step: step.duration_s)
-
-
-# %% tags=["nbval-check-output"]
-for words, batch_of in (("64 samples", lambda n: 64), ("512 samples", lambda n: 512), ("8 a GPU", lambda n: 8 * n)):
-    gains = [best_step(2 * n, batch_of(2 * n)).samples_per_s / best_step(n, batch_of(n)).samples_per_s for n in (8, 64)]
-    print(f"{words:12} from 8 to 16 GPUs {gains[0]:.2f}x, from 64 to 128 GPUs {gains[1]:.2f}x")
-
-# %% [markdown]
-# **"A 1B model is best on 8 GPUs and no faster on 64."** How long is an update with 8 and with 64 GPUs, for one batch
-# of so many samples? On two kinds of wires between the machines:
-
-# %% tags=["nbval-check-output"]
-for wire, batch in product(WIRES, (8, 64, 512)):
-    few, many = (best_step(n, batch, wire) for n in (8, 64))
-    words = f"{wire:10} {batch:3} samples: {few.duration_s * 1e3:5.0f} ms on 8 GPUs, {many.duration_s * 1e3:5.0f} on 64"
-    plan = many.plan
-    degrees = f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline}"
-    print(f"{words}, {few.duration_s / many.duration_s:.1f}x ({degrees})")
-
-# %%
-shown = {
-    f"{wire}, {batch} samples": {f"{n} GPUs": 1e3 * best_step(n, batch, wire).duration_s for n in (8, 64)}
-    for wire, batch in product(WIRES, (8, 64))
-}
-show_bars(shown, "ms", "Whether 64 GPUs beat 8 depends on the wire and on the batch", "an update of the 1.3B model")
-
-# %% [markdown]
-# Both claims are a condition short.
-#
-# - **1.7x**: on this cluster a doubling gives anything from 1.4x to nearly 2x. With as many samples a GPU as
-#   before, it is near 2x. With one batch for all it falls as the share of each GPU shrinks.
-# - **1B on 8 GPUs**: refuted on InfiniBand. Even with 8 samples an update 64 GPUs are more than twice as fast. But they
-#   are 8 times the GPUs, so each hour of a GPU brings less than a third. With 512 samples it brings nine tenths. Over
-#   10 Gb/s the claim *holds* for small batches: 64 GPUs are slower than 8 with 8 samples, and hardly faster with 64.
-
-# %% [markdown]
 # ## Two axes that many use: sharding and tensor
 #
 # "2D parallel" is tensor inside a machine and FSDP (lesson 7) across machines: no pipeline, no bubble. Along data,
@@ -823,6 +753,7 @@ show_bars(shown, "ms", "Whether 64 GPUs beat 8 depends on the wire and on the ba
 compare_losses("FSDP over 2, tensor 2", Plan(data=2, tensor=2, sharding=Sharding(3)))
 
 # %% tags=["nbval-check-output"]
+shown = {}
 for name, plan in (
     ("FSDP over 64", Plan(data=64, recompute="selective", sharding=Sharding(3))),
     (
@@ -833,7 +764,11 @@ for name, plan in (
 ):
     workload = gpt_workload(**SIZES, microbatch_size=64 // (plan.data * plan.num_microbatches))
     step = simulate(workload, MACHINE, plan)
+    shown[name] = step.duration_s
     print(f"{name:30} {step.duration_s:5.2f} s, {step.memory.max_bytes / 1e9:3.0f} GB, {step.utilization:.0%} of peak")
+
+# %%
+show_bars(shown, "s", "No pipeline, no bubble: FSDP, and FSDP with tensor", "a step of the 65B model on 64 GPUs")
 
 # %% [markdown]
 # No pipeline, no bubble: both are ahead of the question's plan here, and of the best one in the table above. The
@@ -926,14 +861,14 @@ def llama_loss(scores, targets):
 
 
 # %% [markdown]
-# Four ways over four ranks. `DataParallel` and `FullyShard` take the model as it is; each rank has a quarter of the
-# batch. The pipeline gets the layers of a stage. Tensor parallelism needs to know which layers are cut, and how. A
-# *plan* gives a style to names, and a * stands for any name. `column` cuts outputs, `row` inputs, `heads` outputs by
-# whole heads, and `vocabulary` the tokens (lesson 8). Every other layer stays whole on each rank.
+# Four ways over four ranks. `DataParallel`, `FullyShard` and `ByTensor` (see below) take the model as it is, and each
+# rank has a quarter of the batch. Tensor parallelism needs to know which layers are cut, and how. A *plan* gives a
+# style to names, and a * stands for any name. `column` cuts outputs, `row` inputs, `heads` outputs by whole heads, and
+# `vocabulary` the tokens (lesson 8). Every other layer stays whole on each rank.
 
 # %%
 from distlab.data_parallel import DataParallel
-from distlab.sharding import FullyShard
+from distlab.sharding import ByTensor, FullyShard
 from distlab.tensor_parallel import parallelize_module
 
 LLAMA_PLAN = {
@@ -957,13 +892,15 @@ def set_up(way):
     if way == "FullyShard":
         sharded = FullyShard(model)
         return sharded, sharded.synchronize
+    if way == "ByTensor":
+        return ByTensor(model), lambda: None
     return parallelize_module(model, LLAMA_PLAN, example=llama_batch(0)[:1]), lambda: None
 
 
 # %%
 def train_llama(way):
     (model, finish), losses = set_up(way), []
-    part, parts = (dist.get_rank(), 4) if way in ("DataParallel", "FullyShard") else (0, 1)
+    part, parts = (0, 1) if way in ("one process", "tensor parallel") else (dist.get_rank(), 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(6):
         model.zero_grad()
@@ -976,36 +913,13 @@ def train_llama(way):
     return losses, sum(p.numel() for p in model.parameters())
 
 
-# %%
-from distlab.plan import make_schedule
-
-schedule = make_schedule("one_f_one_b", 4, 4)
-schedule
-
-# %%
-from distlab.pipeline import Pipeline
-
-
-def train_stages():
-    first, behind = [(0, 2), (2, 3), (3, 4), (4, 7)][dist.get_rank()]
-    stage = llama()[first:behind]
-    pipeline = Pipeline({dist.get_rank(): stage}, schedule, loss=llama_loss)
-    optimizer, losses = torch.optim.AdamW(stage.parameters(), lr=0.01), []
-    for step in range(6):
-        pipeline.zero_grad()
-        losses.append(pipeline.step(*llama_batch(step)))  # the last stage returns the loss
-        optimizer.step()
-    return [float(loss) for loss in losses if loss is not None], sum(p.numel() for p in stage.parameters())
-
-
 # %% tags=["nbval-check-output"]
 llama_alone, total = train_llama("one process")
-results = {way: ranks.run(train_llama, way) for way in ("DataParallel", "FullyShard", "tensor parallel")}
-results["pipeline"] = ranks.run(train_stages)
 held = {"one process": total}
-for way, said in results.items():
+for way in ("DataParallel", "FullyShard", "ByTensor", "tensor parallel"):
+    said = ranks.run(train_llama, way)
     held[way] = max(numbers for _, numbers in said)
-    means = [sum(each) / len(each) for each in zip(*(losses for losses, _ in said if losses), strict=True)]
+    means = [sum(each) / len(each) for each in zip(*(losses for losses, _ in said), strict=True)]
     gap = max(abs(mean - expected) for mean, expected in zip(means, llama_alone, strict=True))
     print(f"{way:16} losses as one process: {gap < 1e-9}; a rank updates at most {held[way]:6,} of {total:,} numbers")
 
@@ -1013,12 +927,241 @@ for way, said in results.items():
 show_bars(held, "numbers", "A small Llama: the most that one rank keeps and updates")
 
 # %% [markdown]
-# One model, four ways, the same losses. The bars tell them apart: data parallelism keeps everything, the others about a
-# quarter. The pipeline's bar shows its largest stage: the ends have an embedding and a head too.
+# One model, four ways, the same losses. The bars tell them apart: data parallelism keeps everything, the others a
+# quarter. A pipeline takes such a model by its layers: lesson 9.
 #
 # A plan can be wrong: a name that matches nothing, heads that the ranks do not divide, a `column` without its `row`.
 # `parallelize_module` refuses these on every rank. What a plan does not show, `example=` finds: it compares the output
 # with that of the whole model. `SUPPORTED.md` in the repository says which models were trained in which ways.
+
+# %% [markdown]
+# ## Placements
+#
+# Most faults of this lesson have one form: a sum that is missing, or made once too often. Shapes fit all the same. So
+# give every tensor a note of what a rank of an axis holds of it, its **[placement](../GLOSSARY.md#placement)**:
+#
+# | placement | a rank of the axis holds | for example |
+# |---|---|---|
+# | `Shard(d)`, S(d) | its part of dim d | a rank's samples; columns of a weight |
+# | `Replicate()`, R | all of it | a norm's weight on tensor ranks |
+# | `Partial()`, P | a summand; the tensor is the sum over the ranks, and no rank has it | a gradient not yet averaged |
+#
+# On a mesh a tensor has a placement for each axis, slowest first: its *layout*. `gradient_axes` above told the axes on
+# which a gradient is P. What does each of four ranks, 2 x 2, hold of a weight [8, 6]?
+
+# %% tags=["nbval-check-output"]
+from distlab.placements import Replicate, Shard, layout_of, local_shape, placement_of, route
+
+for words in ("R, R", "S(0), R", "R, S(1)", "S(0), S(1)", "S(0), S(0)", "P, R"):
+    print(f"({words:10}) {[local_shape((8, 6), layout_of(words), (2, 2), rank) for rank in range(4)]}")
+
+# %% [markdown]
+# ### From one placement to a different one
+#
+# To **[redistribute](../GLOSSARY.md#redistribute)** is to change a placement and keep the tensor. With S bytes of the
+# whole tensor on n ranks:
+#
+# | change | call | sent per rank |
+# |---|---|---|
+# | R to S(d) | none: keep a part | 0 |
+# | S(d) to R | all-gather | $\frac{n-1}{n} S$ |
+# | P to S(d) | reduce-scatter | $\frac{n-1}{n} S$ |
+# | P to R | all-reduce | $2 \frac{n-1}{n} S$ |
+# | S(d) to S(e) | all-to-all | $\frac{n-1}{n}$ of $\frac{S}{n}$ |
+#
+# Two calls may be new. `dist.reduce_scatter(own, pieces)` takes a list: piece i, summed over the ranks, goes to rank i.
+# `dist.all_to_all_single(arrived, leaving)` takes n pieces in one tensor, one under the other in dim 0: piece i goes to
+# rank i, and piece i of what arrived came from there. torch sends contiguous tensors only.
+#
+# ### Exercise: the cheapest redistribution
+#
+# Write `redistribute_axis(local, before, after, group)`. Placements compare with `==`; a Shard's dim is `before.dim`.
+
+# %% exercise="10.redistribute"
+
+# %% [markdown]
+# ### Two axes: the order of steps counts
+#
+# A gradient is (P, P) on 2 x 2 ranks, and is wanted whole on all. An all-reduce on one axis, then one on the other,
+# send $S + S$. A route through other layouts may be cheaper: a step on one axis sends less while the other one has the
+# tensor cut.
+
+# %%
+guess_5 = predict("What part of the two all-reduces' bytes does the cheapest route send?", unit="%")
+guess_5
+
+# %%
+SQUARE_OF = (1024, 1024)
+moves = route(SQUARE_OF, layout_of("P, P"), layout_of("R, R"), (2, 2))
+print(guess_5.compare(100 * sum(move.bytes_sent for move in moves) / (2 * 4 * 1024**2), how="counted"))
+
+# %% tags=["nbval-check-output"]
+guess_5.lock()
+for before, after in (("P, P", "R, R"), ("P, S(0)", "S(0), R")):
+    print(f"from ({before}) to ({after}), 4 MiB:")
+    for move in route(SQUARE_OF, layout_of(before), layout_of(after), (2, 2)):
+        now, then = (f"({', '.join(map(str, layout))})" for layout in (move.before, move.after))
+        print(f"  {move.collective:14} on axis {move.axis}: {now:12} to {then:12} {move.bytes_sent / 2**20:.0f} MiB")
+
+# %%
+guess_5.lock()
+shown = {"two all-reduces": 2 * 4, "the cheapest route": sum(move.bytes_sent for move in moves) / 2**20}
+show_bars(
+    shown, "MiB", "Through parts: fewer bytes than two all-reduces", "from (P, P) to (R, R), 4 MiB on 2 x 2 ranks"
+)
+
+# %% [markdown]
+# The first route is lesson 2's hierarchical all-reduce, which nobody had to think of: `route` searches the few layouts
+# for the shortest path. The second: shrink first, grow last. Where both axes cut one dim, (S(0), S(0)), the second
+# axis cuts each part of the first: so it is gathered first. Your function takes the steps, on real ranks:
+
+
+# %%
+def along_the_route(before, after):
+    groups = list(mesh_groups(Mesh({"data": 2, "tensor": 2})).values())
+    local = torch.full((8, 8), 1.0 + dist.get_rank())
+    for move in route((8, 8), layout_of(before), layout_of(after), (2, 2)):
+        local = redistribute_axis(local, move.before[move.axis], move.after[move.axis], groups[move.axis])
+    return local
+
+
+assert all((local == 1 + 2 + 3 + 4).all() for local in ranks.run(along_the_route, "P, P", "R, R"))
+print("(P, P) to (R, R) by your steps: every rank has the sum of all four")
+
+# %% [markdown]
+# ### By the clock: 16 MiB
+#
+# Four nodes of one rank each (on Linux, as above), with a wire of 20 MB/s: one axis, four changes of a float32 tensor
+# of 16 MiB. The simulator knows the wire from a calibration alone.
+
+# %%
+import time
+
+from distlab.placements import cut, redistribute
+
+MATRIX = (2048, 2048)
+CHANGES = {f"{before} to {after}": (before, after) for before, after in (("S(0)", "R"), ("P", "R"), ("P", "S(0)"))}
+CHANGES["S(0) to S(1)"] = ("S(0)", "S(1)")
+
+
+def change_seconds(before, after, repeats=3):
+    before, after, times = layout_of(before), layout_of(after), []
+    local = cut(torch.ones(MATRIX), before, (4,), dist.get_rank())
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        redistribute(local, MATRIX, before, after, [dist.group.WORLD])
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+# %%
+from simulator import redistribution_s
+
+four_nodes = Ranks(4, timeout_s=120, nodes=Nodes(4, between="20MB/s,200us"), record=False)
+machine = fit_cluster(median_round(four_nodes.run(calibrate_nodes)[0]), 4, num_nodes=4)
+measured = {words: max(four_nodes.run(change_seconds, *change)) for words, change in CHANGES.items()}
+routes = {words: route(MATRIX, *map(layout_of, change), (4,)) for words, change in CHANGES.items()}
+foretold = {words: redistribution_s(moves, (4,), machine) for words, moves in routes.items()}
+four_nodes.close()
+for words in CHANGES:
+    print(f"{words:12} measured {measured[words] * 1e3:4.0f} ms, predicted {foretold[words] * 1e3:4.0f} ms")
+
+# %%
+shown = {words: {"measured": 1e3 * measured[words], "predicted": 1e3 * foretold[words]} for words in CHANGES}
+show_bars(shown, "ms", "An all-reduce takes twice a gather, an all-to-all a quarter", "16 MiB, 4 ranks, 20 MB/s")
+
+# %% [markdown]
+# The wire decides. What the prediction leaves out is copying: before an all-to-all the pieces of each rank are put end
+# to end, and behind it what arrived is put together.
+#
+# ### Which operation gives which placement
+#
+# An operation runs on each rank's own part as if that were the whole. What does its result mean?
+
+# %% tags=["nbval-check-output"]
+ASKED = ("matmul R S(1)", "matmul S(0) R", "matmul S(1) S(0)", "matmul P R", "add P P", "sum S(0)", "add R P", "relu P")
+for operation, *placed in map(str.split, ASKED):
+    try:
+        said = f"gives {placement_of(operation, *map(layout_of, placed))[0]}"
+    except ValueError as error:
+        said = str(error).partition(": ")[2].partition("; ")[0]
+    print(f"{operation:6} of {', '.join(placed):12} {said}")
+
+# %% [markdown]
+# A P passes through whatever is linear, and the sum may come later: $Aw + Bw = (A + B)w$. relu is not linear. And R + P
+# is no P: the summands' sum would have the whole once for each rank. torch's DTensor carries such notes along and
+# inserts a redistribution where one is needed. Here they find the fault before anything runs.
+#
+# ### Exercise: the missing all-reduce
+#
+# Write `missing_sum(program, layouts)` for one axis. A line is `("y", "matmul", "x", "w")`: its result, the operation,
+# its operands.
+
+# %% exercise="10.missing_sum"
+
+# %% tags=["nbval-check-output"]
+LAYER = [("h", "matmul", "x", "w1"), ("a", "relu", "h"), ("y", "matmul", "a", "w2"), ("z", "add", "x", "y")]
+WAYS = {
+    "columns, then rows": {"x": Replicate(), "w1": Shard(1), "w2": Shard(0)},
+    "x in parts": {"x": Shard(1), "w1": Shard(0), "w2": Replicate()},
+    "data parallel": {"x": Shard(0), "w1": Replicate(), "w2": Replicate()},
+}
+for words, layouts in WAYS.items():
+    print(f"{words:19} {missing_sum(LAYER, layouts)}")
+print("repaired           ", missing_sum([*LAYER[:3], ("y", "all_reduce", "y"), LAYER[3]], WAYS["columns, then rows"]))
+
+# %% [markdown]
+# Columns, then rows is Megatron's layer (lesson 8): its one all-reduce stands before the residual is added.
+# `check_program` of `distlab.placements` does the same for any mesh and more operations.
+#
+# ### A model cut tensor by tensor
+#
+# FSDP2 gives each parameter the placement S(0). torch's first FSDP, and `FullyShard`, put a unit's parameters end to
+# end in one flat row and cut the row, through the middle of tensors. Both gather a unit at a time (lesson 7, where a
+# [table](../07_sharding/lesson.ipynb#production-torchs-own) has FSDP1's names in today's). `ByTensor` is the first way:
+#
+# | | flat rows | tensor by tensor |
+# |---|---|---|
+# | frozen parameters | rows of their own: one more gather for each unit | in the same gather; no gradient is sent |
+# | weight decay for matrices alone | rows have one dim: `FullyShard` refuses such groups | by `p.ndim` and names |
+# | padding | at most n - 1 numbers per row | up to n - 1 *rows* per tensor: 5 rows on 4 ranks are 2, 2, 1, 0 |
+# | a collective for each unit | sends the row as it lies | copies all tensors in before, and out behind |
+#
+# Now a fine-tuning: of the Llama only norms, and the queries' and values' projections, are trained.
+
+
+# %%
+def a_step(kind, trained):
+    model, rank = llama(), dist.get_rank()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(word in name for word in trained))
+    sharded = kind(model)
+    for step in range(2):  # in the first one ranks also compare shapes
+        inputs, targets = llama_batch(step, rank, 4)
+        with recorded() as seen:
+            llama_loss(sharded(inputs), targets).backward()
+            if kind is FullyShard:
+                sharded.synchronize()
+    calls = [call for call in seen.records.calls(rank) if call.num_bytes > 40]  # 40: do all run the same units?
+    return len(calls), sum(ring_bytes(call.op, call.num_bytes, 4) for call in calls)
+
+
+# %% tags=["nbval-check-output"]
+KINDS = {"flat rows": FullyShard, "tensor by tensor": ByTensor}
+TRAINED = {"all is trained": ("",), "norms, q and v are trained": ("norm", "q_proj", "v_proj")}
+made = {words: {} for words in TRAINED}
+for words, name in product(TRAINED, KINDS):
+    made[words][name], sent = ranks.run(a_step, KINDS[name], TRAINED[words])[0]
+    print(f"{words:27}{name:17} {made[words][name]:3} collectives, {sent / 1e3:5.1f} kB sent")
+
+# %%
+show_bars(made, "calls", "Frozen parameters: more calls by flat rows, fewer by tensor", "a rank's calls in a step")
+
+# %% [markdown]
+# Frozen parameters are gathered either way. By tensor they travel along in the same call, and only the gradients of the
+# others travel. Flat rows need a second row for them in each unit that has both. In return nothing is copied in or out,
+# and a gather is under way while the unit before computes, which `ByTensor` leaves out.
 
 # %% [markdown]
 # ## The loss falls, and it is wrong: spot the bug
@@ -1032,13 +1175,15 @@ show_bars(held, "numbers", "A small Llama: the most that one rank keeps and upda
 # %% [markdown]
 # ## Production: torch's own
 #
+# Placements have the same names in `torch.distributed.tensor`: `distribute_tensor(x, mesh, [Shard(0), Replicate()])`
+# makes a `DTensor`, and `.redistribute(placements=...)` goes axis by axis, without a search.
+#
 # torch names the axes of a `DeviceMesh`, and takes one axis for each technique: `parallelize_module(model,
 # mesh["tensor"], ...)`, then `fully_shard(model, mesh=mesh["data"])`. The feed-forward layers of a GPT by both, on data
 # 2 x tensor 2, turn by turn in one run. (The ranks import it, not this notebook: it takes seconds to load.)
 
 # %%
 from distlab.models import FeedForward
-from distlab.sharding import FullyShard
 from distlab.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 WIDE = GPTConfig(num_layers=4, num_heads=4, hidden_size=256)
@@ -1078,9 +1223,6 @@ def torchs():
 
 
 # %%
-import time
-
-
 def turn_by_turn(num_steps=6):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
     programs = [(*one, torch.optim.SGD(one[1], lr=0.1)) for one in (ours(), torchs())]

@@ -1,8 +1,8 @@
-"""Reference solutions of lesson 10: where a rank stands on a mesh, and what follows from it.
+"""Reference solutions of lesson 10: what a rank works on and sums with whom, and how one tensor lies on a mesh.
 
 A mesh is a dict of axes and sizes, slowest to fastest: on {"pipeline": 2, "data": 2, "tensor": 2} ranks 0 and 1 differ
 in their place on the tensor axis, ranks 0 and 4 in their stage.
-The library's versions are `distlab.plan.Mesh` (places and groups) and `distlab.hybrid` (a whole step on any mesh).
+The library's versions are `distlab.hybrid` (a whole step on any mesh) and `distlab.placements`.
 """
 
 from itertools import permutations
@@ -12,30 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.placements import Partial, Placement, Replicate, Shard
 from distlab.plan import Mesh
-
-
-def place_of(rank: int, axes: dict[str, int]) -> dict[str, int]:
-    """Return where a rank stands on each axis: {"pipeline": 1, "data": 0, "tensor": 1} for rank 5 of 2 x 2 x 2.
-
-    The last axis varies fastest, like the last digit of a number.
-    """
-    place = {}
-    for axis in reversed(axes):
-        rank, place[axis] = divmod(rank, axes[axis])
-    return {axis: place[axis] for axis in axes}
-
-
-def groups_of(axis: str, axes: dict[str, int]) -> list[list[int]]:
-    """Return every group of an axis: ranks that differ in their place on that axis alone, in ascending order.
-
-    The groups stand in the order of their first ranks. An axis of size 1 has a group for each rank.
-    """
-    names = list(axes)
-    stride = prod(axes[name] for name in names[names.index(axis) + 1 :])
-    size, world_size = axes[axis], prod(axes.values())
-    firsts = [rank for rank in range(world_size) if rank // stride % size == 0]
-    return [[first + place * stride for place in range(size)] for first in firsts]
 
 
 def my_part(batch: Tensor, rank: int, mesh: Mesh, num_microbatches: int) -> list[Tensor]:
@@ -114,6 +92,76 @@ def place_axes(axes: dict[str, int], traffic: dict[str, float], devices_per_node
         return sent
 
     return list(min(permutations(axes), key=crossing))
+
+
+def redistribute_axis(local: Tensor, before: Placement, after: Placement, group: dist.ProcessGroup) -> Tensor:
+    """Return what this rank holds of a tensor that lies as `after` on the group's ranks, from what it holds before.
+
+    `Shard(dim)`: this rank's part of a dim, all parts of one size; `Replicate()`: all of it; `Partial()`: one summand.
+    Nothing becomes Partial that is not. `local` stays as it is; a result may share its memory.
+
+    Cost: bytes sent per rank, of S bytes of the whole tensor on n ranks: S(d) -> R and P -> S(d) (n-1)/n S, P -> R
+        2 (n-1)/n S, S(d) -> S(e) (n-1)/n of S/n; R -> S(d), and what stays as it is, 0.
+    """
+    n, rank = group.size(), group.rank()
+    if before == after:
+        return local
+    if before == Replicate():
+        return local.chunk(n, after.dim)[rank]
+    if after == Replicate() and before == Partial():
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        return total
+    if after == Replicate():
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(n)]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts, before.dim)
+    pieces = [piece.contiguous() for piece in local.chunk(n, after.dim)]  # piece i is for rank i
+    if before == Partial():
+        own = torch.empty_like(pieces[0])
+        dist.reduce_scatter(own, pieces, group=group)
+        return own
+    leaving = torch.cat(pieces)
+    arrived = torch.empty_like(leaving)
+    dist.all_to_all_single(arrived, leaving, group=group)
+    return torch.cat(arrived.chunk(n), before.dim)
+
+
+def missing_sum(program: list[tuple[str, ...]], layouts: dict[str, Placement]) -> tuple[int, str] | None:
+    """Return the first line that takes a Partial for the whole, and the name to sum before it; None if there is none.
+
+    A line is (result, operation, names): ("y", "matmul", "x", "w"). Lines count from 0. `layouts` says how each input
+    lies on one axis. Operands are matrices. Nothing is wrong with a program but sums that are missing:
+
+    - "matmul": where columns of the left one and rows of the right one are cut, each rank has a summand. Else what is
+      cut stays cut: rows of the left one, or columns of the right one.
+    - "add": of two that lie alike. "relu": element by element. "sum": of all elements; where they are cut, each rank
+      has a summand. "all_reduce": makes a Partial whole.
+
+    What the last line makes shall be no Partial either: for such a program return len(program) and its name.
+    """
+    whole, summand = Replicate(), Partial()
+    passes = {  # where the sum may come later as well
+        ("add", summand, summand): summand,
+        ("matmul", summand, whole): summand,
+        ("matmul", whole, summand): summand,
+        ("sum", summand): summand,
+        ("all_reduce", summand): whole,
+    }
+    begins = {("matmul", Shard(1), Shard(0)), ("sum", Shard(0)), ("sum", Shard(1))}
+    at = dict(layouts)
+    for line, (result, operation, *names) in enumerate(program):
+        placed = [at[name] for name in names]
+        asked = (operation, *placed)
+        if summand in placed and asked not in passes:
+            return line, names[placed.index(summand)]
+        if asked in passes:
+            at[result] = passes[asked]
+        elif asked in begins:
+            at[result] = summand
+        else:  # what is cut stays cut
+            at[result] = next((placement for placement in placed if placement != whole), whole)
+    return (len(program), result) if at[result] == summand else None
 
 
 def step_on_mesh(

@@ -529,7 +529,7 @@ verdicts(
 
 # %% [markdown]
 # Speed needs a model, a wire and a batch: a GPT of 1.3 billion parameters on H100s ([lesson
-# 3](../03_data_parallel/lesson.ipynb), [10](../10_hybrid/lesson.ipynb)).
+# 3](../03_data_parallel/lesson.ipynb)).
 
 # %%
 from simulator import gpt_workload

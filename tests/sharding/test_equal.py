@@ -1,4 +1,4 @@
-"""ZeRO-1, ZeRO-2 and FullyShard train like one process, in every way of using them, and repeat bit for bit."""
+"""ZeRO-1, ZeRO-2, FullyShard, ByTensor train like one process, in every way of using them, and repeat bit for bit."""
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -7,13 +7,13 @@ from operator import methodcaller
 import pytest
 import torch
 import torch.distributed as dist
-from equal import BYTES, Row, Way, assert_rows_equal_one_process, corpus, square
+from equal import BYTES, DENSE, Row, Way, assert_rows_equal_one_process, corpus, square
 from torch import nn
 
 from distlab.data_parallel import broadcast_parameters
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
-from distlab.sharding import FullyShard, PlainSharded, ShardedOptimizer, full_state_dict
+from distlab.sharding import ByTensor, FullyShard, PlainSharded, ShardedOptimizer, full_state_dict
 from distlab.sharding.plain import cut_shard, plain_step
 
 
@@ -28,6 +28,20 @@ def units(recomputed=False, replicas=False, in_shards=False, **options):
         no_sync = nullcontext if in_shards else made.no_sync
         way = Way(made, make(made.parameters()), made.synchronize, no_sync, clip=made.clip_gradients_)
         way.state = partial(full_state_dict, made)
+        return way
+
+    return technique
+
+
+def tensors(recomputed=False, **options):
+    """Return the technique of ByTensor; each pass is summed."""
+
+    def technique(model, make):
+        made = ByTensor(model, **options)
+        if recomputed:
+            recompute_blocks(made.module)
+        way = Way(made, make(made.parameters()), clip=made.clip_gradients_)
+        way.state = made.full_state
         return way
 
     return technique
@@ -67,6 +81,7 @@ def plainest(model, make):
 FEW = {
     "units": Row(BYTES, "sgd", units()),
     "units, adamw": Row(BYTES, "adamw", units()),
+    "by tensor, adam": Row(BYTES, "adam", tensors()),
     "stage 1": Row(BYTES, "adam", pieces(1)),
     "stage 2": Row(BYTES, "sgd", pieces(2)),
     "stage 2, tensors": Row(BYTES, "lamb", pieces(2, "tensors")),
@@ -74,6 +89,8 @@ FEW = {
 halves = methodcaller("chunk", 2)
 TWO = {
     "units, float32": Row(BYTES, "sgd", units(), torch.float32),
+    "by tensor, float32": Row(BYTES, "sgd", tensors(), torch.float32),
+    "by tensor, accumulated": Row(BYTES, "sgd", tensors(), cut=halves, clip=0.5),
     "stage 2, float32": Row(BYTES, "sgd", pieces(2), torch.float32),
     "units, accumulated": Row(BYTES, "sgd", units(), cut=halves, clip=0.5),
     "stage 1, accumulated": Row(BYTES, "sgd", pieces(1), cut=halves, clip=0.5),
@@ -88,6 +105,9 @@ THREE = {
     "far prefetch": Row(BYTES, "adamw", units(prefetch=2)),
     "nested": Row(BYTES, "sgd", units(units=["blocks.0", "blocks.0.attention", "blocks.2"])),
     "recomputed": Row(BYTES, "sgd", units(recomputed=True)),
+    "by tensor": Row(DENSE, "sgd", tensors(units=["first", "entry"])),
+    "by tensor, nested": Row(BYTES, "sgd", tensors(units=["blocks.0", "blocks.0.attention", "blocks.2"])),
+    "by tensor, recomputed": Row(BYTES, "adamw", tensors(recomputed=True), clip=0.5),
     "stage 1": Row(BYTES, "sgd", pieces(1)),
     "stage 2": Row(BYTES, "adamw", pieces(2)),
     "stage 1, tensors": Row(BYTES, "lamb", pieces(1, "tensors")),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import simulator
+from distlab.placements import layout_of, route
 from distlab.plan import Device, Link, Plan, Protocol, Work
 from simulator import all_reduce_s, link, units, words_of
 from simulator.hardware import cost, fit
@@ -152,3 +153,18 @@ def test_published_collectives_a_size_left_out():
     assert (len(errors), len(large)) == (11, 5)
     assert sum(large) / len(large) <= 0.04
     assert sum(errors.values()) / len(errors) <= 0.07
+
+
+def test_a_redistribution_takes_what_its_collectives_take_one_after_the_other():
+    """(P, P) to (R, R) of 64 MiB on 2 nodes of 4: half of the sum in each node first, then a part between nodes."""
+    moves = route((4096, 4096), layout_of("P, P"), layout_of("R, R"), (2, 4))
+    place = simulator.cluster("dgx-h100")
+    place = replace(place, devices_per_node=4, intra_node=LINK, inter_node=Link("network", (Protocol(5e-6, 1e8),)))
+    size, inter = 64 * 2**20, place.inter_node
+    wanted = (
+        cost.reduce_scatter_s(size, 4, LINK) + cost.all_reduce_s(size / 4, 2, inter) + cost.all_gather_s(size, 4, LINK)
+    )
+    assert simulator.redistribution_s(moves, (2, 4), place) == pytest.approx(wanted, rel=1e-6)
+    exchanged = route((4096, 4096), layout_of("R, S(0)"), layout_of("R, S(1)"), (2, 4))
+    assert simulator.redistribution_s(exchanged, (2, 4), place) == pytest.approx(cost.all_to_all_s(size / 4, 4, LINK))
+    assert simulator.redistribution_s(route((4,), layout_of("R"), layout_of("S(0)"), (8,)), (8,), place) == 0

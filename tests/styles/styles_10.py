@@ -2,34 +2,12 @@
 
 import functools
 import math
-from itertools import accumulate, permutations, product
+from itertools import permutations, product
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-
-def coordinates_by_product(rank, axes):
-    places = list(product(*(range(size) for size in axes.values())))
-    return dict(zip(axes, places[rank], strict=True))
-
-
-def coordinates_by_numpy(rank, axes):
-    return {axis: int(at) for axis, at in zip(axes, np.unravel_index(rank, tuple(axes.values())), strict=True)}
-
-
-def groups_by_tensor(axis, axes):
-    mesh = torch.arange(math.prod(axes.values())).view(*axes.values())
-    at = list(axes).index(axis)
-    return sorted(mesh.movedim(at, -1).reshape(-1, axes[axis]).tolist())
-
-
-def groups_by_ranges(axis, axes):
-    behind = dict(zip(reversed(axes), accumulate(reversed(axes.values()), int.__mul__, initial=1), strict=False))
-    stride, world_size = behind[axis], math.prod(axes.values())
-    block = stride * axes[axis]
-    firsts = [first for start in range(0, world_size, block) for first in range(start, start + stride)]
-    return [list(range(first, first + block, stride)) for first in firsts]
+from distlab.placements import Partial, Replicate, Shard, placement_of
 
 
 def my_batch_by_slices(batch, rank, mesh, num_microbatches):
@@ -160,17 +138,94 @@ def find_the_bug_divides_first(first, second, x, target, groups):
     return values
 
 
-def groups_by_numpy(axis, axes):
-    mesh = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
-    rows = np.moveaxis(mesh, list(axes).index(axis), -1).reshape(-1, axes[axis])
-    return sorted(rows.tolist())
+def redistribute_by_table(local, before, after, group):
+    n, dims = group.size(), [placement.dim if isinstance(placement, Shard) else 0 for placement in (before, after)]
+    cut = [piece.clone(memory_format=torch.contiguous_format) for piece in local.chunk(n, dims[1])]
+
+    def gather():
+        wide = local.new_empty((n * local.shape[0], *local.shape[1:]))
+        dist.all_gather_into_tensor(wide, local.contiguous(), group=group)
+        return torch.cat(wide.chunk(n), dims[0])
+
+    def exchange():
+        flat = torch.cat([piece.flatten() for piece in cut])
+        back = torch.empty_like(flat)
+        dist.all_to_all_single(back, flat, group=group)
+        return torch.cat([piece.view_as(cut[0]) for piece in back.chunk(n)], dims[0])
+
+    def total():
+        added = local.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(added, group=group)
+        return added
+
+    table = {"SR": gather, "SS": exchange, "PR": total, "RS": lambda: cut[group.rank()]}
+    table["PS"] = lambda: dist.reduce_scatter(mine := torch.zeros_like(cut[0]), cut, group=group) or mine
+    return local.clone() if before == after else table[str(before)[0] + str(after)[0]]()
 
 
-def global_norm_by_masks(gradients, split_over, groups):
-    total = torch.zeros(1, dtype=torch.float64)
-    for name in gradients:
-        is_first = all(dist.get_rank(groups[axis]) == 0 for axis in groups if axis not in split_over[name])
-        total += (gradients[name].double() ** 2).sum() * is_first
-    for axis in sorted(groups, reverse=True):
-        dist.all_reduce(total, group=groups[axis])
-    return total[0].sqrt()
+def redistribute_in_halves(local, before, after, group):
+    """Make an all-reduce of a reduce-scatter and an all-gather."""
+    if not isinstance(before, Partial) or not isinstance(after, Replicate):
+        return redistribute_by_table(local, before, after, group)
+    row = torch.nn.functional.pad(local.flatten(), (0, -local.numel() % group.size()))
+    mine = row.new_empty(len(row) // group.size())
+    dist.reduce_scatter_tensor(mine, row, group=group)
+    dist.all_gather_into_tensor(row, mine, group=group)
+    return row[: local.numel()].view_as(local)
+
+
+def redistribute_by_messages(local, before, after, group):
+    if not isinstance(before, Shard) or before == after:
+        return redistribute_by_table(local, before, after, group)
+    n, me, at = group.size(), dist.get_rank(group), dist.get_process_group_ranks(group)
+    parts = local.tensor_split(n, after.dim) if isinstance(after, Shard) else [local] * n
+    found = [part.clone(memory_format=torch.contiguous_format) for part in [parts[me]] * n]
+    for shift in range(1, n):
+        work = dist.isend(parts[(me + shift) % n].contiguous(), at[(me + shift) % n], group=group)
+        dist.recv(found[me - shift], at[me - shift], group=group)
+        work.wait()
+    return torch.cat(found, before.dim)
+
+
+def missing_sum_by_the_librarys_rules(program, layouts):
+    at = {name: (placement,) for name, placement in layouts.items()}
+    for number in range(len(program)):
+        result, operation, *names = program[number]
+        try:
+            made = (Replicate(),) if operation == "all_reduce" else placement_of(operation, *(at[one] for one in names))
+        except ValueError:
+            return number, next(one for one in names if at[one] == (Partial(),))
+        at[result] = made
+    return (number + 1, result) if at[result] == (Partial(),) else None
+
+
+def missing_sum_by_words(program, layouts):
+    at, last = {name: str(placement) for name, placement in layouts.items()}, program[-1][0]
+    rules = dict.fromkeys(("matmul S(1) S(0)", "matmul P R", "matmul R P", "add P P"), "P")
+    rules |= dict.fromkeys(("sum P", "sum S(0)", "sum S(1)"), "P") | {"all_reduce P": "R"}
+    for number, (result, operation, *names) in enumerate([*program, ("", "return", last)]):
+        asked = " ".join([operation, *(at[name] for name in names)])
+        if asked not in rules and "P" in asked.split():
+            return number, next(name for name in names if at[name] == "P")
+        at[result] = rules.get(asked, max(at[name] for name in names))
+    return None
+
+
+def missing_sum_by_recursion(program, layouts, number=0):
+    last = program[-1][0]
+    if number == len(program):
+        return (number, last) if layouts[last] == Partial() else None
+    result, operation, *names = program[number]
+    partial = [name for name in names if layouts[name] == Partial()]
+    match operation, *[str(layouts[name]) for name in names]:
+        case ("matmul", "P", "R") | ("matmul", "R", "P") | ("matmul", "S(1)", "S(0)") | ("add", "P", "P"):
+            made = Partial()
+        case ("sum", one):
+            made = Replicate() if one == "R" else Partial()
+        case ("all_reduce", _):
+            made = Replicate()
+        case _ if partial:
+            return number, partial[0]
+        case _:
+            made = layouts[names[-1] if layouts[names[0]] == Replicate() else names[0]]
+    return missing_sum_by_recursion(program, layouts | {result: made}, number + 1)

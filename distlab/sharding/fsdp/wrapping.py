@@ -8,7 +8,7 @@ time. Frozen parameters get a flat shard of their own, so that no optimizer touc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -47,6 +47,16 @@ class UnitMembers:
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     places: list[ModuleSlot] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, each: Sequence[UnitMembers]) -> UnitMembers:
+        """Put the members of several units into one."""
+        made = cls()
+        for one in each:
+            made.places += [replace(place, tensor=place.tensor + len(made.names)) for place in one.places]
+            made.names += one.names
+            made.parameters += one.parameters
+        return made
 
 
 def automatic_units(module: nn.Module) -> list[str]:

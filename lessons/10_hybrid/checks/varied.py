@@ -7,13 +7,15 @@ from math import prod
 from typing import Any
 
 import torch
-from distlab_lesson_10.checks.mesh import use_groups, use_place
+import torch.distributed as dist
 from distlab_lesson_10.checks.nodes import use_order
+from distlab_lesson_10.checks.placed import use_missing
 from distlab_lesson_10.checks.shares import use_axes, use_part
 from torch import Tensor
 
 from distlab.course.grading.variation.draw import Draw, Name, Vary
 from distlab.grading import Mutant
+from distlab.placements import Partial, Replicate, Shard, placement_of
 from distlab.plan import Mesh
 
 MATRIX = "the text asks for matrices"
@@ -31,16 +33,6 @@ def _shuffled(draw: Draw, names: tuple[str, ...]) -> list[str]:
 
 def _draw_axes(draw: Draw, num_axes: int, most: int = 4) -> dict[str, int]:
     return {name: draw.integer(1, most) for name in _shuffled(draw, _NAMES)[:num_axes]}
-
-
-def _draw_place(draw: Draw) -> tuple[Any, ...]:
-    axes = _draw_axes(draw, draw.one_of(1, 2, draw.integer(3, 4), 5))
-    return draw.one_of(0, Mesh(axes).size - 1, draw.integer(0, Mesh(axes).size - 1)), axes
-
-
-def _draw_groups(draw: Draw) -> tuple[Any, ...]:
-    axes = _draw_axes(draw, draw.one_of(1, 2, draw.integer(3, 4), 5))
-    return list(axes)[draw.integer(0, len(axes) - 1)], axes
 
 
 def _draw_part(draw: Draw) -> tuple[Any, ...]:
@@ -112,6 +104,57 @@ def _draw_order(draw: Draw) -> tuple[Any, ...]:
     return axes, traffic, prod(axes[name] for name in inside) * draw.one_of(1, 1, 2)
 
 
+def _draw_redistribute(draw: Draw) -> tuple[Any, ...]:
+    group, dims, copies, summands = draw.group(), draw.one_of(2, 3, 1), Replicate(), Partial()
+    n, shards = draw.size_of(group), [Shard(draw.integer(0, dims - 1)), Shard(draw.integer(0, dims - 1))]
+    before = draw.one_of(shards[0], copies, summands, shards[0], copies)
+    after = draw.one_of(shards[1], copies, shards[1])
+    dtype = draw.dtype(*_FLOATS, "bfloat16", "int64")
+    lengths = [n * draw.integer(1, 3) for _ in range(dims)]
+    if isinstance(before, Shard):
+        lengths[before.dim] //= n
+    return draw.tensor(*lengths, dtype=dtype, strided=True, same=before == copies), before, after, group
+
+
+def _use_redistribute(fn: Callable[..., Any], local: Tensor, before: Any, after: Any, group: Any) -> Tensor:
+    """Hand over the group of all ranks where none was drawn."""
+    made: Tensor = fn(local, before, after, dist.group.WORLD if group is None else group)
+    return made
+
+
+def _draw_missing(draw: Draw) -> tuple[Any, ...]:
+    """Return a program that is legal but for a sum, where one is missing."""
+    placements = (Shard(0), Shard(1), Replicate(), Shard(1), Shard(0), Partial())
+    layouts = {f"x{index}": placements[draw.integer(0, 5)] for index in range(4)}
+    at, program = dict(layouts), list[tuple[str, ...]]()
+    for index in range(draw.integer(2, 7)):
+        for _ in range(60):
+            operation = ("matmul", "add", "relu", "sum", "all_reduce", "matmul")[draw.integer(0, 5)]
+            names = [list(at)[draw.integer(0, len(at) - 1)] for _ in range(1 + (operation in ("matmul", "add")))]
+            placed, numbers = [at[name] for name in names], {name for name in names if name.startswith("n")}
+            if numbers and operation != "all_reduce":
+                continue  # a sum is a number, and no matrix
+            try:
+                made = _result(operation, placed)
+            except ValueError:
+                if Partial() not in placed or draw.integer(0, 3):
+                    continue
+                made = Replicate()
+            result = f"{'n' if numbers or operation == 'sum' else 'y'}{draw.integer(0, 3 + index)}"
+            program.append((result, operation, *names))
+            at[result] = made
+            break
+    return program, layouts
+
+
+def _result(operation: str, placed: list[Any]) -> Any:
+    if operation == "all_reduce":
+        if placed != [Partial()]:
+            raise ValueError("sums copies")
+        return Replicate()
+    return placement_of(operation, *((one,) for one in placed))[0]
+
+
 def _draw_step(draw: Draw) -> tuple[Any, ...]:
     axes = _draw_mesh(draw, draw.one_of(["data", "tensor"], ["tensor", "data"]))
     dtype, width = draw.dtype(*_FLOATS), draw.integer(1, 5)
@@ -123,30 +166,23 @@ def _draw_step(draw: Draw) -> tuple[Any, ...]:
     return *(weight.to(dtype).contiguous() for weight in own), x, target, _groups_on(draw, axes)
 
 
-vary_coordinates = Vary(_draw_place, use=use_place)
-vary_groups = Vary(_draw_groups, use=use_groups)
 vary_my_batch = Vary(_draw_part, use=use_part, left_out={"dims": MATRIX, "empty": SIZES_DIVIDE})
 vary_gradient_axes = Vary(_draw_gradient_axes, use=use_axes)
 vary_global_norm = Vary(
     _draw_norm, use=_use_norm, least_bytes=0.5, left_out={"bytes": "a square may travel as float32"}
 )
 vary_place = Vary(_draw_order, use=use_order, num_calls=24)  # wrong orders are often as good
+vary_redistribute = Vary(
+    _draw_redistribute,
+    use=_use_redistribute,
+    num_calls=16,
+    left_out={"empty": SIZES_DIVIDE, "unequal ranks": "all parts are of one size"},
+)
+vary_missing_sum = Vary(_draw_missing, use=use_missing, num_calls=32)
 vary_find_the_bug = Vary(
     _draw_step, left_out={"dims": MATRIX, "empty": SIZES_DIVIDE, "unequal ranks": "all ranks hold parts of one size"}
 )
 
-_STRIDE = "names[names.index(axis) + 1 :]"
-
-WRONG_COORDINATES = (
-    Mutant("sizes overwritten", "argument changed", "belongs to the caller", 1, "state").edit(
-        "rank, place[axis] = divmod(rank, axes[axis])",
-        "rank, place[axis] = divmod(rank, axes[axis])\naxes[axis] = place[axis]",
-    ),
-    Mutant("three axes", "values", "expected", 1, "one size")
-    .edit("reversed(axes)", "list(axes)[-1:-4:-1]")
-    .edit("place[axis] for axis in axes", "place.get(axis, 0) for axis in axes"),
-)
-WRONG_GROUPS = (Mutant("two axes after it", "values", "the groups", 1, "one size").edit(_STRIDE, f"{_STRIDE}[:2]"),)
 WRONG_MY_BATCH = (
     Mutant("two micro-batches", "returned", "expected a list of", 1, "one set of arguments").edit(
         "own.chunk(num_microbatches)", "own.chunk(2)"
@@ -171,6 +207,12 @@ WRONG_GLOBAL_NORM = (
 WRONG_PLACE = (
     Mutant("three axes", "values", "between nodes", 1, "one size").edit(
         "permutations(axes)", "((*list(axes)[:-3], *order) for order in permutations(list(axes)[-3:]))"
+    ),
+)
+WRONG_REDISTRIBUTE = (
+    Mutant("rank of all", "raised", "tuple index out of range", 4, "one group").edit("group.rank()", "dist.get_rank()"),
+    Mutant("two dims", "shape", "expected shape", 4, "one shape").edit(
+        "local.chunk(n, after.dim)[rank]", "local.chunk(n, min(after.dim, 1))[rank]"
     ),
 )
 WRONG_FIND_THE_BUG = (

@@ -139,23 +139,16 @@ def test_what_has_no_text_of_its_own_is_left_alone():
     assert "Return for each rank how many seconds" not in ast.unparse(text.function)
 
 
-def group_order(axis, axes):
-    size = axes[axis]
-    names = list(axes)
-    stride = 1
-    for name in names[names.index(axis) + 1 :]:
-        stride *= axes[name]
-    world = 1
-    for each in axes.values():
-        world *= each
-    groups = [[r + k * stride for k in range(size)][::-1] for r in range(world) if r // stride % size == 0]
-    begins = [False] * max(24, world - (size - 1) * stride)  # the exercise's own meshes have 24 ranks at most
-    for group in groups:
-        begins[group[0]] = True
-    return groups
+def axes_to_sum(kind, axes, sequence_parallel):
+    summed = ["data", "context", *["expert"] * (kind != "expert")]
+    summed += ["tensor"] * (kind == "norm" and sequence_parallel) + ["pipeline"] * (kind == "tied")
+    num_means = axes["data"] * axes["expert"] ** axes["context"]
+    is_met = [False] * 217  # a drawn mesh has 6 x 6 x 6 of them at most
+    is_met[num_means] = True
+    return summed, num_means
 
 
 def test_an_answer_that_does_not_come_to_the_end_of_its_drawn_calls_is_mended_too():
-    words = told("10.groups", group_order)
-    assert f"line {line_of(group_order, '[::-1]')}: " in words
-    assert "in 72 drawn calls. Seen: pipeline on pipeline" in words  # of nine seeds: whole numbers agree by chance
+    words = told("10.gradient_axes", axes_to_sum)
+    assert f"line {line_of(axes_to_sum, '**')}: " in words
+    assert "in 72 drawn calls. Seen: matrix without sequence_parallel" in words  # of nine seeds
