@@ -108,7 +108,8 @@ def test_sharding_goes_with_the_same_axes_as_in_hybrid(model, stage):
         inner = {"expert": expert, "tensor": tensor, "context": context}
         plan = Plan(2, pipeline, microbatches, **inner, sharding=Sharding(stage))
         theirs, ours = problem_of(plan, model, AXES, plan.world_size), refusal(plan)
-        assert bool(theirs) == bool(ours), (plan, theirs, ours)
+        alone = stage == 3 and expert > 1  # flat units, which Hybrid shards, have no experts: it is simulated alone
+        assert bool(theirs) == (bool(ours) or alone), (plan, theirs, ours)
         assert ours == sim.why_not_timed(plan)
         for text in filter(None, (theirs, ours)):
             assert f"stage {stage}" in text
