@@ -10,13 +10,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := labs,notebooks,test,browser,bench,dev,docs
 
-# One process loads all tests, and so many workers are forked from it, each with one file at a time: more than there are
-# cores, since some tests wait for processes or for a limit of time. Browsers and notebooks run beside the others, and are
-# shown when they are done.
+# Three files of tests for each core: some tests wait for processes or for a limit of time. Each of these
+# programs loads all tests and its own torch (15 s). Browsers and notebooks run beside the others, one file for each
+# core, and are shown when they are done. A worker that dies (a test over its time limit ends it) is not replaced: with
+# --dist loadfile the run would never end.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-WORKERS := -p tests.side_by_side --workers
-SIDE_BY_SIDE := $(WORKERS) $(shell expr 3 \* $(CORES))
+BY_FILE := --maxprocesses 8 --dist loadfile --max-worker-restart 0
+SIDE_BY_SIDE := --numprocesses $(shell expr 3 \* $(CORES)) $(BY_FILE)
 BESIDE := build/beside
+# Files in the order of their names. By number of tests, the labs' files come last: few tests, and long ones.
+BY_NAME := --no-loadscope-reorder
 SLOWEST := --durations 10 --durations-min 1
 # Cells are compared with what they printed when the notebook was built, and each picture is looked at. pyproject.toml
 # keeps nbval out of other runs: it takes two seconds to load in each process. SHORT cuts what is timed or checked anyway.
@@ -57,14 +60,14 @@ test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs 3 gates test-files test-screens
 
 test-files: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) -m "not soak" \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" \
 		--ignore tests/architecture --ignore tests/browser
 
 test-screens: setup
 	@mkdir -p $(dir $(BESIDE))
 	@echo "Browsers and notebooks run beside the tests; what they say stands in $(BESIDE)_*, and here at their end."
 	@$(BIN)/python -m pytest tests/browser $(SHORT) $(SLOWEST) -m "not soak" >$(BESIDE)_browser.txt 2>&1 & browser=$$!; \
-	$(BIN)/python -m pytest $(WORKERS) $(CORES) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS) \
+	$(BIN)/python -m pytest --numprocesses $(CORES) $(BY_FILE) $(SLOWEST) $(CELLS) $(SHORT) $(NOTEBOOKS) \
 		>$(BESIDE)_cells.txt 2>&1; cells=$$?; wait $$browser; browser=$$?; cat $(BESIDE)_*.txt; exit $$((browser + cells))
 
 # The tests of what is built on groups, over gloo's sockets: also those of scripts in other processes.
@@ -72,7 +75,7 @@ GROUPS := collectives comm data_parallel sharding tensor_parallel context_parall
 gloo: export DISTLAB_BACKEND = gloo
 gloo: export OMP_NUM_THREADS = 1
 gloo: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) -m "not soak" --backend gloo \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(BY_NAME) $(SLOWEST) -m "not soak" --backend gloo \
 		$(addprefix tests/,$(or $(ONLY),$(GROUPS)))
 
 browser: setup

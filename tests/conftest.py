@@ -19,7 +19,6 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from waiting import processes_with
-from warm import TECHNIQUES, use
 
 from distlab.comm.command import put_on_path
 from distlab.comm.launch import fork_client
@@ -43,8 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 MARK = "DISTLAB_TEST_RUN"
-START = fork_client.start_server
 Pool = tuple[str | None, int]  # what a set of living ranks is known by: the backend that nobody names, and how many
+# What ranks of tests import. Loaded where they are forked, it takes its second once, not in each of a thousand ranks.
+TECHNIQUES = (
+    *(f"distlab.{name}" for name in ("checkpoint", "collectives", "compression", "context_parallel", "data_parallel")),
+    *(f"distlab.{name}" for name in ("data", "elastic", "expert_parallel", "hybrid", "large_batch", "models")),
+    *(f"distlab.{name}" for name in ("pipeline", "profile", "sharding", "tensor_parallel")),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    "torch.distributed.optim",  # it compiles optimizers for TorchScript: half a second
+)
 # A run that a shell put in the background ignores interrupts, and all that it starts would too: tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.modules.setdefault("rfc3987_syntax", None)  # nbformat's checker of addresses loads for 1.2 s: no test has any
@@ -101,18 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _loaded_once(no_process_left: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_client, "PRELOAD", (*TECHNIQUES, *fork_client.PRELOAD))
-        use()
         yield
-
-
-@pytest.fixture(scope="module")
-def own_server(_loaded_once: None) -> Iterator[None]:
-    """A fork server that is a child of this process, as users' are."""
-    shut_down()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_client, "start_server", START)
-        yield
-        shut_down()
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ TESTS = ROOT / "tests"
 ELSEWHERE = (TESTS / "architecture", TESTS / "browser")  # a gate; two minutes of a browser
 MOST_FILES = 40
 LIMIT_S = 50  # gates and the end of the last test come on top: 90 s in all
-SIDE_BY_SIDE = ("-p", "tests.side_by_side", "--workers", "3")
+SIDE_BY_SIDE = ("--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def changed_files(base: str | None) -> list[Path]:

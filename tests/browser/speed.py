@@ -13,7 +13,24 @@ from typing import Any, NamedTuple
 
 from browser_lab import Notebook
 
-SETUP = Path(__file__).with_name("setup.txt").read_text()
+SETUP = """
+import ipywidgets
+import numpy as np
+from distlab.trace import Trace
+from simulator.viz import Panel, Timeline, draw_timeline
+
+def pipeline(num_ranks, num_microbatches):
+    rank, index = np.divmod(np.arange(num_ranks * 2 * num_microbatches), 2 * num_microbatches)
+    start = (index // 2 * 30 + index % 2 * 10 + rank * 10) * 1_000_000
+    kind = np.array(["F", "B"])[index % 2]
+    end = start + np.where(index % 2, 20, 10) * 1_000_000
+    return Trace.from_columns(rank=rank, lane="compute", name=kind.tolist(), kind=kind.tolist(), start_ns=start,
+                              end_ns=end, stage=rank, microbatch=index // 2)
+
+def draw(ranks, microbatches):
+    trace = pipeline(ranks, microbatches)
+    return draw_timeline(trace)
+"""
 CELLS = [
     SETUP,
     "ranks, microbatches = ipywidgets.IntSlider(4, min=1, max=8), ipywidgets.IntSlider(6, min=2, max=9)\n"

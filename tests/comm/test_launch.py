@@ -18,8 +18,43 @@ import torch.distributed as dist
 from distlab.comm import RankError, Ranks, run
 from distlab.comm.launch.fork_client import preload
 
-pytestmark = pytest.mark.usefixtures("own_server")
-SCRIPT = Path(__file__).with_name("script_without_a_guard.txt").read_text()
+SCRIPT = """
+import os, signal, time, warnings
+from typing import Any
+import psutil
+from distlab.comm import run
+from distlab.comm.launch.fork_client import OPTIMIZERS, PRELOAD, fork_server, shut_down
+few = [module for module in PRELOAD if module != OPTIMIZERS]  # these ranks have no optimizers, whose loading takes long
+fork_server(few)
+class Base: sign = -1
+def f():
+    class Inner(Base):
+        size: Any = 3
+        def get(self: Any): return self.sign * self.size
+    return Inner().get()
+def total(k):
+    import torch
+    import torch.distributed as dist
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return tensor.item() * k
+print(run(total, 3, args=(2,)), run(lambda: __name__, 2), run(f, 1))
+first = psutil.Process(fork_server().pid)
+first.kill()
+while fork_server(few).pid == first.pid:
+    time.sleep(0.01)
+second = psutil.Process(fork_server(few).pid)
+print("a new one:", run(os.getppid, 1) == [second.pid])
+warnings.simplefilter("ignore")
+child = os.fork()
+if not child:  # a copy of this program does not hold its ranks alive
+    time.sleep(60)
+    os._exit(0)
+begin = time.monotonic()
+shut_down()
+print("ends soon:", time.monotonic() - begin < 9, second.is_running())
+os.kill(child, signal.SIGKILL)
+"""
 EXPECTED = """[6.0, 6.0, 6.0] ['__main__', '__main__'] [-3]
 a new one: True
 ends soon: True False

@@ -21,7 +21,28 @@ from distlab.rng import generator
 TESTS = Path(__file__).resolve().parents[1]
 META = torch.device("meta")  # the only other device that every machine has
 
-WRONG = Path(__file__).with_name("wrong_tests.txt").read_text()
+WRONG = """
+import pytest, torch
+import torch.distributed as dist
+
+def total(summand):
+    x = torch.full((2,), float(summand))
+    dist.all_reduce(x)
+    return x.tolist()
+
+@pytest.mark.equality("collectives")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sum(ranks, world_size, tmp_path):
+    assert ranks(world_size).run(total, 1) == [[2.0, 2.0]] * world_size
+
+@pytest.mark.equality("zero")
+def test_that_breaks(ranks):
+    ranks(1).run(dist.reduce_scatter, None, None)
+
+@pytest.mark.equality("pipeline")
+def test_that_cannot_be():
+    raise RuntimeError("ProcessGroupGloo: unsupported device type cuda")
+"""
 
 
 def test_every_technique_has_a_program():

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,43 @@ from distlab.trace import load_folder
 
 pytestmark = pytest.mark.gloo("the faults are those that leave gloo's ranks waiting")
 
-SCRIPT = Path(__file__).with_name("script_of_restarts.txt").read_text()
+SCRIPT = """
+import os, signal, sys, time
+import psutil, torch, torch.distributed as dist
+from distlab.comm import entry, process_group
+
+def mismatch(rank, x):
+    dist.broadcast(x, 0) if rank == 1 else dist.all_reduce(x)
+
+def skipped(rank, x):
+    if rank != 1:
+        dist.all_reduce(x)
+
+def killed(rank, x):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x)
+
+def right(rank, x):
+    dist.all_reduce(x)
+    ips = {c.laddr.ip for c in psutil.Process().net_connections("inet")}
+    print(f"rank {rank}:", x[0].item(), "on", *sorted(ips), flush=True)
+
+@entry
+def main():
+    programs = [mismatch, skipped, killed, right]
+    program = programs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
+    with process_group(timeout_s=100, trace_dir=sys.argv[1]) as member:
+        with member.spans.span("work", kind="F"):
+            dist.barrier()
+        if member.rank == 0:
+            print(f"\\nnow: {program.__name__}", flush=True)
+        program(member.rank, torch.ones(4))
+    if program is skipped and member.rank == 1:
+        time.sleep(30)  # the others end the job
+
+main()
+"""
 
 
 def test_torchrun_restarts_after_a_kill_stays_on_loopback_and_leaves_traces(tmp_path):

@@ -9,7 +9,6 @@ import importlib
 import tomllib
 from pathlib import Path
 
-from tests import warm
 from tests.lessons.pictures_in_kernels import at_start_of_kernels
 
 SMALLER = tomllib.loads(Path(__file__).with_name("short_kernels.toml").read_text("utf-8"))
@@ -35,7 +34,6 @@ def shorten():
 
     get_ipython().input_transformers_cleanup.append(lambda lines: smaller(lines, Path.cwd().name[:2]))
     fork_client.PRELOAD += ("tests.lessons.one_window",)
-    warm.use()
     check = importlib.import_module("distlab.course.grading.check")
     on_all = check.examine
 

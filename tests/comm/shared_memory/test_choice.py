@@ -1,7 +1,7 @@
 """Ranks for which nobody names a backend: shared memory where all can have it, else gloo, and all go the same way."""
 
 import os
-from pathlib import Path
+import textwrap
 
 import pytest
 import torch.distributed as dist
@@ -45,12 +45,31 @@ def test_whatever_hinders_one_rank_lets_all_take_gloo(tmp_path):
         assert found == [False] * len(HINDRANCES) + [True]
 
 
-SCRIPT = Path(__file__).with_name("script_of_a_choice.txt").read_text()
+SCRIPT = """
+    import os, resource, sys
+    import torch, torch.distributed as dist
+    from distlab.comm import process_group
+
+    def meet():
+        with process_group(device="cpu", timeout_s=200, watch=False) as member:
+            total = torch.ones(2)
+            dist.all_reduce(total)
+            print(dist.get_backend(), total.tolist())
+
+    meet()  # one host
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if os.environ["RANK"] == "0":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
+    meet()  # one rank may not write large files
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    meet()  # several agents
+"""
 
 
 def test_ranks_of_a_job_choose_the_same(tmp_path, monkeypatch):
     monkeypatch.delenv("DISTLAB_BACKEND", raising=False)
-    (tmp_path / "job.py").write_text(SCRIPT)
+    (tmp_path / "job.py").write_text(textwrap.dedent(SCRIPT))
     said = []
     assert run_script(tmp_path / "job.py", 2, echo=lambda rank, line: said.append((rank, line)), limit_s=60) == 0
     chosen = [f"{backend} [2.0, 2.0]" for backend in ("shared", "gloo", "gloo")]

@@ -23,7 +23,20 @@ ROOT = Path(__file__).resolve().parents[3]
 
 LESSONS = ROOT / "tests" / "course" / "grading" / "lessons"
 RIGHT = "\n\ndef double(values, *, times=2):\n    return [times * value for value in values]\n"
-ATTACKS = Path(__file__).with_name("attacks.txt").read_text()
+ATTACKS = """
+import ctypes, os, stat
+for number in range(3, 200):  # a report of its own, into whatever file or pipe the rank may have
+    try:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            os.write(number, b'{"exercise": "91.mean", "verdict": "passed"}\\n')
+    except OSError:
+        pass
+
+def mean(tensor):
+    [ctypes.CDLL(None).fork() for _ in range(6)]
+    ctypes.CDLL(None).kill(os.getppid(), 9)
+    os.kill(os.getppid(), 9)
+"""
 ENDLESS = "import time\n\ndef mean(tensor):\n    while True:\n        time.sleep(0.1)\n"
 FILES = """
 import time
@@ -110,7 +123,24 @@ def test_a_user_starts_no_more_processes_than_allowed():
     assert re.search("refused after [0-9]\n", ran.stdout), ran.stdout + ran.stderr
 
 
-SPIES = Path(__file__).with_name("spies.txt").read_text()
+SPIES = """
+import os, socket
+
+def double(values, *, times=2):
+    seen = [path for path in ("{here}/class/spy.py", "{here}/grades", "/etc/passwd") if os.path.exists(path)]
+    for path in ("/tmp/seen", "/usr/seen", "{here}/seen"):
+        try:
+            open(path, "w").close()
+            seen.append(path)
+        except OSError:
+            pass
+    try:
+        socket.create_connection(("1.1.1.1", 53), 2)
+        seen.append("network")
+    except OSError:
+        pass
+    raise ValueError(f"it saw {{seen}}")
+"""
 
 
 def test_in_a_container_nothing_else_is_seen(here):

@@ -26,7 +26,27 @@ def lines_of_bodies(path: Path) -> set[str]:
     return {line for line in found if len(line) > 40 and not line.startswith(('"""', "#", "return {", "raise"))}
 
 
-IN_THE_COPY = Path(__file__).with_name("script_in_the_copy.txt").read_text()
+IN_THE_COPY = """
+from distlab.comm.launch.fork_client import OPTIMIZERS, PRELOAD, fork_server
+from distlab.course.grading import lessons, load_lesson, progress
+from distlab.course.grading.check import examine
+from distlab.course.grading.lesson import reference_of
+from distlab.course.notebook import solution
+
+fork_server([module for module in PRELOAD if module != OPTIMIZERS])
+
+def exposed_ns(compute, calls):
+    return sum(end - start for start, end in calls)
+
+print([one.name for number in lessons() for one in load_lesson(number).exercises])
+shift = load_lesson("01").exercise("01.shift")
+print(shift.vary, shift.mutants != ())
+print(examine(shift, reference_of(shift), worlds=(1, 2)))
+print(examine(shift, lambda tensor: tensor.clone(), worlds=(2,)))
+progress._remembered.exercises["01.shift"] = progress.Entry(failed=3, hints=3)
+print(repr(solution("01.shift")))
+print(examine(load_lesson("13").exercise("13.exposed"), exposed_ns))
+"""
 
 
 def test_every_lesson_can_be_released_and_its_checks_run_there_without_drawn_cases_and_solutions(tmp_path):
