@@ -100,9 +100,8 @@ def add_flags(command: argparse.ArgumentParser, *said: str) -> None:
         if bool in flag.kinds:
             options = {"action": argparse.BooleanOptionalAction}
         else:
-            options["metavar"] = (
-                "N" if {*flag.kinds} & {*NUMBERS} else "NAME|FILE" if path == "cluster.name" else "NAME"
-            )
+            name = "NAME|FILE" if path == "cluster.name" else "NAME"
+            options["metavar"] = "N" if {*flag.kinds} & {*NUMBERS} else name
             default = flag.default // MB if path == "plan.bucket_bytes" else flag.default
             text += "" if default is None else f" (default {default})"
         text = text.replace("%", "%%")

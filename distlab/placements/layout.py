@@ -132,13 +132,7 @@ def local_ranges(shape: Sequence[int], layout: Sequence[Placement], mesh: Sequen
 
 
 def local_shape(shape: Sequence[int], layout: Sequence[Placement], mesh: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the shape of what a rank holds.
-
-    Args:
-        shape: of the whole tensor.
-        layout: a placement for each axis.
-        mesh: ranks on each axis, slowest first.
-        rank: whose part it is.
+    """Return the shape of what a rank holds of a tensor of this shape, on a mesh of so many ranks on each axis.
 
     Raises:
         ValueError: the tensor cannot have the layout on the mesh.

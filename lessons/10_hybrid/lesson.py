@@ -1128,6 +1128,32 @@ print("repaired           ", missing_sum([*LAYER[:3], ("y", "all_reduce", "y"), 
 # | padding | at most n - 1 numbers per row | up to n - 1 *rows* per tensor: 5 rows on 4 ranks are 2, 2, 1, 0 |
 # | a collective for each unit | sends the row as it lies | copies all tensors in before, and out behind |
 #
+# The plainest form has a collective for each tensor. It is on one screen, and so is a step with it:
+
+# %%
+from distlab.placements import call_plainly, cut_plainly
+
+for part in (cut_plainly, call_plainly):
+    print(inspect.getsource(part).rpartition('"""\n')[2])
+
+
+def step_plainly():
+    model = llama()
+    parts = cut_plainly(model)
+    inputs, targets = llama_batch(0, dist.get_rank(), 4)
+    llama_loss(call_plainly(model, parts, inputs, group=None), targets).backward()
+    return [part.grad for part in parts.values()]
+
+
+# %% tags=["nbval-check-output"]
+whole_model = llama()
+llama_loss(whole_model(llama_batch(0)[0]), llama_batch(0)[1]).backward()
+found = [torch.cat(rows) for rows in zip(*ranks.run(step_plainly), strict=True)]
+pairs = zip(found, whole_model.parameters(), strict=True)
+same = all(torch.allclose(rows, parameter.grad) for rows, parameter in pairs)
+print(f"four ranks' rows, end to end, are the gradients of one process: {same}")
+
+# %% [markdown]
 # Now a fine-tuning: of the Llama only norms, and the queries' and values' projections, are trained.
 
 

@@ -24,7 +24,7 @@ from distlab.plan.require import changed
 ORDERINGS = 4  # how often rows are read and written on their way to experts and back, as in simulator.models.parts
 
 
-class Part(NamedTuple):
+class ModulePart(NamedTuple):
     """A part of a module: what backward runs again of it, and what it keeps otherwise, in elements of a micro-batch.
 
     Attributes:
@@ -61,41 +61,41 @@ def check_modules(workload: Workload, plan: Plan) -> None:
         raise ValueError(f"{text}; choose among {', '.join(known) or 'none, full'}")
 
 
-def modules_of(layer: Layer) -> dict[str, tuple[Part, ...]]:
+def modules_of(layer: Layer) -> dict[str, tuple[ModulePart, ...]]:
     """Return the modules of a block by name; of a layer that is no block, none."""
-    found: dict[str, tuple[Part, ...]] = {}
+    found: dict[str, tuple[ModulePart, ...]] = {}
     if not layer.input_bytes or not layer.parameter_shapes:
         return found
     if norms := min(2, len(layer.sequence_calls)):
         h, size = layer.parameter_shapes[0][-1], layer.output_bytes / 2
         into = min(norms, sum(region.products[0].depth == h for region in layer.regions if region.products))
         again = Work(memory_bytes=2 * norms * layer.output_bytes, num_kernels=norms)
-        found["layernorm"] = (Part(again, (norms - into) * size, into * size),)
-    shared: tuple[Part, ...] = ()
+        found["layernorm"] = (ModulePart(again, (norms - into) * size, into * size),)
+    shared: tuple[ModulePart, ...] = ()
     for region in layer.regions:
         if inner := region.attention:
-            found["core_attn"] = (Part(Region("attention", inner.forward, attention=inner)),)
+            found["core_attn"] = (ModulePart(Region("attention", inner.forward, attention=inner)),)
             if len(region.products) > 2:  # from a narrow vector, whose own products are no tensor rank's
-                found["mla_up_proj"] = (Part(_up(region), (inner.query_bytes + inner.key_value_bytes) / 2),)
+                found["mla_up_proj"] = (ModulePart(_up(region), (inner.query_bytes + inner.key_value_bytes) / 2),)
         elif region.name == "feed-forward":
             shared = (_wide(region, region.products, 1),)
             found["shared_experts" if layer.experts else "mlp"] = shared
     if (experts := layer.experts) and experts.products:
         wide, rows = _wide(experts, experts.products, experts.num_experts), experts.row_bytes / 2
         act = Work(memory_bytes=2 * (wide.states + wide.inputs), num_kernels=1)
-        found["moe_act"] = (Part(act, 0.0, wide.inputs, wide.gates),)
+        found["moe_act"] = (ModulePart(act, 0.0, wide.inputs, wide.gates),)
         # What goes to experts and what comes back, which a kernel that makes gates does not keep.
         states, gates = wide.states + rows * (not wide.gates), wide.gates + rows * bool(wide.gates)
-        orderings = Part(Work(memory_bytes=4 * ORDERINGS * rows, num_kernels=ORDERINGS))
-        found["moe"] = (Part(experts, states, wide.inputs + rows, gates), orderings, *shared)
+        orderings = ModulePart(Work(memory_bytes=4 * ORDERINGS * rows, num_kernels=ORDERINGS))
+        found["moe"] = (ModulePart(experts, states, wide.inputs + rows, gates), orderings, *shared)
     return found
 
 
-def _wide(again: Region | Experts, products: Sequence[Product], count: int) -> Part:
+def _wide(again: Region | Experts, products: Sequence[Product], count: int) -> ModulePart:
     """Return a feed-forward part, or so many experts: what its first product makes, and what goes into the last."""
     first, last = products[0], products[-1]
     made, inside = count * first.rows * first.columns, count * last.rows * last.depth
-    return Part(again, made, inside, inside * (first.columns == 2 * last.depth))
+    return ModulePart(again, made, inside, inside * (first.columns == 2 * last.depth))
 
 
 def _up(region: Region) -> Region:
@@ -107,7 +107,7 @@ def _up(region: Region) -> Region:
     return Region("attention", work, input_bytes=region.input_bytes, products=region.products[:-1])
 
 
-def _parts(layer: Layer, names: frozenset[str]) -> list[Part]:
+def _parts(layer: Layer, names: frozenset[str]) -> list[ModulePart]:
     return [part for name, parts in modules_of(layer).items() if name in names for part in parts]
 
 

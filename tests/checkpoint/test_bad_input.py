@@ -140,44 +140,7 @@ def test_a_world_size_that_no_rule_covers_is_refused_on_every_rank(ranks, tmp_pa
         assert words in texts[0]
 
 
-ON_A_DISK_OF_ITS_OWN = """
-import json, os, subprocess, sys, time
-import torch, torch.distributed as dist
-from distlab.checkpoint import AsyncSaves, CheckpointError, load, save
-from distlab.comm import run
-
-def beside(folder, step, parts):
-    saves = AsyncSaves(folder)
-    saves.save(step, parts=parts)
-    saves.wait()
-
-def refused(folder, way, parts):
-    begin = time.monotonic()
-    try:
-        way(folder, 2, parts=parts)
-    except CheckpointError as error:
-        seconds.append(time.monotonic() - begin)
-        return str(error)
-
-def work(disk):
-    torch.manual_seed(0)
-    small, large, said = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(500_000), {}  # 4 MB of buffers on each rank
-    save(disk + "/run", 1, parts={"model": small})
-    said["full"] = [refused(disk + "/run", way, {"model": large}) for way in (save, beside)]
-    dist.barrier()
-    if dist.get_rank() == 0:
-        mount("-o", "remount,ro")
-    dist.barrier()
-    said["read-only"] = [refused(disk + "/run", way, {"model": small}) for way in (save, beside)]
-    said["loaded"] = load(disk + "/run", parts={"model": small}).step
-    return said, seconds
-
-disk, seconds = sys.argv[1], []
-mount = lambda *words: subprocess.run(["mount", *words, disk], check=True)
-mount("-t", "tmpfs", "-o", "size=2M", "none")
-said = {"ranks": run(work, 2, args=(disk,), echo=False), "left": sorted(os.listdir(disk + "/run"))}
-print(json.dumps(said))
-"""
+ON_A_DISK_OF_ITS_OWN = Path(__file__).with_name("script_of_a_full_disk.txt").read_text()
 
 
 def test_a_disk_that_is_full_or_read_only_is_told_and_nothing_is_lost(tmp_path, record_property):

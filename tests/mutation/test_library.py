@@ -14,25 +14,7 @@ from mutation_run import SUMMARY, equivalents, exercises, run, said, sample_of, 
 from distlab.course.grading import Exercise, reference_of
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = '''
-def outer(rank: int, sizes: list[int], *, wide: bool = True) -> int:
-    """Add 1 to 2."""
-    total = 0
-    for size in sizes[1:]:
-        if (
-            size < rank
-            and wide
-        ):
-            total += send(size, rank, tag=3)
-    if total is None:
-        raise ValueError(f"rank {rank + 1}: {total - 1}")
-    return total - 1
-
-
-class Holder:
-    def keep(self, value: int = 4) -> None:
-        self.value = value
-'''
+SOURCE = Path(__file__).with_name("source.txt").read_text()
 
 
 def test_each_usual_change_is_made_and_no_words_are_touched() -> None:

@@ -29,7 +29,7 @@ def redistribute_plainly(local: Tensor, before: str, after: str, group: ProcessG
         ValueError: a placement that is none of the three, or rows that the ranks do not divide; nothing was sent then.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    if before not in "SRP" or after not in "SRP" or (before != "S" and len(local) % num_ranks):
+    if not {before, after} <= {*"SRP"} or (before != "S" and len(local) % num_ranks):
         raise ValueError(
             f"{len(local)} rows on {num_ranks} ranks, from {before!r} to {after!r}; pass S, R or P, and rows that the "
             "ranks divide (distlab.placements.redistribute takes any)"
