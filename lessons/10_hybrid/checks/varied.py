@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -105,15 +106,21 @@ def _draw_order(draw: Draw) -> tuple[Any, ...]:
 
 
 def _draw_redistribute(draw: Draw) -> tuple[Any, ...]:
-    group, dims, copies, summands = draw.group(), draw.one_of(2, 3, 1), Replicate(), Partial()
-    n, shards = draw.size_of(group), [Shard(draw.integer(0, dims - 1)), Shard(draw.integer(0, dims - 1))]
-    before = draw.one_of(shards[0], copies, summands, shards[0], copies)
-    after = draw.one_of(shards[1], copies, shards[1])
-    dtype = draw.dtype(*_FLOATS, "bfloat16", "int64")
+    """Return a change, each with all ranks and with some."""
+    change, where = draw.one_of(*product(("SR", "SS", "PR", "PS", "RS"), ("some", "all")))
+    apart = [[*range(start, draw.world_size, 2)] for start in (1, 0)]
+    group = draw.split_group(apart) if where == "some" and draw.world_size > 1 else None
+    n, dims = draw.size_of(group), draw.one_of(3, 2, 3, 1)
+    first = draw.integer(0, dims - 1)
+    before, after = (
+        {"S": Shard(dim % dims), "R": Replicate(), "P": Partial()}[kind]
+        for kind, dim in zip(change, (first, first + draw.integer(1, 2)), strict=True)
+    )
     lengths = [n * draw.integer(1, 3) for _ in range(dims)]
     if isinstance(before, Shard):
         lengths[before.dim] //= n
-    return draw.tensor(*lengths, dtype=dtype, strided=True, same=before == copies), before, after, group
+    form = {"dtype": draw.dtype(*_FLOATS, "bfloat16", "int64"), "strided": change[0] != "P", "same": change[0] == "R"}
+    return draw.tensor(*lengths, **form), before, after, group
 
 
 def _use_redistribute(fn: Callable[..., Any], local: Tensor, before: Any, after: Any, group: Any) -> Tensor:
@@ -175,7 +182,7 @@ vary_place = Vary(_draw_order, use=use_order, num_calls=24)  # wrong orders are 
 vary_redistribute = Vary(
     _draw_redistribute,
     use=_use_redistribute,
-    num_calls=16,
+    num_calls=21,
     left_out={"empty": SIZES_DIVIDE, "unequal ranks": "all parts are of one size"},
 )
 vary_missing_sum = Vary(_draw_missing, use=use_missing, num_calls=32)
@@ -212,7 +219,7 @@ WRONG_PLACE = (
 WRONG_REDISTRIBUTE = (
     Mutant("rank of all", "raised", "tuple index out of range", 4, "one group").edit("group.rank()", "dist.get_rank()"),
     Mutant("two dims", "shape", "expected shape", 4, "one shape").edit(
-        "local.chunk(n, after.dim)[rank]", "local.chunk(n, min(after.dim, 1))[rank]"
+        "local.chunk(n, after.dim)", "local.chunk(n, min(after.dim, 1))", times=2
     ),
 )
 WRONG_FIND_THE_BUG = (
