@@ -199,6 +199,16 @@ def missing_sum_by_the_librarys_rules(program, layouts):
     return (number + 1, result) if at[result] == (Partial(),) else None
 
 
+def global_norm_by_masks(gradients, split_over, groups):
+    total = torch.zeros(1, dtype=torch.float64)
+    for name in gradients:
+        is_first = all(dist.get_rank(groups[axis]) == 0 for axis in groups if axis not in split_over[name])
+        total += (gradients[name].double() ** 2).sum() * is_first
+    for axis in sorted(groups, reverse=True):
+        dist.all_reduce(total, group=groups[axis])
+    return total[0].sqrt()
+
+
 def missing_sum_by_words(program, layouts):
     at, last = {name: str(placement) for name, placement in layouts.items()}, program[-1][0]
     rules = dict.fromkeys(("matmul S(1) S(0)", "matmul P R", "matmul R P", "add P P"), "P")
