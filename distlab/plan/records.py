@@ -40,9 +40,9 @@ class Plan:
         precision: types of numbers; None takes the workload's bytes.
         float8: what blocks do in 8 bits: "none", "products" (of parameters), "gathers" (stage 3 also gathers so),
             "mxfp8" (products with a scale for each 32 numbers) or, in 4 bits, "nvfp4" (a scale for each 16).
-        recompute: what backward computes again instead of keeping: "none", "selective" (attention's inner part),
-            "operators" (all but fused attention and every second matrix product, counted in each block), "full" (all
-            but each layer's input), or single modules joined by commas, such as "layernorm,moe_act"; one of MODULES.
+        recompute: what backward computes again instead of keeping. "none"; "selective": attention's inner part;
+            "operators": in each block all but fused attention and every second matrix product; "full": all but each
+            layer's input; or single modules, joined by commas, such as "layernorm,moe_act"; one of MODULES.
         recompute_method: of "full", which blocks keep only an input: "uniform" (the first of each recompute_layers
             blocks, which run again together), "block" (the first recompute_layers of each stage; the others keep all)
             or "every" (one of recompute_layers in the model, the first included; the others keep all).
@@ -52,12 +52,12 @@ class Plan:
         sequence_parallel: whether tensor-parallel ranks split the parts between their layers along the sequence.
         expert: ranks that split the experts of mixture layers. It multiplies the ranks, each with own samples; with
             fold_experts it divides them.
-        fold_experts: whether expert ranks are a stage's data, context and tensor ranks, as Megatron-LM's and
-            torchtitan's degree means it, which divides these: neighbours hold all experts, tensor ranks whole ones.
+        fold_experts: whether the expert degree divides a stage's data x context x tensor ranks, as Megatron-LM's and
+            torchtitan's does. So many neighbours then hold all experts together, and each expert is whole on its rank.
         context_kind: how ranks that split a sequence attend to all of it; one of CONTEXT_KINDS.
         cut: how layers are cut into stages: "time" (nearly equal times) or "blocks" (as many each, as in Megatron-LM).
         offload_activations: whether the host's memory keeps what blocks keep, from their forward to their backward.
-        offload_layers: of so many blocks of each stage, its first ones; 0: of all.
+        offload_layers: with offload_activations, how many blocks of each stage that is, the first ones; 0: all.
     """
 
     data: int = 1

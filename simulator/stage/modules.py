@@ -1,6 +1,6 @@
 """Single modules that backward runs again: what each keeps in a block, and the work of making it once more.
 
-    core_attn       attention's inner part; nothing but scores is dropped, since backward needs all else
+    core_attn       attention's inner part, whose scores alone are dropped: backward needs the rest
     layernorm       the norms before attention and before the feed-forward part or the experts
     mla_up_proj     of latent attention, the products that make queries, keys and values
     mlp             the feed-forward part of a block without experts
