@@ -3,8 +3,8 @@
     .venv/bin/python tools/quick.py          # everything since this branch left main, committed or not
     .venv/bin/python tools/quick.py HEAD~1   # since an earlier commit
 
-A test file is near when it imports a changed module, less near when it imports a module that imports it, and so on.
-It is a first answer, not the last one: `make test` runs every test.
+A test file is near when it imports a changed module, less near when it imports a module that leads to one. It is a
+first answer, not the last one: `make test` runs every test.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import gates
@@ -51,20 +51,6 @@ def module_of(path: Path) -> str | None:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def distances(changed: Iterable[str]) -> dict[str, int]:
-    """Return how many imports lie between each module and the nearest changed one; changed ones have 0."""
-    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
-    found = dict.fromkeys(changed, 0)
-    reached = list(found)
-    for module in reached:  # grows while it is read
-        if module in graph.modules:
-            for importer in sorted(graph.find_modules_that_directly_import(module)):
-                if importer not in found:
-                    found[importer] = found[module] + 1
-                    reached.append(importer)
-    return found
-
-
 def imports_of(path: Path) -> set[str]:
     """Return every module that a file may import, wherever in it: `from a import b` names a and a.b."""
     names = set()
@@ -77,20 +63,21 @@ def imports_of(path: Path) -> set[str]:
 
 
 def near_tests(changed: Iterable[Path]) -> list[Path]:
-    """Return the test files that the change reaches, nearest first."""
+    """Return the test files that the change reaches: mirrors of changed files first, then by the way to them."""
     changed = set(changed)
-    modules = {name for path in changed if (name := module_of(path)) is not None}
-    distance = {name: steps + 1 for name, steps in distances(modules).items()}
-    files = [
-        path for path in sorted(TESTS.rglob("*.py")) if not any(path.is_relative_to(folder) for folder in ELSEWHERE)
-    ]
-    distance |= {path.stem: 0 for path in files if path in changed and not path.name.startswith("test_")}  # shared ones
-    near = {path: _distance(path, changed, distance) for path in files if path.name.startswith("test_")}
-    mirrored = {mirror_of(path) for path in changed if module_of(path) is not None}
-    found = [path for path, steps in near.items() if steps is not None]
-    return sorted(
-        found, key=lambda path: (path not in mirrored, near[path], path.parent not in folders_of(mirrored), path)
-    )
+    direct = {name for path in changed if (name := module_of(path)) is not None}
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    wide = set().union(*(graph.find_downstream_modules(name) for name in direct & graph.modules))
+    direct |= {path.stem for path in changed if path.is_relative_to(TESTS)}  # what tests share
+    mirrors = {mirror_of(path) for path in changed if module_of(path) is not None}
+    found = {}
+    for path in TESTS.rglob("test_*.py"):
+        if not any(path.is_relative_to(folder) for folder in ELSEWHERE):
+            imports = imports_of(path)
+            near = bool(path in changed or path.parent / "conftest.py" in changed or imports & direct)
+            if near or imports & wide:
+                found[path] = path not in mirrors, not near, path
+    return sorted(found, key=found.__getitem__)
 
 
 def mirror_of(path: Path) -> Path:
@@ -99,18 +86,6 @@ def mirror_of(path: Path) -> Path:
     mirror = TESTS.joinpath(*parts[parts[0] == "distlab" :]).with_name(f"test_{path.name}")
     above = (folder / mirror.name for folder in mirror.parents if folder.is_relative_to(TESTS))
     return next((test for test in above if test.is_file()), mirror)
-
-
-def folders_of(paths: Iterable[Path]) -> set[Path]:
-    """Return the folders that hold these files."""
-    return {path.parent for path in paths}
-
-
-def _distance(path: Path, changed: set[Path], distance: Mapping[str, int]) -> int | None:
-    """Return how far a test file is from the change, or None where nothing leads there."""
-    if path in changed or path.parent / "conftest.py" in changed:
-        return 0
-    return min((distance[name] for name in imports_of(path) if name in distance), default=None)
 
 
 def lessons_of(changed: Iterable[Path]) -> list[str]:
