@@ -10,6 +10,8 @@ this reading order:
 4. `loss_scaler`: float16 cannot hold small gradients (below 6e-8 they are 0) nor large ones (above 65,504 they are
    infinite). `LossScaler` multiplies the loss so that gradients fall between, finds the factor by trying, and skips the
    step that overflowed: on all ranks or on none. bfloat16 has float32's range and needs none.
+5. `distlab.blocks.eight_bits`: a scale for each tensor or each 32 numbers, on which ranks agree; then `eight_bits`:
+   layers that multiply 8-bit numbers.
 
 A step with everything: scale the loss, backward, average, accumulate in the masters, unscale, clip, step, update.
 """
@@ -17,6 +19,12 @@ A step with everything: scale the loss, backward, average, accumulate in the mas
 from distlab.blocks.gradients.flat_gradients import (
     Float32Reduce as Float32Reduce,
     all_reduce_in_float32 as all_reduce_in_float32,
+)
+from distlab.precision.eight_bits import (
+    DelayedScale as DelayedScale,
+    EightBitLinear as EightBitLinear,
+    agree_on_scales as agree_on_scales,
+    to_eight_bits as to_eight_bits,
 )
 from distlab.precision.half import HALF as HALF, as_dtype as as_dtype, autocast as autocast
 from distlab.precision.loss_scaler import LossScaler as LossScaler

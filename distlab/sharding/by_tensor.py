@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.clip import Gradient, clip_counted_
+from distlab.blocks.eight_bits import E4M3, InEight, agree_on_largest, cast, largest_of, scale_of
 from distlab.blocks.modules.blocks import Choice
 from distlab.blocks.replicate import agree_on_build, broadcast_each
 from distlab.collectives import DirectGather, DirectScatter
@@ -36,10 +37,13 @@ class TensorUnit:
     Attributes:
         members: their names, and the modules that use them.
         parts: this rank's rows of each; what optimizers update.
+        in_eight: numbers of those that travel in 8 bits.
     """
 
-    def __init__(self, name: str, members: UnitMembers, group: ProcessGroup | None) -> None:
+    def __init__(self, name: str, members: UnitMembers, group: ProcessGroup | None, *, eight_bits: bool) -> None:
         dtype_of(name, members)
+        linear = {at.tensor for at in members.places if isinstance(at.module, nn.Linear) and at.attribute == "weight"}
+        self.in_eight = sorted(linear) if eight_bits else []
         self.members, self.group, self.num_ranks = members, group, dist.get_world_size(group)
         self._shapes = [one.shape for one in members.parameters]
         self._rows = [-(-len(one) // self.num_ranks) for one in members.parameters]  # of the longest part
@@ -59,17 +63,35 @@ class TensorUnit:
         return sum(part._version for part in self.parts)
 
     @torch.no_grad()
-    def gather(self) -> list[Tensor]:
-        """Return the whole tensors.
+    def gather(self, *, exactly: bool = False) -> list[Tensor]:
+        """Return the whole tensors; those that travel in 8 bits as these have them, unless exactly.
 
-        Cost: one all-gather: (n-1)/n of the unit's padded bytes sent per rank.
+        Cost: one all-gather: (n-1)/n of the unit's padded bytes sent per rank, of a number in 8 bits one byte; for each
+            tensor in 8 bits 4 bytes of an all-reduce.
         """
-        own = [_padded(part, rows).reshape(-1) for part, rows in zip(self.parts, self._rows, strict=True)]
-        flat = torch.cat(own)
+        own: list[Tensor] = [_padded(part, rows) for part, rows in zip(self.parts, self._rows, strict=True)]
+        small = {} if exactly else self._scales()
+        own = [cast(one, E4M3, small[at]).values if at in small else one for at, one in enumerate(own)]
+        bytes_of = [one.reshape(-1).view(torch.uint8) for one in own]
+        flat = torch.cat(bytes_of)
         arrived = flat.new_empty(self.num_ranks, len(flat))
         DirectGather(arrived.view(-1), flat, self.group).finish()
-        columns = [one.clone(memory_format=torch.contiguous_format) for one in arrived.split([*map(len, own)], 1)]
-        return [one.view(-1, *shape[1:])[: shape[0]] for one, shape in zip(columns, self._shapes, strict=True)]
+        columns = [one.clone(memory_format=torch.contiguous_format) for one in arrived.split([*map(len, bytes_of)], 1)]
+        whole = [
+            column.view(-1).view(one.dtype).view(-1, *shape[1:])[: shape[0]]
+            for column, one, shape in zip(columns, own, self._shapes, strict=True)
+        ]
+        for at, scale in small.items():
+            whole[at] = InEight(whole[at], scale).numbers(self.parts[at].dtype)
+        return whole
+
+    def _scales(self) -> dict[int, Tensor]:
+        """Return the scales of tensors that travel in 8 bits: a rank has a part, and all must cast by one scale."""
+        if not self.in_eight:
+            return {}
+        names = [self.members.names[at] for at in self.in_eight]
+        largest = agree_on_largest(torch.stack([largest_of(self.parts[at]) for at in self.in_eight]), self.group, names)
+        return dict(zip(self.in_eight, scale_of(largest, E4M3), strict=True))
 
     @torch.no_grad()
     def scatter(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -114,6 +136,8 @@ class ByTensor(nn.Module):
         module: the model; the values of the group's first rank are taken.
         group: ranks that hold rows each; None is all.
         units: submodules to gather one by one, as of `FullyShard`.
+        eight_bits: weights of linear layers travel as float8_e4m3fn, with a scale that all ranks agree on, and are used
+            so; parts, gradients and updates stay what they are.
 
     Cost: with Psi bytes of padded parameters, Psi' of those that train: (2 Psi + Psi') (n-1)/n sent per step and rank.
     Error: as one process up to the order of additions; repeats bit for bit.
@@ -124,11 +148,18 @@ class ByTensor(nn.Module):
     Source: torch.distributed.fsdp.fully_shard (FSDP2); Rajbhandari et al. 2020 (ZeRO, stage 3).
     """
 
-    def __init__(self, module: nn.Module, group: ProcessGroup | None = None, *, units: Choice | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup | None = None,
+        *,
+        units: Choice | None = None,
+        eight_bits: bool = False,
+    ) -> None:
         super().__init__()
         named = parameters_to_shard(module, plain=True)
         names = automatic_units(module) if units is None else chosen_units(module, units)
-        agree_on_build(named, group, units=units if units is None else names)
+        agree_on_build(named, group, units=units if units is None else names, eight_bits=eight_bits)
         for name, one in named:
             if one.ndim == 0:
                 raise ValueError(f"{name} has no dims, so it has no rows to cut; give it the shape [1]")
@@ -141,11 +172,11 @@ class ByTensor(nn.Module):
         for name in (ROOT, *names):
             both = [found[name, frozen] for frozen in (False, True) if (name, frozen) in found]
             if both:
-                self._wrap(name, UnitMembers.joined(both))
+                self._wrap(name, UnitMembers.joined(both), eight_bits)
 
-    def _wrap(self, name: str, members: UnitMembers) -> None:
+    def _wrap(self, name: str, members: UnitMembers, eight_bits: bool) -> None:
         """Put parts in the place of parameters, and whole tensors in their place around the module's forward."""
-        unit = TensorUnit(name, members, self.group)
+        unit = TensorUnit(name, members, self.group, eight_bits=eight_bits)
         self.units.append(unit)
         module = self.module.get_submodule(name)
         inner = module.forward
@@ -215,7 +246,11 @@ class ByTensor(nn.Module):
         Cost: an all-gather for each unit.
         """
         state = dict(self.module.state_dict())
-        whole = {id(part): one for unit in self.units for part, one in zip(unit.parts, unit.gather(), strict=True)}
+        whole = {
+            id(part): one
+            for unit in self.units
+            for part, one in zip(unit.parts, unit.gather(exactly=True), strict=True)
+        }
         places = {name: id(part) for name, part in self.module.named_parameters(remove_duplicate=False)}
         return state | {name: whole[part] for name, part in places.items() if name in state}
 
