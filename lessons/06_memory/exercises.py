@@ -10,7 +10,7 @@ NEEDS = ("01", "03")
 AIMS = (
     "Account for every byte of a 7B, 70B and 175B model in training, and check the account by measurement.",
     "Keep fewer activations: recompute blocks in backward, and accumulate micro-batches.",
-    "Train with 16-bit numbers: master weights, and a loss scale whose decisions all ranks share.",
+    "Train with 16-bit and 8-bit numbers: master weights, and scales that all ranks share.",
     "Say before a run whether a plan fits a device, and which change makes it fit.",
 )
 
@@ -94,18 +94,19 @@ EXERCISES = (
         worlds=(1,),
     ),
     Exercise(
-        name="06.scaler",
-        title="a loss scale that all ranks agree on",
+        name="06.eight",
+        title="eight bits, with a scale that all ranks agree on",
         minutes=10,
         difficulty=2,
-        source="solutions:finish_scaled_step",
+        source="solutions:gather_in_eight_bits",
         imports=("import torch", "import torch.distributed as dist", "from torch import Tensor"),
         hints=(
-            "Test each gradient: `gradient.isfinite().all()`. One gradient with an overflow is enough.",
-            "Turn the finding into a number, 1.0 for an overflow, and all_reduce it with MAX, on every rank, in every "
-            "step, whatever was found.",
-            "Overflow anywhere: return False, scale / 2, 0. Else divide each gradient by the scale in place; if the "
-            "streak + 1 is the interval return True, 2 x scale, 0, otherwise True, scale, streak + 1.",
+            "All parts must be multiplied by one number, or nobody can divide by it afterwards. It follows from the "
+            "largest magnitude of the whole weight, of which each rank knows that of its part: all_reduce with MAX.",
+            "First multiply, then cast: `(part * scale).to(torch.float8_e4m3fn)`. With a largest magnitude of 0 the "
+            "scale is 1.",
+            "Bytes travel as uint8: `eight.view(torch.uint8)`, all_gather, `torch.cat`, `.view(torch.float8_e4m3fn)`. "
+            "Then `.float() / scale`, also of the own part: all ranks must hold the same bits.",
         ),
     ),
 )

@@ -16,6 +16,7 @@ from distlab.data import ByteCorpus
 from distlab.measure import track_memory
 from distlab.models import GPT, GPTConfig
 from distlab.plan import Plan, Precision
+from distlab.precision import LossScaler
 
 LEARNING_RATE = 0.1
 LAST = 5  # updates whose mean loss counts
@@ -88,6 +89,7 @@ def run(lab: Lab[Settings]) -> None:
     settings = lab.settings
     corpus = settings.corpus()
     _report_counts(lab)
+    _report_eight_bits(lab)
     peaks: dict[str, dict[str, int]] = {}
     losses: dict[str, list[float]] = {}
     for way in _ways(settings):
@@ -119,6 +121,18 @@ def _report_counts(lab: Lab[Settings]) -> None:
         lab.report.fact(f"{billions}B: bytes of states, mixed precision and Adam", held, 16 * billions * 10**9, "B")
     kept = activations(12288, 96, sequence=2048, microbatch=1)
     lab.report.fact("175B: bytes of activations of a layer", round(kept), 114 * 2048 * 12288, "B")
+
+
+def _report_eight_bits(lab: Lab[Settings]) -> None:
+    """Gather a weight in 8 bits; how far it is from the exact one, and whether all ranks hold the same."""
+    rank, device = lab.member.rank, lab.member.device
+    part = torch.randn(64, 128, generator=torch.Generator().manual_seed(rank)).to(device)
+    whole = lab.function("06.eight")(part)
+    own = whole[64 * rank : 64 * (rank + 1)]
+    first = whole.clone()
+    dist.broadcast(first, 0)
+    lab.report.fact("a weight in 8 bits: all ranks hold the same", lab.everywhere(torch.equal(first, whole)), True)
+    lab.report.measured("a weight in 8 bits: distance", lab.mean(float((own - part).norm() / part.norm())))
 
 
 def _ways(settings: Settings) -> list[Way]:
@@ -155,7 +169,7 @@ def _train(lab: Lab[Settings], corpus: ByteCorpus, way: Way) -> tuple[dict[str, 
 
 
 class Trainer:
-    """SGD with the learner's functions: accumulation, masters and the loss scale."""
+    """SGD with the learner's functions: accumulation and masters; float16 under the library's loss scale."""
 
     def __init__(self, lab: Lab[Settings], model: GPT, way: Way) -> None:
         self.lab, self.model, self.way = lab, model, way
@@ -163,8 +177,8 @@ class Trainer:
         self.masters = [p.detach().clone() for p in self.parameters] if way.masters else []
         if way.masters:
             model.to(way.dtype)
-        self.scale, self.streak = 2.0**10, 0
-        self.accumulate, self.finish = lab.function("06.repair"), lab.function("06.scaler")
+        self.scaler = LossScaler(2.0**10, interval=INTERVAL)
+        self.accumulate = lab.function("06.repair")
         self.update_masters = lab.function("06.master")
 
     def update(self, corpus: ByteCorpus, step: int) -> float:
@@ -189,7 +203,7 @@ class Trainer:
         """Go backward from the scaled loss of float16 products."""
         with torch.autocast(self.lab.member.device.type, dtype=torch.float16):
             loss = F.cross_entropy(self.model(batch[0]).flatten(0, -2), batch[1].flatten())
-        (loss.float() * self.scale).backward()
+        self.scaler.scale(loss.float()).backward()
         return loss.item()
 
     def _step(self, gradients: list[Tensor]) -> None:
@@ -197,7 +211,8 @@ class Trainer:
             self.update_masters([p.data for p in self.parameters], self.masters, gradients, LEARNING_RATE)
             return
         if self.way.dtype == torch.float16:
-            go, self.scale, self.streak = self.finish(gradients, self.scale, self.streak, INTERVAL)
+            go = self.scaler.unscale_(self.parameters)
+            self.scaler.update()
             if not go:
                 return
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

@@ -112,23 +112,21 @@ def accumulate_gradients(model: nn.Module, microbatches: list[tuple[Tensor, Tens
     return mean
 
 
-def finish_scaled_step(gradients: list[Tensor], scale: float, streak: int, interval: int) -> tuple[bool, float, int]:
-    """Turn gradients of `scale` times the loss into true ones, in place; decide with all ranks whether to update.
+def gather_in_eight_bits(part: Tensor) -> Tensor:
+    """Return a whole weight as all ranks will use it: its numbers travel as float8_e4m3fn, with one scale for all.
 
-    An infinity or a NaN in any gradient on any rank: no rank updates, the scale is halved, the streak begins again.
-    Otherwise all ranks update and the streak grows by one; when it reaches `interval`, the scale doubles and the
-    streak begins again. Each rank holds gradients of its own: other pieces of the model.
+    The scale brings the largest magnitude of the whole weight to 448, the largest number of the type. A weight of zeros
+    stays one.
 
-    Returns whether to update, the next scale, the next streak: the same on all ranks.
+    Shapes: part [r, c] float32, a rank's rows -> [n r, c] float32, all ranks' rows in order: the same bits everywhere
     """
-    finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
-    overflow = (~finite).float()
-    dist.all_reduce(overflow, dist.ReduceOp.MAX)
-    if overflow.item() > 0:
-        return False, scale / 2, 0
-    for gradient in gradients:
-        gradient.div_(scale)
-    return (True, scale * 2, 0) if streak + 1 == interval else (True, scale, streak + 1)
+    largest = part.abs().max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    scale = 448 / largest if largest > 0 else torch.tensor(1.0)
+    eight = (part * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    parts = [torch.empty_like(eight) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, eight)
+    return torch.cat(parts).view(torch.float8_e4m3fn).float() / scale
 
 
 def update_with_master(weights: list[Tensor], masters: list[Tensor], gradients: list[Tensor], lr: float) -> None:

@@ -130,35 +130,34 @@ def master_backwards(weights, masters, gradients, lr):
         weights[at].data.copy_(masters[at].data)
 
 
-def scaler_by_count(gradients, scale, streak, interval):
-    bad = torch.tensor([sum(int((~torch.isfinite(one)).sum()) for one in gradients)])
-    dist.all_reduce(bad)
-    if bad.item():
-        return False, 0.5 * scale, 0
-    for one in gradients:
-        one /= scale
-    streak = (streak + 1) % interval
-    return True, scale if streak else 2 * scale, streak
+def eight_into_one_tensor(part):
+    largest = torch.linalg.vector_norm(part, ord=math.inf).clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    unit = float(largest) / torch.finfo(torch.float8_e4m3fn).max or 1.0
+    mine = torch.div(part, unit).to(torch.float8_e4m3fn)
+    whole = torch.empty(dist.get_world_size() * len(part), part.shape[1], dtype=torch.float8_e4m3fn)
+    dist.all_gather_into_tensor(whole.view(torch.uint8), mine.view(torch.uint8))
+    return whole.to(torch.float32) * unit
 
 
-def scaler_by_min(gradients, scale, streak, interval):
-    fine = torch.tensor(1 if all(bool(one.isfinite().all()) for one in gradients) else 0, dtype=torch.int32)
-    dist.all_reduce(fine, op=dist.ReduceOp.MIN)
-    if not fine:
-        return False, scale / 2, 0
-    torch._foreach_div_(gradients, scale)
-    if streak + 1 >= interval:
-        return True, scale * 2.0, 0
-    return True, scale, streak + 1
+def eight_by_amax_of_both_ends(part):
+    ends = torch.stack([part.max(), -part.min()])
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    most = ends.max().item()
+    scale = 448.0 / most if most else 1.0
+    code = (part * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    pieces = [torch.zeros(part.shape, dtype=torch.uint8) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, code.view(torch.uint8))
+    return torch.vstack([piece.view(torch.float8_e4m3fn).float() for piece in pieces]) / scale
 
 
-def scaler_step_by_a_byte(gradients, scale, streak, interval):
-    is_bad = not all(bool(torch.isfinite(each).all()) for each in gradients)
-    flag = torch.tensor([is_bad], dtype=torch.uint8)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    if flag.item():
-        return False, scale * 0.5, 0
-    for each in gradients:
-        each /= scale
-    streak += 1
-    return True, scale * (2 if streak == interval else 1), streak % interval
+def eight_as_a_row(part):
+    rows, columns = part.shape
+    flat = part.reshape(-1)
+    top = flat.abs().amax()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    scale = torch.where(top > 0, 448 / top, torch.ones(()))
+    eight = (flat * scale).to(torch.float8_e4m3fn)
+    gathered = [torch.empty_like(eight).view(torch.int8) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, eight.view(torch.int8))
+    return torch.stack(gathered).view(torch.float8_e4m3fn).float().div(scale).view(-1, columns)

@@ -1,8 +1,8 @@
-"""Numbers of 16 bits: masters that remember what weights round away, and a loss scale that all ranks share."""
+"""Numbers of 16 bits and of 8: masters that remember what weights round away, and a scale that all ranks share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +11,12 @@ from torch import Tensor
 from distlab.course.grading.cases import Cases, Noted
 from distlab.course.grading.diagnosis.memory import peak_bytes
 from distlab.course.grading.diagnosis.traffic import calls, in_megabytes
-from distlab.course.grading.diagnosis.values import seeded, whole
-from distlab.grading import Evidence, Fault, Mutant
+from distlab.course.grading.diagnosis.values import seeded
+from distlab.grading import Evidence, Mutant
 
 MASTER_SHAPES = ((40, 8), (40, 8), (320,), (40, 8))
 TWO, MORE = "two float32 tensors or less", "more than two float32 tensors"
-INTERVAL, FIRST_SCALE = 3, 64.0
-# What happens in each step of the scaler: nothing, or a number that is not finite on one rank (from the end).
-EVENTS = ("fine", "inf on the last rank", "fine", "fine", "fine", "nan on rank 0", "fine")
+EIGHT = torch.float8_e4m3fn
 
 
 def _master_case() -> tuple[Any, ...]:
@@ -53,34 +51,31 @@ def _use_masters(
     return {f"step {at}": use_master(fn, weights, masters, given, lr) for at, given in enumerate(steps)}
 
 
-def _use_scaler(fn: Callable[..., Any], rank: int, n: int) -> dict[str, Any]:
-    """Take some steps; fn's own scale and streak go into the next, the gradients are made for them."""
-    scale, streak, result = FIRST_SCALE, 0, {}
-    for step, event in enumerate(EVENTS):
-        given = [scale * seeded(rank, *shape, purpose=f"scaler {step}").float() for shape in ((3, 2), (5,), (4,))]
-        if (event.startswith("inf") and rank == n - 1) or (event.startswith("nan") and rank == 0):
-            given[-1][2] = torch.inf if event.startswith("inf") else torch.nan
-        got = fn([*given], scale, streak, INTERVAL)  # a list of its own: what counts is in the tensors
-        is_whole = isinstance(got, tuple | list) and len(got) == 3
-        update, scale, streak = (bool(got[0]), float(got[1]), whole(got[2])) if is_whole else (got, scale, streak)
-        seen = {"whether to update": update, "the next scale": scale, "the next streak": streak}
-        result[f"step {step} ({event})"] = seen | {"the gradients": given if update is True else []}
-    return result
+def near_codes(codes: Tensor, largest: float, jitter: Tensor) -> Tensor:
+    """Return a weight near 8-bit numbers whose largest is 448, scaled: no rounding of right answers is a close call.
+
+    Shapes: codes uint8 and jitter (in [-1, 1]) of one shape; the same
+    """
+    numbers = codes.view(EIGHT).float().nan_to_num(nan=0.0).clamp(-416, 416)
+    return numbers * (1 + jitter.float().clamp(-1, 1) / 64) * (largest / 448)
 
 
+def _eight_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
+    """Make weights whose largest magnitude, a negative number, is on one rank; on the others all is far smaller."""
+    given = {}
+    for name, owner, largest in (("", n - 1, 3.0), ("largest on rank 0", 0, 0.02), ("large", n // 2, 9000.0)):
+        codes = (seeded(rank, 5, 7, purpose=f"codes {name}").abs() * 1e6).long() % 256
+        part = near_codes(codes.to(torch.uint8), largest, seeded(rank, 5, 7, purpose="jitter"))
+        if rank == owner:
+            part[2, 3] = -largest
+        else:
+            part = torch.where(part.abs() < largest / 8, part, part / 64)
+        given[name] = (part,)
+    return given | {"zeros": (torch.zeros(5, 7),)}
+
+
+drive_eight = Cases(_eight_cases, most_bytes=1.25, needs="one number to agree on, and one byte an element to gather,")
 drive_master = Cases({"": _master_case()}, _use_masters)
-drive_scaler = Cases(lambda rank, n: {"": (rank, n)}, _use_scaler, most_bytes=0)
-
-
-def judge_scaler(evidence: Evidence) -> Iterator[Fault]:
-    """One call a step, of one number."""
-    for rank in range(evidence.world_size) if evidence.world_size > 1 else ():
-        made = calls(evidence, rank)
-        sent = sum(call.num_bytes for call in made)
-        if len(made) > len(EVENTS) or sent > 8 * len(EVENTS):
-            text = f"rank {rank} makes {len(made)} calls with {in_megabytes(sent)} in {len(EVENTS)} steps"
-            advice = "one number per step is enough: look at all gradients first"
-            yield Fault("too many calls", f"right answers, but {text}: {advice}")
 
 
 def budget_master(evidence: Evidence) -> list[str]:
@@ -89,10 +84,10 @@ def budget_master(evidence: Evidence) -> list[str]:
     return [f"new memory at the peak: {in_megabytes(peak)}, in addition to the masters' 4 bytes per parameter"]
 
 
-def budget_scaler(evidence: Evidence) -> list[str]:
+def budget_eight(evidence: Evidence) -> list[str]:
     """Say what was sent."""
     made = calls(evidence, 0)
-    return [f"{len(made)} calls in {len(EVENTS)} steps, {sum(call.num_bytes for call in made)} bytes in all"]
+    return [f"{len(made)} calls in 4 weights of 35 numbers a rank: {sum(call.num_bytes for call in made)} bytes in all"]
 
 
 _UPDATE, _COPY = "master.sub_(lr * gradient.float())", "weight.copy_(master)"
@@ -163,75 +158,52 @@ WRONG_MASTER = (
     ).edit("for weight,", "gradients = [gradient.float() for gradient in gradients]\nfor weight,"),
 )
 
-_UNSCALE = "for gradient in gradients:\n    gradient.div_(scale)"
-_SHARE = "dist.all_reduce(overflow, dist.ReduceOp.MAX)"
-_SCALED = "they are still those of the scaled loss: divide each by the scale, in place, before clipping"
-_IN_A_ROW = "good steps *in a row* count: an overflow begins the count again at 0"
-WRONG_SCALER = (
-    Mutant(
-        "alone",
-        "decided alone",
-        "each rank looks at its own gradients alone, so weights differ: share the decision",
-        2,
-        4,
-    ).without(_SHARE),
-    Mutant(
-        "in a branch",
-        "call in a branch",
-        "a collective inside a branch meets one of another step: call it on every rank in every step",
-        2,
-        5,
-    ).edit("dist.all_reduce(", "if overflow.item() > 0:\n    dist.all_reduce("),
-    Mutant(
-        "all must overflow", "one is enough", "one rank with an overflow is enough: share it with MAX, not with MIN", 2
-    ).edit("ReduceOp.MAX", "ReduceOp.MIN"),
-    Mutant("NaN alone", "infinity missed", "NaN is looked for, infinity is not: ask isfinite", 1).edit(
-        "gradient.isfinite().all()", "(~gradient.isnan()).all()"
+_SHARE = "dist.all_reduce(largest, dist.ReduceOp.MAX)"
+_SCALE, _CAST = "scale = 448 / largest if largest > 0 else torch.tensor(1.0)", "(part * scale).to(torch.float8_e4m3fn)"
+_BACK = ".view(torch.float8_e4m3fn).float() / scale"
+_OWN = "each rank multiplies by a scale of its own part, and all divide by theirs: agree on the largest magnitude first"
+WRONG_EIGHT = (
+    Mutant("own scale", "own scale", _OWN, 2, "popular claim").without(_SHARE),
+    Mutant("summed", "largest added up", "the ranks' largest are added up: all_reduce them with MAX", 2).edit(
+        "dist.ReduceOp.MAX", "dist.ReduceOp.SUM"
     ),
-    Mutant("infinity alone", "NaN missed", "infinity is looked for, NaN is not: ask isfinite", 1).edit(
-        "gradient.isfinite().all()", "(~gradient.isinf()).all()"
+    Mutant("smallest", "the smallest of the largest", "numbers of other ranks pass over 448: MAX, not MIN", 2).edit(
+        "ReduceOp.MAX", "ReduceOp.MIN"
     ),
-    Mutant("first gradient", "overflow missed", "an overflow is missed: look at all gradients", 1).edit(
-        "in gradients]", "in gradients[:1]]"
+    Mutant("no magnitude", "sign forgotten", "the largest number is not the largest magnitude: abs() first", 1).edit(
+        "part.abs().max()", "part.max()"
     ),
-    Mutant("not unscaled", "not unscaled", _SCALED, 1).without(_UNSCALE),
-    Mutant("into the list", "not unscaled", _SCALED, 1).edit(
-        _UNSCALE, "gradients[:] = [gradient / scale for gradient in gradients]"
-    ),
-    Mutant("next scale", "next scale", "they are divided by the next scale: change the scale afterwards", 1).edit(
-        "div_(scale)", "div_(scale * 2 if streak + 1 == interval else scale)"
-    ),
-    Mutant("multiplied", "multiplied", "they are multiplied by the scale once more; divide by it", 1).edit(
-        "div_", "mul_"
+    Mutant("division by zero", "nan", "zeros: the result has 35 NaN", 1).edit(
+        " if largest > 0 else torch.tensor(1.0)", ""
     ),
     Mutant(
-        "averaged",
-        "gradients mixed",
-        "each rank holds other pieces of the model: share the finding, not the gradients",
-        2,
-    ).edit("gradient.div_(scale)", "gradient.div_(scale)\ndist.all_reduce(gradient)"),
-    Mutant("not in a row", "streak goes on", _IN_A_ROW, 1).edit("scale / 2, 0", "scale / 2, streak"),
-    Mutant("counts on", "streak goes on", "a doubling begins the count again at 0", 1).edit(
-        "scale * 2, 0", "scale * 2, streak + 1"
-    ),
+        "cast first", "cast first", "it is cast before it is scaled, and small numbers are gone: multiply, then cast", 1
+    ).edit(_CAST, "(part.to(torch.float8_e4m3fn).float() * scale).to(torch.float8_e4m3fn)"),
     Mutant(
-        "never grows", "never grows", "so many good steps in a row double the scale, or it stays low forever", 1
-    ).edit("scale * 2, 0", "scale, 0"),
-    Mutant(
-        "doubles late", "doubles late", "this good step counts too: add it before you compare with the interval", 1
-    ).edit("streak + 1 == interval", "streak == interval"),
-    Mutant("not lowered", "not lowered", "an overflow halves the scale, or it overflows again in each step", 1).edit(
-        "scale / 2, 0", "scale, 0"
+        "not scaled back", "not scaled back", "the numbers are still those of the scaled weight: divide by scale", 1
+    ).edit(_BACK, ".view(torch.float8_e4m3fn).float()"),
+    Mutant("to one", "scaled to 1", "the largest becomes 1, and not 448: the type's small numbers round away", 1).edit(
+        "448 / largest", "1 / largest"
     ),
-    Mutant("a call per gradient", "too many calls", "one number per step is enough: look at all gradients first", 2)
-    .edit("in gradients]).all()", "in gradients])")
-    .edit(
-        f"overflow = (~finite).float()\n{_SHARE}\nif overflow.item() > 0:",
-        """
-        overflows = (~finite).float()
-        for overflow in overflows:
-            dist.all_reduce(overflow, dist.ReduceOp.MAX)
-        if overflows.any():
+    Mutant("no scale", "no scale", "without a scale small weights round to 0 and large ones pass over 448", 1).edit(
+        _SCALE, "scale = torch.tensor(1.0)"
+    ),
+    Mutant("other type", "the type with fewer digits", "float8_e5m2 has 2 binary digits after the point, e4m3fn 3", 1)
+    .edit(_CAST, "(part * scale).to(torch.float8_e5m2)")
+    .edit(_BACK, ".view(torch.float8_e5m2).float() / scale"),
+    Mutant("own part exact", "own part exact", "the own part was not rounded, so each rank uses other numbers", 1).edit(
+        f"return torch.cat(parts){_BACK}",
+        f"""
+        whole = torch.cat(parts){_BACK}
+        rows = len(part)
+        whole[dist.get_rank() * rows : (dist.get_rank() + 1) * rows] = part
+        return whole
         """,
     ),
+    Mutant("in full", "too many bytes", "the numbers travel in 32 bits, and are cast where they arrive: cast first", 2)
+    .edit(f"eight = {_CAST}.view(torch.uint8)", "eight = part")
+    .edit(f"torch.cat(parts){_BACK}", "(torch.cat(parts) * scale).to(torch.float8_e4m3fn).float() / scale"),
+    Mutant(
+        "own order", "order of ranks", "parts are in the order of ranks, on every rank: do not put the own one first", 2
+    ).edit("torch.cat(parts)", "torch.cat(parts[dist.get_rank() :] + parts[: dist.get_rank()])"),
 )

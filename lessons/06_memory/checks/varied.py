@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from distlab_lesson_06.checks.halves import use_master
+from distlab_lesson_06.checks.halves import near_codes, use_master
 from torch import Tensor, nn
 
-from distlab.course.grading.diagnosis.values import whole
 from distlab.course.grading.variation.draw import Draw, Keywords, Vary
 from distlab.grading import Mutant
 from distlab.plan import Plan, Precision, Sharding
@@ -121,42 +120,19 @@ def _draw_master(draw: Draw) -> tuple[Any, ...]:
     return weights, masters, gradients, draw.one_of(draw.number(0.0005, 0.01), draw.number(0.1, 2.0))
 
 
-_EVENTS = ("none", "one rank", "none", "all ranks", "none", "some ranks")
-
-
-def _draw_scaler(draw: Draw) -> tuple[Any, ...]:
-    dtype, event = draw.dtype("float16", "float32", "float64", "bfloat16"), draw.one_of(*_EVENTS)
-    interval = draw.one_of(draw.integer(2, 9), 1)
-    streak = draw.one_of(interval - 1, draw.integer(0, interval - 1))
-    scale = draw.one_of(2.0 ** draw.integer(1, 9), draw.number(0.3, 900.0), 2.0 ** -draw.integer(0, 5))
-    first = draw.integer(0, 9)
-    strikes = {
-        "none": False,
-        "one rank": draw.rank == first % draw.world_size,
-        "all ranks": True,
-        "some ranks": draw.rank % 2 == first % 2,
-    }
-    kind, place = draw.own(0, 2), draw.own(0, 3)
-    gradients = [draw.tensor(*draw.shape(), dtype=dtype, strided=True) for _ in range(draw.own(1, 4))]
-    if strikes[event]:
-        struck = draw.tensor(4, dtype=dtype)
-        struck[place] = (torch.inf, torch.nan, -torch.inf)[kind]
-        gradients.insert(place, struck)
-    return gradients, scale, streak, interval
-
-
-def _use_scaler(
-    fn: Callable[..., tuple[bool, float, int]], gradients: list[Tensor], scale: float, streak: int, interval: int
-) -> dict[str, Any]:
-    """Leave out the gradients of a step that is skipped: nobody reads them."""
-    given = [*gradients]
-    update, next_scale, next_streak = fn(gradients, scale, streak, interval)
-    return {
-        "whether to update": bool(update),
-        "the next scale": float(next_scale),
-        "the next streak": whole(next_streak),
-        "the true gradients": [gradient.clone() for gradient in given] if update else [],
-    }
+def _draw_eight(draw: Draw) -> tuple[Any, ...]:
+    shape, largest = (
+        (draw.integer(1, 9), draw.integer(1, 9)),
+        draw.one_of(draw.number(0.5, 4.0), 2.0 ** draw.integer(-20, 20)),
+    )
+    codes = (draw.tensor(*shape, dtype=torch.float64).abs() * 1e6).long() % 256
+    part = near_codes(codes.to(torch.uint8), largest, draw.tensor(*shape, dtype=torch.float32))
+    owner = draw.integer(0, 9) % draw.world_size
+    if draw.rank == owner:
+        part[-1, -1] = largest * draw.one_of(-1, 1)
+    elif draw.one_of(True, False):
+        part = part * 0
+    return (part,)
 
 
 vary_states = Vary(_draw_states, num_calls=24)  # a call costs nothing
@@ -172,14 +148,17 @@ vary_repair = Vary(
     },
 )
 vary_master = Vary(_draw_master, use=use_master)
-vary_scaler = Vary(
-    _draw_scaler,
-    use=_use_scaler,
-    num_calls=16,  # events, types and scales must meet
-    scale=0.0,
-    scratch=frozenset({"gradients"}),
-    least_bytes=0.1,
-    left_out={"bytes": "a flag may travel as one byte", "sub-group": TAKES_NO_GROUP},
+vary_eight = Vary(
+    _draw_eight,
+    num_calls=16,
+    left_out={
+        "dtype": "a weight is float32",
+        "dims": "a weight is a matrix",
+        "empty": "a part has a row at least",
+        "layout": "a weight is whole in memory",
+        "unequal ranks": "parts are equal",
+        "sub-group": TAKES_NO_GROUP,
+    },
 )
 
 WRONG_STATES = (
@@ -212,11 +191,6 @@ WRONG_MASTER = (
         "copy_(master)", "copy_(master.bfloat16())"
     ),
 )
-WRONG_SCALER = (
-    Mutant("one rank at a time", "values", "whether to update", 2, "one rank differs at a time")
-    .edit("ReduceOp.MAX", "ReduceOp.SUM")
-    .edit("> 0", "== 1"),
-    Mutant("positive infinity", "values", "whether to update", 1, "one set of arguments").edit(
-        "gradient.isfinite().all()", "((gradient < torch.inf) | (gradient == -torch.inf)).all()"
-    ),
+WRONG_EIGHT = (
+    Mutant("one shape", "raised", "", 1, "one shape").edit("torch.cat(parts)", "torch.cat(parts).view(-1, 7)"),
 )
