@@ -11,7 +11,6 @@ Source: Micikevicius et al. 2022 (FP8 formats, 2209.05433); OCP Microscaling For
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,29 +24,21 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 32
 
 
-class InEight(NamedTuple):
-    """A tensor in 8 bits.
+def to_eight(tensor: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """Multiply by a scale and round to 8 bits; what is larger than the type's largest becomes that.
 
-    Attributes:
-        values: of type float8, of the tensor's shape.
-        scale: what they were multiplied by: [], or one for each block of the last dim.
-    """
-
-    values: Tensor
-    scale: Tensor
-
-    def numbers(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return what the values stand for."""
-        return _by_block(self.values.to(dtype), 1 / self.scale.to(dtype))
-
-
-def cast(tensor: Tensor, dtype: torch.dtype, scale: Tensor) -> InEight:
-    """Multiply and round to 8 bits; what is larger than the type's largest becomes that.
-
-    Shapes: tensor [...], scale [] or [..., blocks]; the same
+    Shapes: tensor [...], scale [] or [..., blocks]; as the tensor
     """
     most = torch.finfo(dtype).max
-    return InEight(_by_block(tensor.float(), scale).clamp(-most, most).to(dtype), scale)
+    return _by_block(tensor.float(), scale).clamp(-most, most).to(dtype)
+
+
+def from_eight(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return what 8-bit values stand for.
+
+    Shapes: as `to_eight`
+    """
+    return _by_block(values.float(), 1 / scale).to(dtype)
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,7 +46,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
     Shapes: any -> the same
     """
-    return torch.where(largest > 0, torch.finfo(dtype).max / largest.float(), 1.0).clamp(max=2.0**126)
+    return torch.where(largest > 0, torch.finfo(dtype).max / largest, 1.0).clamp(max=2.0**126)
 
 
 def largest_of(tensor: Tensor) -> Tensor:

@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.eight_bits import E4M3, E5M2, agree_on_largest, block_scales, cast, largest_of, scale_of
+from distlab.blocks.eight_bits import (
+    E4M3,
+    E5M2,
+    agree_on_largest,
+    block_scales,
+    from_eight,
+    largest_of,
+    scale_of,
+    to_eight,
+)
 from distlab.plan.require import chosen
 
 SCALINGS = ("tensor", "delayed", "block")
@@ -80,7 +89,7 @@ class EightBitLinear(nn.Linear):
             scale = block_scales(tensor, dtype)
         else:
             scale = self.scales[operand](tensor, dtype) if self.scales else scale_of(largest_of(tensor), dtype)
-        return cast(tensor, dtype, scale).numbers(tensor.dtype)
+        return from_eight(to_eight(tensor, dtype, scale), scale, tensor.dtype)
 
 
 class Product(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.clip import Gradient, clip_counted_
-from distlab.blocks.eight_bits import E4M3, InEight, agree_on_largest, cast, largest_of, scale_of
+from distlab.blocks.eight_bits import E4M3, agree_on_largest, from_eight, largest_of, scale_of, to_eight
 from distlab.blocks.modules.blocks import Choice
 from distlab.blocks.replicate import agree_on_build, broadcast_each
 from distlab.collectives import DirectGather, DirectScatter
@@ -71,7 +71,7 @@ class TensorUnit:
         """
         own: list[Tensor] = [_padded(part, rows) for part, rows in zip(self.parts, self._rows, strict=True)]
         small = {} if exactly else self._scales()
-        own = [cast(one, E4M3, small[at]).values if at in small else one for at, one in enumerate(own)]
+        own = [to_eight(one, E4M3, small[at]) if at in small else one for at, one in enumerate(own)]
         bytes_of = [one.reshape(-1).view(torch.uint8) for one in own]
         flat = torch.cat(bytes_of)
         arrived = flat.new_empty(self.num_ranks, len(flat))
@@ -81,9 +81,9 @@ class TensorUnit:
             column.view(-1).view(one.dtype).view(-1, *shape[1:])[: shape[0]]
             for column, one, shape in zip(columns, own, self._shapes, strict=True)
         ]
-        for at, scale in small.items():
-            whole[at] = InEight(whole[at], scale).numbers(self.parts[at].dtype)
-        return whole
+        return [
+            from_eight(one, small[at], self.parts[at].dtype) if at in small else one for at, one in enumerate(whole)
+        ]
 
     def _scales(self) -> dict[int, Tensor]:
         """Return the scales of tensors that travel in 8 bits: a rank has a part, and all must cast by one scale."""

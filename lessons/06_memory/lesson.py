@@ -628,18 +628,18 @@ for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
     print(f"{str(dtype):20} {words}")
 
 # %% [markdown]
-# bfloat16 takes any number of a model as it is. These types do not: below their normal numbers digits are lost, and soon
-# all. So each tensor is multiplied by a **scale** before it is cast, which brings its largest magnitude to the type's
-# largest, 448. And what if one number is an outlier? Then it takes the scale. MX formats give each 32 neighbours a
-# scale of their own. Here are the gradients of above, that flow into a block, as e4m3fn has them:
+# bfloat16 takes any number of a model as it is. These types do not: below their normal numbers digits are lost, and
+# soon all. So each tensor is multiplied by a **[scale](../GLOSSARY.md#float8)** before it is cast, which brings its
+# largest magnitude to the type's largest, 448. And what if one number is an outlier? Then it takes the scale.
+# [MX](../GLOSSARY.md#mx) formats give each 32 neighbours a scale of their own. Here are the gradients of above, that flow into a block, as e4m3fn has them:
 
 # %%
-from distlab.blocks.eight_bits import E4M3, block_scales, cast, largest_of, scale_of
+from distlab.blocks.eight_bits import E4M3, block_scales, from_eight, largest_of, scale_of, to_eight
 
 
 def lost(tensor, scale):
     """Return how far 8 bits are from a tensor, in percent of its length; the outlier's own sample does not count."""
-    gap = cast(tensor, E4M3, scale).numbers() - tensor
+    gap = from_eight(to_eight(tensor, E4M3, scale), scale) - tensor
     return 100 * float(gap[1:].norm() / tensor[1:].norm())
 
 
@@ -661,7 +661,7 @@ show_bars(shown, "%", "What 8 bits lose: much without a scale, and little with o
 #
 # Does a model learn with that? `to_eight_bits` replaces linear layers: inputs, weights and gradients of each of their
 # three products are rounded to 8 bits, and the product is summed in float32, as tensor cores do it. (On this CPU
-# the *values* are right. Speed is not to be had here: 8-bit numbers are turned into float32 and multiplied.) Embeddings,
+# the *values* are right. Speed is not to be had: 8-bit numbers are turned into float32 and multiplied.) Embeddings,
 # norms and the head stay as they are, as in published recipes. Again the ranks divide the trainings between them. Say
 # by how much the loss of one scale per tensor will be above that of bfloat16.
 

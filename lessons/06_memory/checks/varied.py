@@ -192,5 +192,7 @@ WRONG_MASTER = (
     ),
 )
 WRONG_EIGHT = (
-    Mutant("one shape", "raised", "", 1, "one shape").edit("torch.cat(parts)", "torch.cat(parts).view(-1, 7)"),
+    Mutant("one shape", "raised", "is invalid for input of size", 1, "one shape").edit(
+        "torch.cat(parts)", "torch.cat(parts).view(-1, 7)"
+    ),
 )
