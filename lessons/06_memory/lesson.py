@@ -738,9 +738,10 @@ from distlab.comm import throttled
 
 def gather_times(repeats=5):
     """Return the middle of the times of gathers of a 512 x 512 weight: in float32, and in 8 bits."""
-    part, whole, times = torch.randn(512 // dist.get_world_size(), 512), torch.empty(512, 512), []
+    part, times = torch.randn(512 // dist.get_world_size(), 512), []
+    whole = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     with throttled(5e6):
-        for gather in (lambda: dist.all_gather_into_tensor(whole, part), lambda: gather_in_eight_bits(part)):
+        for gather in (lambda: dist.all_gather(whole, part), lambda: gather_in_eight_bits(part)):
             for _ in range(repeats):
                 dist.barrier()
                 start = time.perf_counter()
