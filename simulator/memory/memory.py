@@ -31,9 +31,9 @@ from simulator.stage.stage import Stage, cut_layers
 if TYPE_CHECKING:
     from simulator.stage.step_times import Timing
 
-# What torch reserves for all tensors together: 3 to 19 % more in logs of Megatron-Bridge, 2025, and 20 to 36 % more in
-# those of FSDP without expandable segments (pytorch/torchtitan, pull 135, 2024), where GMLake counts fragments of 15 to
-# 33 % (2401.08156, 2024).
+# What torch reserves for all tensors together: 3 to 19 % more in logs of Megatron-Bridge, 2025. Without expandable
+# segments 20 to 36 % more by FSDP (pytorch/torchtitan, pull 165, 2024), and a peak of 58.8 GB failed on a device of 80
+# by fragments alone (NVIDIA-NeMo/Megatron-Bridge@304786df, skills/perf-memory-tuning, 2026).
 RESERVED = (1.03, 1.19, 1.36)
 WAITS = np.array([0, 0, 1, -1])  # of what has had its I and not its W
 

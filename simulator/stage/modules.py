@@ -9,8 +9,11 @@
     moe_act         what experts' activation makes
     moe             experts, what goes to them and comes back, and the part that every token passes
 
-Source: NVIDIA/Megatron-LM, transformer_config.py, recompute_modules, 2025; mlp_act: what MaxText's remat_policy
-    "minimal_with_context" runs again beside the norms (AI-Hypercomputer/maxtext, configs/base.yml, 2025).
+MaxText's remat_policy full is "full", minimal_with_context is "layernorm,mlp_act" (minimal_offloaded is near it, with
+offload_activations), save_dot_with_context_except_mlp is "layernorm,mlp" (save_qkv_proj keeps less).
+
+Source: NVIDIA/Megatron-LM, transformer_config.py, recompute_modules, 2025; AI-Hypercomputer/maxtext, decoders.py, 2025
+    (get_remat_policy: mlp_act).
 """
 
 from __future__ import annotations
