@@ -123,7 +123,11 @@ def device(name: str, *, measured: bool = True) -> Device:
         memory_bytes=row["memory_bytes"],
         kernel_s=achieved.get("kernel_s", row.get("kernel_s", 0.0)),
         source="; ".join(text for text in (row["source"], achieved.get("source"), row.get("host_source")) if text),
-        host_memory_bytes=row.get("host_memory_bytes"),
+        **{
+            name: value
+            for name, value in (row | achieved).items()
+            if name.startswith("host_") and name != "host_source"
+        },
         peak_flops_per_s=row["matmul_flops_per_s"],
         float8_flops_per_s=achieved.get("float8_flops_per_s", row.get("float8_flops_per_s")),
         float4_flops_per_s=achieved.get("float4_flops_per_s", row.get("float4_flops_per_s")),
@@ -272,6 +276,8 @@ class OwnDevice(_Figures):
     launch_s: float | None = None
     peak_flops_per_s: float | None = None
     host_memory_bytes: float | None = None
+    host_link_bytes_per_s: float | None = None
+    host_memory_bytes_per_s: float | None = None
     float8_flops_per_s: float | None = None
     float4_flops_per_s: float | None = None
 
