@@ -110,17 +110,9 @@ def costs_in(group: Group, gradient_sync: str, change: Callable[[BucketCost], Bu
     def costs(num_bytes: int, num_tensors: int) -> BucketCost:
         copies = _copies(num_bytes, num_tensors, gradient_sync, in_place=group.cluster.software.flat_buffers)
         pack_ns, unpack_ns = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
-        plain = BucketCost(
-            name="",
-            layer=0,
-            num_bytes=num_bytes,
-            pack_ns=pack_ns,
-            duration_ns=group.exchange_ns("all_reduce", num_bytes),
-            unpack_ns=unpack_ns,
-            gradient_bytes=num_bytes,
-            sent_bytes=group.sent_bytes("all_reduce", num_bytes),
-            num_tensors=num_tensors,
-        )
+        took_ns, sent = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
+        calls = ("all_reduce", num_bytes, sent, False, None, num_tensors)
+        plain = BucketCost("", 0, num_bytes, pack_ns, took_ns, unpack_ns, *calls)
         return change(plain) if change else plain
 
     return costs

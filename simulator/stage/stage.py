@@ -282,9 +282,8 @@ class _Exchanges:
         for axes, parts, sets in sharing:
             alike = (axes, layout.rows(axes, pipeline))
             if alike not in self._groups:
-                group, change = layout.slowest(axes, pipeline), None
-                if plan.sharding.stage:
-                    change = scattering(sets, self.widths, plan.sharding.offload)
+                group, sharding = layout.slowest(axes, pipeline), plan.sharding
+                change = scattering(sets, self.widths, sharding.offload) if sharding.stage else None
                 self._groups[alike] = {"group": group, "costs": costs_in(group, plan.gradient_sync, change)}
             own, whose = self._groups[alike], " of experts" if axes == EXPERT_COPIES else ""
             found += cost_buckets(parts, self.widths.reduce, **own, plan=plan, codec=self.codec, whose=whose)

@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distlab.plan import Cluster, Sharding
-from simulator.engine.event_engine import Times
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE, Graph
 from simulator.gradients.buckets import BucketCost, Transfer
 from simulator.gradients.fsdp_units import UnitTimes
 from simulator.pipeline.schedule_arrays import F
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import AskedCall, CallParts, Pair
+from simulator.stage.step_times import AskedCall, Pair
 
 
 class Pass(NamedTuple):
@@ -74,9 +73,8 @@ class Programs:
     ) -> int:
         """Add a copy to a rank's host, or `up` to its device."""
         operation = self.graph.add(self._host(rank, up=up), COMPUTE, cost.duration_ns, needs=needs)
-        self.calls[rank].append(
-            AskedCall("host", f"to {'device' if up else 'host'} {what}", cost, operation, microbatch)
-        )
+        name = f"to {'device' if up else 'host'} {what}"
+        self.calls[rank].append(AskedCall("host", name, cost, operation, microbatch))
         return operation
 
     def note_copy(self, rank: int, name: str, num_bytes: int, operation: int) -> None:
@@ -92,10 +90,6 @@ class Programs:
     def _host(self, rank: int, *, up: bool = False) -> int:
         """Return what stands for a wire of the host: a rank of its own, so that it does not contend with the device."""
         return self.num_ranks + 2 * rank + up
-
-    def called(self, rank: int, times: Times) -> CallParts:
-        """Return a rank's calls, which know their times once they are read."""
-        return CallParts(self.calls[rank], times.start_ns, times.end_ns)
 
 
 class Buckets:
@@ -215,20 +209,13 @@ class Buckets:
             if bucket.save is not None
         ]
         update = programs.update(rank, own, [*ready, *saved], on_host=bool(saved))
-        waits = [
-            update if bucket.load is None else programs.host_copy(rank, bucket.what, bucket.load, [update], up=True)
-            for bucket in buckets
-        ]
-        first = len(programs.graph)
-        gathers = [
-            (bucket.what, bucket.gather, wait) for bucket, wait in zip(buckets, waits, strict=True) if bucket.gather
-        ]
-        durations = [round(cost.duration_ns * shown) for _, cost, _ in gathers]
-        programs.graph.extend(rank, [COMMUNICATION] * len(gathers), durations, [wait for *_, wait in gathers])
-        for place, (what, cost, _) in enumerate(gathers, first):
-            if shown < 1:
-                cost = cost._replace(duration_ns=durations[place - first])
-            programs.calls[rank].append(AskedCall("gather", f"all_gather {what}", cost, place))
+        for bucket in buckets:
+            needs = [update]
+            if bucket.load is not None:
+                needs.append(programs.host_copy(rank, bucket.what, bucket.load, [update], up=True))
+            if bucket.gather is not None:
+                cost = bucket.gather._replace(duration_ns=round(bucket.gather.duration_ns * shown))
+                programs.call(rank, "gather", f"all_gather {bucket.what}", cost, needs)
         return update
 
 

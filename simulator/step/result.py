@@ -60,7 +60,6 @@ class Step:
         Source: Qi et al. 2023 (2401.10241), section 4: updates are checked afterwards, not waited for.
         """
         starts = self.timing.start_ns[self.timing.order.offsets[:-1]].tolist()
-        # those of stage 3 come before the first pass
         firsts = [min([start, *spans]) for start, spans in zip(starts, self.timing.spans_ns, strict=True)]
         return to_s(max(self._rank_end_ns(rank) - start for rank, start in enumerate(firsts)))
 

@@ -22,7 +22,7 @@ from simulator.engine.task_graph import COMMUNICATION
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import B, F, I, Ints, ScheduleArrays, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import BucketParts, Timing, finishing
+from simulator.stage.step_times import BucketParts, CallParts, Timing, finishing
 from simulator.step.exchanges import Buckets, Pass, Programs, Units
 from simulator.step.timed import sums_each_pass
 
@@ -100,7 +100,7 @@ def time_layer_by_layer(
         send_end_ns=np.where(is_sent, end[sent], action_end),
         parts=tuple(BucketParts(exchanging.parts[number], start, end) for number in range(len(stages))),
         optimizer=tuple((int(start[update]), int(end[update])) for update in updates),
-        called=tuple((programs.called(rank, times),) for rank in range(order.num_ranks)),
+        called=tuple((CallParts(programs.calls[rank], *times),) for rank in range(order.num_ranks)),
         layers=np.stack([at[:, 0], at[:, 1], start[at[:, 2]], end[at[:, 2]]], axis=1),
     )
     return timing if closes else _close(timing, stages, plan, cluster)
@@ -133,7 +133,7 @@ def _close(timing: Timing, stages: Sequence[Stage], plan: Plan, cluster: Cluster
         update = Buckets(programs, plan.gradient_sync).close(rank, own, received, shown[rank])
         times = engine.run(programs.graph)
         updates.append((int(times.start_ns[update]), int(times.end_ns[update])))
-        called.append((*timing.called[rank], programs.called(rank, times)))
+        called.append((*timing.called[rank], CallParts(programs.calls[rank], *times)))
     return replace(timing, optimizer=tuple(updates), called=tuple(called))
 
 
@@ -187,7 +187,7 @@ def time_whole_passes(compiled: CompiledSchedule, stages: Sequence[Stage], plan:
         for number, other in zip(own, ending.own, strict=True):
             parts[number] = BucketParts(ending.buckets.parts[other], start, end)
         updates.append((int(start[ending.update]), int(end[ending.update])))
-        called.append((ending.programs.called(ending.rank, engine.Times(start, end)),))
+        called.append((CallParts(ending.programs.calls[ending.rank], start, end),))
     return Timing(order, start_ns, end_ns, sent_ns - send_ns, sent_ns, tuple(parts), tuple(updates), tuple(called))
 
 
