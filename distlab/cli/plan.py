@@ -143,7 +143,7 @@ def _questions(arguments: argparse.Namespace) -> list[tuple[PlanFile, Question]]
             machine = replace(machine, num_devices=count, name=named)
             rest: dict[str, Any] = {"headroom": arguments.headroom / 100, "price": dollars, "offloads": offloads}
             rest |= {"partial_recompute": not arguments.whole_recompute, "fixed": replace(said.plan, data=1)}
-            if said.cluster.stack and isinstance(own := machine.software, Stack):  # a preset's own is only assumed
+            if isinstance(own := machine.software, Stack) and (said.cluster.stack or own.alone):  # others are assumed
                 rest |= {each: known for each in ("axes", "stages") if (known := getattr(own, each))}
             asked.append((said, Question(said.workload, machine, arguments.batch, **rest)))
     if len({question.price is None for _, question in asked}) > 1:

@@ -19,14 +19,13 @@ class Device:
         kernel_s: fixed time of one kernel, whatever its size.
         launch_s: time in which the host launches one kernel. A pass takes at least as long as all of its launches.
         attention_flops_per_s: fused attention kernels, as achieved; None: as matrix products.
-        float8_flops_per_s: matrix products of 8-bit numbers, as achieved; None: it has none.
+        float8_flops_per_s, float4_flops_per_s: products of 8-bit and of 4-bit numbers, as achieved; None: it has none.
         multiprocessors: that make tiles of a product at the same time; None: a product's shape does not matter.
         peak_flops_per_s: matrix products by the data sheet, which MFU is counted over; None: matmul_flops_per_s.
         host_link_bytes_per_s: copies between the device and its host, one way: 25e9 of the 32e9 of PCIe 4.0 x16.
         host_memory_bytes_per_s: what a node's host streams when it updates parameters, its arithmetic included; the
             node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024).
         host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
-        float4_flops_per_s: the same as float8_flops_per_s, of 4-bit numbers.
     """
 
     name: str
@@ -125,6 +124,7 @@ class Software:
         flat_buffers: gradients are made in the buffers that travel, and one kernel updates a rank's parameters.
         bucket_elements: of gradients for each copy of the parameters, in buckets of plans that name none; 0: none.
         fused_sums: products that make weights' gradients add them to wider sums, which costs nothing besides.
+        by_tensor: stage 3 gathers and scatters each tensor by itself, when it is needed; else units.
         slice_s: of stage 3 tensor by tensor, the time of each rank's slice of a call; 0: units are flat buffers.
         live_elements: parameters that stage 3 keeps whole at once, gathered ahead or not; None: no limit.
         stops_early: a layer that is recomputed stops before its last product, whose output backward does not need.
@@ -137,6 +137,7 @@ class Software:
         pools_gradients: stage 3 makes shards of gradients on a stream of its own, whose memory no other tensor uses.
         hosts_gradients: offload "optimizer" keeps shards of gradients in the host's memory too, as DeepSpeed does.
         host_thread_bytes_per_s: of an update on the host, what a rank's one thread streams; None: it has more of them.
+        norm_bytes: of an element that goes into a norm of a block, what eager norms keep besides: 32 bits and a copy.
         fused_gate: one kernel makes a gate, its activation and an expert's weight, and keeps only what goes into it.
     """
 
@@ -153,6 +154,7 @@ class Software:
     flat_buffers: bool = False
     bucket_elements: int = 0
     fused_sums: bool = False
+    by_tensor: bool = False
     slice_s: float = 0.0
     live_elements: float | None = None
     stops_early: bool = False
@@ -163,6 +165,7 @@ class Software:
     keeps_messages: bool = False
     pools_gradients: bool = False
     hosts_gradients: bool = False
+    norm_bytes: float = 0.0
     fused_gate: bool = False
     host_thread_bytes_per_s: float | None = None
 
@@ -189,8 +192,7 @@ class Cluster:
         intra_node: the link inside a node.
         inter_node: the link between nodes.
         contention: how computing and communicating slow each other down.
-        num_cores: where ranks are processes of one machine, the cores that they share, in turns; `device` says how fast
-            they are when all of them compute. None: each has a device of its own.
+        num_cores: that ranks share in turns, all of them as fast as `device` says; None: each has a device of its own.
         software: how devices and wires are used.
     """
 

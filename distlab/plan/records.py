@@ -12,7 +12,7 @@ from distlab.plan.sharding import Precision, Sharding
 
 GRADIENT_SYNCS = ("per_parameter", "flat", "bucketed", "overlapped")
 RECOMPUTES = ("none", "selective", "operators", "full")
-MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "shared_experts", "moe_act", "moe")
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "mlp_act", "shared_experts", "moe_act", "moe")
 RECOMPUTE_METHODS = ("uniform", "block", "every")
 FLOAT8 = ("none", "products", "gathers", "mxfp8", "nvfp4")
 CONTEXT_KINDS = ("ring", "all_to_all", "all_gather")

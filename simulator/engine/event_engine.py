@@ -112,7 +112,7 @@ def _run_in_order(graph: Graph) -> Times | None:
 def whole_ns(times: list[int]) -> Ints:
     """Return times in a column; refuse those of more than 146 years, which 64 bits do not hold."""
     try:
-        found = np.array(times, np.int64)
+        found = np.fromiter(times, np.int64, len(times))
     except OverflowError:
         found = np.array([2**62])
     if found.max(initial=0) >= 2**62:

@@ -18,7 +18,7 @@ from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import Group
 from simulator.units import to_ns
 
-Costs = Callable[[int, int], tuple[int, int, int, float]]
+Costs = Callable[[int, int], "BucketCost"]
 LEAST_COPIES = 40  # that a bucket is made for, of software with buckets of its own
 
 
@@ -60,8 +60,8 @@ class BucketCost(NamedTuple):
 
     Attributes:
         name: what a reader sees.
-        num_bytes: payload of this rank's calls, without the second one.
         layer: layer of the stage (0 first) whose backward makes the last of its gradients.
+        num_bytes: payload of this rank's calls, without the second one.
         pack_ns: copying the gradients into a buffer and dividing or encoding them, before.
         duration_ns: the all-reduce, or what compression sends instead.
         unpack_ns: copying the mean back, or decoding it, after.
@@ -78,8 +78,8 @@ class BucketCost(NamedTuple):
     """
 
     name: str
-    num_bytes: int
     layer: int
+    num_bytes: int
     pack_ns: int
     duration_ns: int
     unpack_ns: int
@@ -100,14 +100,20 @@ class BucketCost(NamedTuple):
         return self.name.removeprefix(f"{self.kind} ")
 
 
-def costs_in(group: Group, gradient_sync: str) -> Costs:
-    """Return what a bucket costs in a group, from its bytes and tensors: copies before and after, all-reduce, sent."""
+def costs_in(group: Group, gradient_sync: str, change: Callable[[BucketCost], BucketCost] | None = None) -> Costs:
+    """Return what a bucket without a name costs in a group, from its bytes and tensors: copies and an all-reduce.
+
+    `change` makes other calls of the all-reduce.
+    """
 
     @cache  # blocks are alike, and so are most buckets
-    def costs(num_bytes: int, num_tensors: int) -> tuple[int, int, int, float]:
+    def costs(num_bytes: int, num_tensors: int) -> BucketCost:
         copies = _copies(num_bytes, num_tensors, gradient_sync, in_place=group.cluster.software.flat_buffers)
-        pack, unpack = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
-        return pack, unpack, group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
+        pack_ns, unpack_ns = (to_ns(compute_s(work, group.cluster.device)) for work in copies)
+        took_ns, sent = group.exchange_ns("all_reduce", num_bytes), group.sent_bytes("all_reduce", num_bytes)
+        calls = ("all_reduce", num_bytes, sent, False, None, num_tensors)
+        plain = BucketCost("", 0, num_bytes, pack_ns, took_ns, unpack_ns, *calls)
+        return change(plain) if change else plain
 
     return costs
 
@@ -130,27 +136,18 @@ def cost_buckets(
     shapes = [shape for layer in layers for shape in layer.shapes] if plan.compression else []
 
     def cost(what: str, parameters: tuple[int, ...], num_bytes: int) -> BucketCost:
-        pack_ns, unpack_ns, duration_ns, sent_bytes = costs(num_bytes, len(parameters))
-        plain = BucketCost(
-            name=f"all_reduce {what}{whose}",
-            num_bytes=num_bytes,
-            layer=min(owner[parameters[0]], owner[parameters[-1]]),  # parameters rise or fall, and owners with them
-            pack_ns=pack_ns,
-            duration_ns=duration_ns,
-            unpack_ns=unpack_ns,
-            gradient_bytes=num_bytes,
-            sent_bytes=sent_bytes,
-            num_tensors=len(parameters),
-        )
+        layer = min(owner[parameters[0]], owner[parameters[-1]])  # parameters rise or fall, and owners with them
+        alike = costs(num_bytes, len(parameters))
+        found = BucketCost(f"{alike.kind} {what}{whose}", layer, *alike[2:])
         if plan.compression is None:
-            return plain
+            return found
         bucket = [shapes[index] for index in parameters]
         if codec is not None:
             times = codec.times(num_bytes)
         else:
             extra = {"num_ranks": group.num_ranks, "bytes_per_element": bytes_per_parameter}
             times = codec_times(plan.compression, bucket, device=group.cluster.device, **extra)
-        return _compressed(plain, times, exchanges(plan.compression, bucket, bytes_per_parameter), group)
+        return _compressed(found, times, exchanges(plan.compression, bucket, bytes_per_parameter), group)
 
     if plan.gradient_sync == "per_parameter":
         return tuple(cost(f"parameter {number}", (number,), size) for number, size in enumerate(sizes))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -293,30 +293,23 @@ def _together(one: Any, other: Any) -> Any:
     return Transfer(one.kind, *(own + more for own, more in zip(one[1:], other[1:], strict=True)))
 
 
-def scattered(buckets: Sequence[BucketCost], shards: Shards, widths: Widths, offload: str) -> tuple[BucketCost, ...]:
-    """Turn all-reduces of gradients into the calls of stages 1 and 2: scatter gradients, gather parameters."""
+def scattering(shards: Shards, widths: Widths, offload: str) -> Callable[[BucketCost], BucketCost]:
+    """Return what turns an all-reduce of gradients into the calls of stages 1 and 2: scatter, and gather parameters."""
 
-    @cache  # most buckets are alike
-    def changes(gradient_bytes: int, num_tensors: int, unpack_ns: int) -> dict[str, Any]:
-        size = gradient_bytes // widths.reduce
+    def scattered(bucket: BucketCost) -> BucketCost:
+        size = bucket.gradient_bytes // widths.reduce
         own = shards.padded(size) // shards.num_shards * widths.reduce
-        pieces = -(-num_tensors // shards.num_shards)
+        pieces = -(-bucket.num_tensors // shards.num_shards)
         check = Work(memory_bytes=own, num_kernels=PIECE_KERNELS * pieces)  # finite? then each piece gets its gradient
         parts = shards.scatter(size, widths.reduce)
-        return {
+        return bucket._replace(
             **_calls_of_parameters(size, shards, widths, offload),
-            "kind": "reduce_scatter",
-            "num_bytes": parts[0].num_bytes,
-            "unpack_ns": unpack_ns + to_ns(compute_s(check, shards.cluster.device)),
-            "duration_ns": sum(part.duration_ns for part in parts),
-            "sent_bytes": sum(part.sent_bytes for part in parts),
-            "parts": parts,
-        }
-
-    return tuple(
-        bucket._replace(
-            name=bucket.name.replace("all_reduce", "reduce_scatter", 1),
-            **changes(bucket.gradient_bytes, bucket.num_tensors, bucket.unpack_ns),
+            kind="reduce_scatter",
+            num_bytes=parts[0].num_bytes,
+            unpack_ns=bucket.unpack_ns + to_ns(compute_s(check, shards.cluster.device)),
+            duration_ns=sum(part.duration_ns for part in parts),
+            sent_bytes=sum(part.sent_bytes for part in parts),
+            parts=parts,
         )
-        for bucket in buckets
-    )
+
+    return scattered

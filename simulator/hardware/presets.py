@@ -27,6 +27,7 @@ from distlab.plan import Cluster, Device, Link, Protocol, Software
 BEST_CASE = "best-case"
 OWN = "own"  # name of a cluster that has nothing of a preset
 DEVICE_NEEDS = ("matmul_flops_per_s", "memory_bytes_per_s", "memory_bytes")
+HOST = ("host_memory_bytes", "host_link_bytes_per_s", "host_memory_bytes_per_s")
 CLUSTER_NEEDS = ("stack", "devices_per_node", "intra_node", "inter_node")
 # Of an operation of 16 bits, over one of 8 or 4 bits (assumed): where power bounds them, those are so much faster.
 ENERGY_OF_16_BITS = {"float8_flops_per_s": 2, "float4_flops_per_s": 4}
@@ -52,6 +53,7 @@ class Stack(Software):
             become better with a release.
         axes: the degrees that its users choose from, beside its sharding; (): all.
         stages: of sharding, likewise.
+        alone: whether its devices run no other, so that these hold wherever they are a cluster's.
         source: where the numbers come from, with a date.
     """
 
@@ -67,6 +69,7 @@ class Stack(Software):
     on: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
     axes: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
+    alone: bool = False
     source: str = ""
     software: str = ""
 
@@ -123,7 +126,7 @@ def device(name: str, *, measured: bool = True) -> Device:
         memory_bytes=row["memory_bytes"],
         kernel_s=achieved.get("kernel_s", row.get("kernel_s", 0.0)),
         source="; ".join(text for text in (row["source"], achieved.get("source"), row.get("host_source")) if text),
-        host_memory_bytes=row.get("host_memory_bytes"),
+        **{name: row[name] for name in HOST if name in row},
         peak_flops_per_s=row["matmul_flops_per_s"],
         float8_flops_per_s=achieved.get("float8_flops_per_s", row.get("float8_flops_per_s")),
         float4_flops_per_s=achieved.get("float4_flops_per_s", row.get("float4_flops_per_s")),
@@ -272,6 +275,7 @@ class OwnDevice(_Figures):
     launch_s: float | None = None
     peak_flops_per_s: float | None = None
     host_memory_bytes: float | None = None
+    host_link_bytes_per_s: float | None = None
     float8_flops_per_s: float | None = None
     float4_flops_per_s: float | None = None
 

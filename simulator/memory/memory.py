@@ -31,9 +31,10 @@ from simulator.stage.stage import Stage, cut_layers
 if TYPE_CHECKING:
     from simulator.stage.step_times import Timing
 
-# Of a device's memory: less free than this, and fragments may not leave room. Logs of Megatron-Bridge reserve 3 to 19 %
-# more than tensors take; without expandable segments fragments are 15 %, up to 33 % (GMLake, 2401.08156, 2024).
-TIGHT = 0.05
+# What torch reserves for all tensors together: 3 to 19 % more in logs of Megatron-Bridge, 2025. Without expandable
+# segments 20 to 36 % more by FSDP (pytorch/torchtitan, pull 165, 2024), and a peak of 58.8 GB failed on a device of 80
+# by fragments alone (NVIDIA-NeMo/Megatron-Bridge@304786df, skills/perf-memory-tuning, 2026).
+RESERVED = (1.03, 1.19, 1.36)
 WAITS = np.array([0, 0, 1, -1])  # of what has had its I and not its W
 
 
@@ -233,6 +234,11 @@ class Memory:
         return int(self.total_bytes.max())
 
     @property
+    def reserved_bytes(self) -> tuple[int, int]:
+        """What torch's allocator reserves for that, fragments included: least and most of published logs."""
+        return int(self.max_bytes * RESERVED[0]), int(self.max_bytes * RESERVED[2])
+
+    @property
     def fullest_stage(self) -> int:
         """The rank of the pipeline that holds the most: its stage, where it has one."""
         return int(self.total_bytes.argmax())
@@ -262,10 +268,10 @@ class Memory:
         return int(self.peak_bytes[rank, KINDS.index(kind)])
 
     def verdict(self, device: Device) -> str:
-        """Return "fits", "tight" (it fills the device to within TIGHT) or "does not fit"; see `fits`."""
+        """Return "fits", "tight" (it may reserve more than there is, see RESERVED) or "does not fit"; see `fits`."""
         if not self.fits(device):
             return "does not fit"
-        return "tight" if self.max_bytes > (1 - TIGHT) * device.memory_bytes else "fits"
+        return "tight" if self.max_bytes * RESERVED[1] > device.memory_bytes else "fits"
 
     def fits(self, device: Device) -> bool:
         """Return whether the fullest rank fits on the device (allocator and library overheads not counted)."""

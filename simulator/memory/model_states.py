@@ -2,7 +2,8 @@
 
 Under stage 3, forward gathers the root unit first, and each unit with those fetched ahead; backward the same from the
 other end. A unit's gradients wait until all are there (raw), are put end to end (flat), and travel while the next unit
-computes. At the same time the other ranks' parts of the own shard arrive, n - 1 at once.
+computes. At the same time the other ranks' parts of the own shard arrive, n - 1 at once. Software that takes each
+tensor by itself has at most two of them whole, or `Software.live_elements`, and as many gradients.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def unit_bytes(
         largest: of the largest tensor of each [L].
         plan: how they are sharded.
         widths: bytes of an element.
-        software: whether it gathers once beside a pipeline.
+        software: whether it gathers once beside a pipeline, and tensor by tensor.
     """
     sharding, (parameters, base, experts), prefetch = plan.sharding, elements, plan.sharding.prefetch
     experts = experts * (plan.expert > 1)
@@ -198,13 +199,14 @@ def unit_bytes(
     low = begun - inside
     ahead, behind = np.minimum(low + prefetch + inside, number), np.maximum(begun - prefetch - inside, 0)
     kept = sharding.reshard_after_forward
-    width, whole = gathered_bytes(plan, widths, is_root=False), whole_root * widths.parameter
-    forward = whole + width * (up_to[ahead] - (up_to[low] if kept else 0.0))
-    backward = whole + width * (up_to[begun] - (up_to[behind] if kept else 0.0))
+    limit = max(2 * largest.max(), software.live_elements or 0.0) if kept and software.by_tensor else np.inf
+    width, whole = gathered_bytes(plan, widths, is_root=False), min(whole_root, limit) * widths.parameter
+    forward = whole + width * np.minimum(up_to[ahead] - (up_to[low] if kept else 0.0), limit)
+    backward = whole + width * np.minimum(up_to[begun] - (up_to[behind] if kept else 0.0), limit)
     # A flat gradient, and the other ranks' parts of the own shard: of the unit done last.
-    travels = np.append(2 * sizes - shards, 0.0)
-    last = 2 * root - root_shard if root else travels[0]
-    raw = _raw(blocks, root, parameters, largest)
+    travels = np.append(np.minimum(2 * sizes - shards, limit), 0.0)
+    last = min(2 * root - root_shard if root else travels[0], limit)
+    raw = np.minimum(_raw(blocks, root, parameters, largest), limit)
     beyond = len(layers)  # the loss, which uses no parameters: the root went when the model ended, and is not back yet
     while beyond and not layers[beyond - 1].parameter_sizes and not layers[beyond - 1].forward.matmul_flops:
         beyond -= 1

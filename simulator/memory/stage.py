@@ -194,6 +194,7 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
     if plan.float8 != "none" and not software.casts_twice:  # what goes into a block's products is kept in 8 bits
         in_8_bits = table["whole_inputs"] / along + table["divided_inputs"] / inside
         everything -= width * (2 - _input_bytes(plan, software)) * in_8_bits * (table["input_bytes"] > 0)
+    everything += width * software.norm_bytes * table["input_bytes"] / along  # of two norms, 2 bytes an element
     if software.fused_gate:
         everything -= width * (table["gate_bytes"] / inside + table["expert_gate_bytes"] / along)
     inputs, operators = width * table["input_bytes"] / along, width * table["operator_bytes"] / inside

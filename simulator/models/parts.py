@@ -177,6 +177,10 @@ ROUTER_KERNELS = 8  # the product, softmax, top k, the orderings, and what adds 
 # How often all rows are read and written: by rank before they leave, by expert where they arrive, and back.
 # Source: NVIDIA/Megatron-LM, token_dispatcher.py, MoEAlltoAllTokenDispatcher, 2024.
 ORDERINGS = 4
+# Of an element of the rows that experts return, in 16 bits: a product and a sum in 32 bits, one tensor of all, 16 bits;
+# back through each, with sums over rows and over columns. An expert's nine kernels are counted alike in three passes.
+# Source: NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias, 2025.
+BIAS_BYTES, BIAS_KERNELS = (28, 40), 3
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,7 @@ class Mixture:
             block of the model. 1: all have.
         router_bias: the router has a number per expert that balances loads (DeepSeek-V3).
         most_groups: groups of experts, and how many of them a token may go to (DeepSeek-V3); None: no limit.
+        has_biases: experts have biases (GPT-OSS), which are added expert by expert, times a row's weight.
     """
 
     num_experts: int
@@ -203,6 +208,7 @@ class Mixture:
     every: int = 1
     router_bias: bool = False
     most_groups: tuple[int, int] | None = None
+    has_biases: bool = False
 
     def __post_init__(self) -> None:
         require_sizes(
@@ -243,7 +249,8 @@ def with_experts(block: Layer, expert: Region, shapes: Shapes, mixture: Mixture)
     parts = [*zip(block.parameter_shapes, block.parameter_axes, strict=True), *router_parts]
     parts += [(shape, "expert") for shape in shapes * count]
     kept = round(rows * expert.forward.memory_bytes / 2) + round(2 * 2 * rows * tokens * h) + 4 * tokens * count
-    extra = (router, router, Work(router.matmul_flops, 0, 1))
+    added = (Work(memory_bytes=size * rows * tokens * h * mixture.has_biases) for size in BIAS_BYTES)
+    extra = (*(router + work for work in added), Work(router.matmul_flops, 0, 1))
     works = {
         name: getattr(block, name) + getattr(experts, name) + work for name, work in zip(PASSES, extra, strict=True)
     }
@@ -280,7 +287,8 @@ def load_experts(workload: Workload, load: float) -> Workload:
 
 
 def _experts(expert: Region, mixture: Mixture, row_bytes: int) -> Experts:
-    count, rows, kernels = mixture.num_experts, float(mixture.top_k), expert.forward.num_kernels
+    count, rows = mixture.num_experts, float(mixture.top_k)
+    kernels = expert.forward.num_kernels + BIAS_KERNELS * mixture.has_biases
     forward = replace(expert.forward.times(rows), num_kernels=kernels * count)
     weights = Work(forward.matmul_flops, 0, kernels * count)
     each = tuple(part._replace(rows=math.ceil(part.rows * rows / count), divided="") for part in expert.products)

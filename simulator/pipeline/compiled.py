@@ -195,6 +195,15 @@ class CompiledSchedule:
         """
         return self._runner.run(duration_ns, latency_ns)
 
+    @cached_property
+    def _by_level(self) -> tuple[Ints, list[int], list[int], list[int], list[int]]:
+        """Return the actions level by level; their numbers, ranks, what each needs of a different rank, its wire."""
+        by_level = np.argsort(self.level, kind="stable")
+        needed = np.where(self.remote, self.needed, len(self.rank))
+        wire = 2 * self.rank + (self.order.kind != F)
+        ranks, needs, wires = (column[by_level].tolist() for column in (self.rank, needed, wire))
+        return by_level, by_level.tolist(), ranks, needs, wires
+
     def run_with_wires(self, duration_ns: Ints, message_ns: Ints) -> tuple[list[int], list[int]]:
         """Return the end of each action, and of the message after it (the action's own where the message takes 0).
 
@@ -203,11 +212,9 @@ class CompiledSchedule:
         num_actions, num_ranks = len(self.rank), self.order.num_ranks
         end, sent = [0] * num_actions, [0] * (num_actions + 1)  # what needs no other rank reads the last
         free, wires = [0] * num_ranks, [0] * (2 * num_ranks)
-        wire = 2 * self.rank + (self.order.kind != F)
-        by_level = np.argsort(self.level, kind="stable")
-        needed = np.where(self.remote, self.needed, num_actions)
-        columns = (by_level, *(c[by_level] for c in (self.rank, needed, duration_ns, message_ns, wire)))
-        for action, rank, need, duration, message, lane in zip(*(c.tolist() for c in columns), strict=True):
+        by_level, *fixed = self._by_level
+        own = (duration_ns[by_level].tolist(), message_ns[by_level].tolist())
+        for action, rank, need, lane, duration, message in zip(*fixed, *own, strict=True):
             now, arrival = free[rank], sent[need]
             if arrival > now:
                 now = arrival

@@ -4,11 +4,16 @@
     layernorm       the norms before attention and before the feed-forward part or the experts
     mla_up_proj     of latent attention, the products that make queries, keys and values
     mlp             the feed-forward part of a block without experts
+    mlp_act         what its activation makes
     shared_experts  the part of a block with experts that every token passes
     moe_act         what experts' activation makes
     moe             experts, what goes to them and comes back, and the part that every token passes
 
-Source: NVIDIA/Megatron-LM, transformer_config.py, recompute_modules, 2025.
+MaxText's remat_policy full is "full", minimal_with_context is "layernorm,mlp_act" (minimal_offloaded is near it, with
+offload_activations), save_dot_with_context_except_mlp is "layernorm,mlp" (save_qkv_proj keeps less).
+
+Source: NVIDIA/Megatron-LM, transformer_config.py, recompute_modules, 2025; AI-Hypercomputer/maxtext, decoders.py, 2025
+    (get_remat_policy: mlp_act).
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ class ModulePart(NamedTuple):
 def names_in(plan: Plan) -> frozenset[str]:
     """Return the single modules that a plan recomputes; parts of one that it names too are left out."""
     names = frozenset() if plan.recompute in RECOMPUTES else frozenset(plan.recompute.split(","))
-    return names - {"moe_act", "shared_experts"} if "moe" in names else names
+    inside = {"moe": {"moe_act", "shared_experts"}, "mlp": {"mlp_act"}}
+    return names.difference(*(parts for name, parts in inside.items() if name in names))
 
 
 def check_modules(workload: Workload, plan: Plan) -> None:
@@ -80,10 +86,11 @@ def modules_of(layer: Layer) -> dict[str, tuple[ModulePart, ...]]:
         elif region.name == "feed-forward":
             shared = (_wide(region, region.products, 1),)
             found["shared_experts" if layer.experts else "mlp"] = shared
+            if not layer.experts:
+                found["mlp_act"] = (_act(shared[0]),)
     if (experts := layer.experts) and experts.products:
         wide, rows = _wide(experts, experts.products, experts.num_experts), experts.row_bytes / 2
-        act = Work(memory_bytes=2 * (wide.states + wide.inputs), num_kernels=1)
-        found["moe_act"] = (ModulePart(act, 0.0, wide.inputs, wide.gates),)
+        found["moe_act"] = (_act(wide),)
         # What goes to experts and what comes back, which a kernel that makes gates does not keep.
         states, gates = wide.states + rows * (not wide.gates), wide.gates + rows * bool(wide.gates)
         orderings = ModulePart(Work(memory_bytes=4 * ORDERINGS * rows, num_kernels=ORDERINGS))
@@ -96,6 +103,13 @@ def _wide(again: Region | Experts, products: Sequence[Product], count: int) -> M
     first, last = products[0], products[-1]
     made, inside = count * first.rows * first.columns, count * last.rows * last.depth
     return ModulePart(again, made, inside, inside * (first.columns == 2 * last.depth))
+
+
+def _act(wide: ModulePart) -> ModulePart:
+    """Return the activation of a feed-forward part, or of experts: what goes into the last product, and a gate."""
+    work = Work(memory_bytes=2 * (wide.states + wide.inputs), num_kernels=1)
+    is_divided = isinstance(wide.again, Region)
+    return ModulePart(Region("feed-forward", work) if is_divided else work, 0.0, wide.inputs, wide.gates)
 
 
 def _up(region: Region) -> Region:

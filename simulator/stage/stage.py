@@ -22,7 +22,7 @@ from distlab.plan.partition import even_blocks
 from distlab.plan.require import changed
 from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets, costs_in
 from simulator.gradients.compression import MeasuredCodec
-from simulator.gradients.fsdp_units import Shards, UnitTimes, scattered, shards_of, time_units, units_of
+from simulator.gradients.fsdp_units import Shards, UnitTimes, scattering, shards_of, time_units, units_of
 from simulator.hardware.cost import compute_s, host_seconds_per_byte, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
@@ -280,15 +280,13 @@ class _Exchanges:
                 (EXPERT_COPIES, of_experts(layers, kinds, experts=True), few),
             ]
         for axes, parts, sets in sharing:
-            placements = layout.placements(axes, pipeline)
-            if placements not in self._groups:
-                group = layout.slowest(axes, pipeline)
-                self._groups[placements] = {"group": group, "costs": costs_in(group, plan.gradient_sync)}
-            own, whose = self._groups[placements], " of experts" if axes == EXPERT_COPIES else ""
-            buckets = cost_buckets(parts, self.widths.reduce, **own, plan=plan, codec=self.codec, whose=whose)
-            if plan.sharding.stage:
-                buckets = scattered(buckets, sets, self.widths, plan.sharding.offload)
-            found += buckets
+            alike = (axes, layout.rows(axes, pipeline))
+            if alike not in self._groups:
+                group, sharding = layout.slowest(axes, pipeline), plan.sharding
+                change = scattering(sets, self.widths, sharding.offload) if sharding.stage else None
+                self._groups[alike] = {"group": group, "costs": costs_in(group, plan.gradient_sync, change)}
+            own, whose = self._groups[alike], " of experts" if axes == EXPERT_COPIES else ""
+            found += cost_buckets(parts, self.widths.reduce, **own, plan=plan, codec=self.codec, whose=whose)
         return tuple(sorted(found, key=lambda bucket: -bucket.layer)) if len(sharing) > 1 else tuple(found)
 
     def _update_ns(self, layers: tuple[Layer, ...], num_tensors: int) -> int:

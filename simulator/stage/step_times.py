@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.gradients.buckets import Transfer
 from simulator.pipeline.schedule_arrays import ScheduleArrays, last_actions
 
 Ints = NDArray[np.int64]
@@ -94,6 +95,43 @@ class BucketParts(NamedTuple):
         return tuple([BucketTimes(*islice(pairs, len(each))) for each in self.operations])
 
 
+class AskedCall(NamedTuple):
+    """A call or a copy that a rank asked for: a part of an operation of `whole_ns`, after `so_far_ns` of it; 0: all."""
+
+    lane: str
+    name: str
+    cost: Transfer
+    operation: int
+    microbatch: int = -1
+    so_far_ns: int = 0
+    whole_ns: int = 0
+
+
+class CallParts(NamedTuple):
+    """What a rank asked for, and when operations start and end."""
+
+    asked: Sequence[AskedCall]
+    start_ns: Ints
+    end_ns: Ints
+
+    def times(self) -> tuple[ShardCall, ...]:
+        """Return when each call runs."""
+        found = []
+        for (lane, name, cost, _, microbatch, so_far, whole), *pair in zip(self.asked, *self._pairs(), strict=True):
+            ends = part_of((pair[0], pair[1]), (so_far, so_far + cost.duration_ns), whole or cost.duration_ns)
+            found.append(ShardCall(lane, name, cost.kind, *ends, cost.num_bytes, cost.sent_bytes, microbatch))
+        return tuple(found)
+
+    def span_ns(self) -> tuple[int, ...]:
+        """Return when the first of them starts and the last one ends; nothing if there is none."""
+        starts, ends = self._pairs()
+        return (min(starts), max(ends)) if starts else ()
+
+    def _pairs(self) -> tuple[list[int], list[int]]:
+        operations = [each.operation for each in self.asked]
+        return self.start_ns[operations].tolist(), self.end_ns[operations].tolist()
+
+
 @dataclass(frozen=True, eq=False)
 class Timing:
     """Start and end of everything on one replica's ranks, in nanoseconds.
@@ -106,7 +144,7 @@ class Timing:
         send_start_ns: its start.
         parts: of the buckets of each stage, in the order of the stage's buckets.
         optimizer: start and end of the update on each rank.
-        calls: of each rank, what sharding adds; none of them is a bucket's. Those of lane "compute" are copies of
+        called: of each rank, what sharding adds; none of them is a bucket's. Those of lane "compute" are copies of
             gradients to where they are scattered from.
         layers: action, layer of the stage (0 first), start and end, one row per layer that an action runs; None where
             passes were timed whole.
@@ -119,13 +157,23 @@ class Timing:
     send_end_ns: Ints
     parts: tuple[BucketParts, ...]
     optimizer: tuple[Pair, ...]
-    calls: tuple[tuple[ShardCall, ...], ...]
+    called: tuple[tuple[CallParts, ...], ...]
     layers: Ints | None = None
 
     @cached_property
     def buckets(self) -> tuple[tuple[BucketTimes, ...], ...]:
         """The times of each stage's buckets: thousands, which only traces and what looks behind a step read."""
         return tuple(parts.times() for parts in self.parts)
+
+    @cached_property
+    def calls(self) -> tuple[tuple[ShardCall, ...], ...]:
+        """The times of each rank's calls, of which a large plan has thousands."""
+        return tuple(tuple(call for part in parts for call in part.times()) for parts in self.called)
+
+    @cached_property
+    def spans_ns(self) -> tuple[tuple[int, ...], ...]:
+        """Of each rank, when its first call starts and its last one ends, of each of its parts."""
+        return tuple(tuple(when for part in parts for when in part.span_ns()) for parts in self.called)
 
     @property
     def rows(self) -> Ints:

@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distlab.plan import Cluster, Sharding
-from simulator.engine.event_engine import Times
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, NONE, Graph
 from simulator.gradients.buckets import BucketCost, Transfer
 from simulator.gradients.fsdp_units import UnitTimes
 from simulator.pipeline.schedule_arrays import F
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import Pair, ShardCall, part_of
+from simulator.stage.step_times import AskedCall, Pair
 
 
 class Pass(NamedTuple):
@@ -39,17 +38,6 @@ class Pass(NamedTuple):
     def layers(self, num_layers: int) -> range:
         """Return the stage's layers in the order in which the pass runs them."""
         return range(num_layers) if self.kind == F else range(num_layers - 1, -1, -1)
-
-
-class _Call(NamedTuple):
-    """A call or a copy that a rank asked for: a part of an operation, which begins so far into the operation."""
-
-    lane: str
-    name: str
-    cost: Transfer
-    operation: int
-    microbatch: int = -1
-    so_far_ns: int = 0
 
 
 class Programs:
@@ -66,7 +54,7 @@ class Programs:
     def __init__(self, stages: Sequence[Stage], num_ranks: int) -> None:
         self.graph, self.stages, self.num_ranks = Graph(), stages, num_ranks
         self.computed: list[list[int]] = [[] for _ in range(num_ranks)]
-        self.calls: list[list[_Call]] = [[] for _ in range(num_ranks)]
+        self.calls: list[list[AskedCall]] = [[] for _ in range(num_ranks)]
 
     def compute(self, rank: int, duration_ns: int, needs: Sequence[int] = ()) -> int:
         """Add work on a rank's compute lane."""
@@ -77,7 +65,7 @@ class Programs:
     def call(self, rank: int, lane: str, name: str, cost: Transfer, needs: Sequence[int], microbatch: int = -1) -> int:
         """Add a call on a rank's wire."""
         operation = self.graph.add(rank, COMMUNICATION, cost.duration_ns, needs=needs)
-        self.calls[rank].append(_Call(lane, name, cost, operation, microbatch))
+        self.calls[rank].append(AskedCall(lane, name, cost, operation, microbatch))
         return operation
 
     def host_copy(
@@ -85,13 +73,14 @@ class Programs:
     ) -> int:
         """Add a copy to a rank's host, or `up` to its device."""
         operation = self.graph.add(self._host(rank, up=up), COMPUTE, cost.duration_ns, needs=needs)
-        self.calls[rank].append(_Call("host", f"to {'device' if up else 'host'} {what}", cost, operation, microbatch))
+        name = f"to {'device' if up else 'host'} {what}"
+        self.calls[rank].append(AskedCall("host", name, cost, operation, microbatch))
         return operation
 
     def note_copy(self, rank: int, name: str, num_bytes: int, operation: int) -> None:
         """Note that work on a rank's compute lane copies gradients."""
         cost = Transfer("copy", num_bytes, self.graph.duration_ns[operation], 0.0)
-        self.calls[rank].append(_Call("compute", name, cost, operation))
+        self.calls[rank].append(AskedCall("compute", name, cost, operation))
 
     def update(self, rank: int, own: Sequence[int], needs: Sequence[int], *, on_host: bool) -> int:
         """Add the update of a rank's stages."""
@@ -101,15 +90,6 @@ class Programs:
     def _host(self, rank: int, *, up: bool = False) -> int:
         """Return what stands for a wire of the host: a rank of its own, so that it does not contend with the device."""
         return self.num_ranks + 2 * rank + up
-
-    def calls_of(self, rank: int, times: Times, begin_ns: int = 0) -> tuple[ShardCall, ...]:
-        """Return when a rank's calls run, if the graph begins then."""
-        found = []
-        for lane, name, cost, operation, microbatch, so_far in self.calls[rank]:
-            pair = int(times.start_ns[operation]) + begin_ns, int(times.end_ns[operation]) + begin_ns
-            ends = part_of(pair, (so_far, so_far + cost.duration_ns), self.graph.duration_ns[operation])
-            found.append(ShardCall(lane, name, cost.kind, *ends, cost.num_bytes, cost.sent_bytes, microbatch))
-        return tuple(found)
 
 
 class Buckets:
@@ -166,7 +146,8 @@ class Buckets:
             so_far = 0
             for part in bucket.parts:
                 name = bucket.name.replace(bucket.kind, part.kind, 1)
-                programs.calls[stage.rank].append(_Call("scatter", name, part, wire, each.microbatch, so_far))
+                place = (so_far, bucket.duration_ns)
+                programs.calls[stage.rank].append(AskedCall("scatter", name, part, wire, each.microbatch, *place))
                 so_far += part.duration_ns
             for number in (pack, unpack):
                 programs.note_copy(stage.rank, f"copies of {bucket.what}", bucket.num_bytes, number)

@@ -60,10 +60,7 @@ class Step:
         Source: Qi et al. 2023 (2401.10241), section 4: updates are checked afterwards, not waited for.
         """
         starts = self.timing.start_ns[self.timing.order.offsets[:-1]].tolist()
-        firsts = [
-            min([start, *(call.start_ns for call in calls)])  # those of stage 3 come before the first pass
-            for start, calls in zip(starts, self.timing.calls, strict=True)
-        ]
+        firsts = [min([start, *spans]) for start, spans in zip(starts, self.timing.spans_ns, strict=True)]
         return to_s(max(self._rank_end_ns(rank) - start for rank, start in enumerate(firsts)))
 
     @property
@@ -120,7 +117,7 @@ class Step:
         return to_s(begin - end + after - sum(stop - start for start, stop in parts if start >= end))
 
     def _rank_end_ns(self, rank: int) -> int:
-        return max([self.timing.optimizer[rank][1], *(call.end_ns for call in self.timing.calls[rank])])
+        return max([self.timing.optimizer[rank][1], *self.timing.spans_ns[rank]])
 
     @property
     def sent_bytes_per_rank(self) -> tuple[float, ...]:

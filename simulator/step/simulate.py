@@ -25,7 +25,6 @@ from simulator.stage.stage import Stage, make_stages
 from simulator.step.result import Step
 from simulator.step.step_graph import time_step
 from simulator.step.timed import compile_schedule_of, ranks_of_stages, why_not_timed
-from simulator.units import to_ns
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +104,19 @@ def simulate(
 
 
 def _with_copies(stage: Stage, kept: Sequence[float], cluster: Cluster, plan: Plan) -> Stage:
-    """Return a stage whose blocks' passes are no shorter than the copies of what they keep, to the host or back.
+    """Return a stage whose blocks' passes are no shorter than all copies of what they keep, to the host or back.
 
-    Copies run while the next block computes, on a wire of their own; W needs no more copies than I.
+    Copies run one after the other on a wire of their own, under the blocks behind the one that they are of. Where they
+    take longer than all blocks do, blocks wait, each for its part. W needs no more copies than I.
+
+    Source: NVIDIA/TransformerEngine, cpu_offload.py, 2024: windows of offloaded layers are spread over all layers.
     """
-    moved = offloaded(np.array([layer.input_bytes > 0 for layer in stage.layers], np.bool_), plan) * kept
-    copies = [to_ns(float(size) / cluster.device.host_link_bytes_per_s) for size in moved]
-    longer = [tuple(map(max, each, copies)) for each in stage.passes_ns[:3]]
+    blocks = np.array([layer.input_bytes > 0 for layer in stage.layers], np.bool_)
+    copies_ns = float((offloaded(blocks, plan) * kept).sum()) / cluster.device.host_link_bytes_per_s * 1e9
+    longer = []
+    for each in np.array(stage.passes_ns[:3], np.int64):
+        factor = max(1.0, copies_ns / max(1, int(each[blocks].sum())))
+        longer.append(tuple(np.where(blocks, np.rint(each * factor), each).astype(np.int64).tolist()))
     return replace(stage, passes_ns=(*longer, stage.passes_ns[3]))
 
 

@@ -22,7 +22,7 @@ from simulator.engine.task_graph import COMMUNICATION
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import B, F, I, Ints, ScheduleArrays, last_actions
 from simulator.stage.stage import Stage
-from simulator.stage.step_times import BucketParts, Timing, finishing
+from simulator.stage.step_times import BucketParts, CallParts, Timing, finishing
 from simulator.step.exchanges import Buckets, Pass, Programs, Units
 from simulator.step.timed import sums_each_pass
 
@@ -100,7 +100,7 @@ def time_layer_by_layer(
         send_end_ns=np.where(is_sent, end[sent], action_end),
         parts=tuple(BucketParts(exchanging.parts[number], start, end) for number in range(len(stages))),
         optimizer=tuple((int(start[update]), int(end[update])) for update in updates),
-        calls=tuple(programs.calls_of(rank, times) for rank in range(order.num_ranks)),
+        called=tuple((CallParts(programs.calls[rank], *times),) for rank in range(order.num_ranks)),
         layers=np.stack([at[:, 0], at[:, 1], start[at[:, 2]], end[at[:, 2]]], axis=1),
     )
     return timing if closes else _close(timing, stages, plan, cluster)
@@ -122,7 +122,7 @@ def _sends_ns(stages: Sequence[Stage]) -> Ints:
 
 def _close(timing: Timing, stages: Sequence[Stage], plan: Plan, cluster: Cluster) -> Timing:
     """Add the ends of ranks under sharding stages 1 and 2, in which they disturb nobody: each is a graph of its own."""
-    updates, calls = [], []
+    updates, called = [], []
     shown = _shown(stages, plan, cluster, timing.order, timing.start_ns)
     for rank, own in enumerate(timing.finishing):
         programs, now, received = Programs(stages, timing.order.num_ranks), 0, []
@@ -133,8 +133,8 @@ def _close(timing: Timing, stages: Sequence[Stage], plan: Plan, cluster: Cluster
         update = Buckets(programs, plan.gradient_sync).close(rank, own, received, shown[rank])
         times = engine.run(programs.graph)
         updates.append((int(times.start_ns[update]), int(times.end_ns[update])))
-        calls.append(timing.calls[rank] + programs.calls_of(rank, times))
-    return replace(timing, optimizer=tuple(updates), calls=tuple(calls))
+        called.append((*timing.called[rank], CallParts(programs.calls[rank], *times)))
+    return replace(timing, optimizer=tuple(updates), called=tuple(called))
 
 
 def _shown(
@@ -173,7 +173,7 @@ def time_whole_passes(compiled: CompiledSchedule, stages: Sequence[Stage], plan:
     start_ns = end_ns - pass_ns
     kinds, starts, ends = (column[last].tolist() for column in (order.kind, start_ns, end_ns))
     shown = _shown(stages, plan, cluster, order, start_ns)
-    parts, updates, calls = [BucketParts((), end_ns, end_ns)] * len(stages), [], []
+    parts, updates, called = [BucketParts((), end_ns, end_ns)] * len(stages), [], []
     known: dict[object, _Ending] = {}
     for rank, own in enumerate(finishing(order)):
         begin = starts[own[0]] if own else 0
@@ -187,8 +187,8 @@ def time_whole_passes(compiled: CompiledSchedule, stages: Sequence[Stage], plan:
         for number, other in zip(own, ending.own, strict=True):
             parts[number] = BucketParts(ending.buckets.parts[other], start, end)
         updates.append((int(start[ending.update]), int(end[ending.update])))
-        calls.append(ending.programs.calls_of(ending.rank, ending.times, begin))
-    return Timing(order, start_ns, end_ns, sent_ns - send_ns, sent_ns, tuple(parts), tuple(updates), tuple(calls))
+        called.append((CallParts(ending.programs.calls[ending.rank], start, end),))
+    return Timing(order, start_ns, end_ns, sent_ns - send_ns, sent_ns, tuple(parts), tuple(updates), tuple(called))
 
 
 class _Ending:

@@ -218,8 +218,8 @@ def test_the_best_plans_with_reasons_and_a_file_of_the_first(facts, tmp_path):
     found = facts(*SMALL, "--gpus", "4", "--top", "2", "--save", path)
     first, second = found["plans"]
     assert first["step_s"] <= second["step_s"]
-    assert found["searched"] > found["simulated"] > 0
-    assert found["is_complete"]
+    xla = facts(*SMALL, "--gpus=4", "--cluster=tpu-v5e-pod")["searched"]  # by the degrees of its stack
+    assert found["searched"] > xla > found["simulated"] > 0 < found["is_complete"]
     assert all(reason["rule"] for reason in found["why"])
     assert facts("simulate", path)["steady_s"] == pytest.approx(first["step_s"])
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import simulator as sim
-from distlab.plan import Plan
+from distlab.plan import Plan, Work
 from simulator.memory.memory import KINDS
 from simulator.models.by_name import MODELS
 
@@ -152,8 +152,12 @@ def test_a_short_convolution_takes_the_place_of_attention():
 
 def test_experts_of_a_llama_are_shared_out():
     """Experts go to ranks whole; a shared expert and the dense layers stay on all of them."""
-    mixture = sim.Mixture(4, 2, expert_size=64, shared_size=32, dense_layers=1)
-    workload = sim.llama_workload(sim.LlamaSizes(64, 3, 8, 2, 256, 100, mixture=mixture), sequence_length=64)
+    sizes = (sim.LlamaSizes(64, 3, 8, 2, 256, 100, mixture=sim.Mixture(4, 2, 64, 32, 1, has_biases=n)) for n in (0, 1))
+    workload, biased = (sim.llama_workload(each, sequence_length=64) for each in sizes)
+    for name, size in (("forward", 28), ("input_gradient", 40)):  # of biases, which are added expert by expert
+        assert getattr(biased.layers[2], name).without(getattr(workload.layers[2], name)) == Work(
+            0, size * 2 * 64**2, 12
+        )
     assert [layer.experts is None for layer in workload.layers] == [True, True, False, False, True]
     assert workload.layers[2].expert_parameters == 4 * 3 * 64 * 64
     assert workload.layers[2].regions[-1].name == "feed-forward"  # the shared expert

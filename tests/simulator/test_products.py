@@ -199,6 +199,7 @@ MODULES = [
     (LLAMA, "operators", 8 * H + 4 * (H + KV) + 8 * F - 2 * (3 * H + KV + F + H), 2 * (KV * H + H * H + F * H)),
     (LLAMA, "layernorm", 2 * 2 * H, 0),
     (LLAMA, "mlp", 2 * (F + 2 * F + F), 2 * 3 * F * H),
+    (LLAMA, "mlp_act", 2 * (F + F), 0),
     (LLAMA, "core_attn", 0, 0),
     (llama_workload(FEW_LAYERS, sequence_length=S, microbatch_size=B), "core_attn", 2 * 4 * S, 2 * 2 * S * H),
     (DEEP, "layernorm", 2 * 2 * H, 0),

@@ -141,9 +141,11 @@ def _experts(fields: Fields, name: str = "num_experts", **sizes: Any) -> Mixture
     return Mixture(fields.count(name), fields.count("num_experts_per_tok"), **sizes)
 
 
-def _mixed(fields: Fields, *, experts: str = "num_local_experts", **changes: Any) -> LlamaSizes:
+def _mixed(
+    fields: Fields, *, experts: str = "num_local_experts", has_biases: bool = False, **changes: Any
+) -> LlamaSizes:
     """Take the sizes of a model with experts in each block, as wide as its feed-forward part would be."""
-    return _sizes(fields, mixture=_experts(fields, experts), **changes)
+    return _sizes(fields, mixture=_experts(fields, experts, has_biases=has_biases), **changes)
 
 
 def _qwen_mixed(fields: Fields, **changes: Any) -> LlamaSizes:
