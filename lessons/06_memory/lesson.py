@@ -806,8 +806,8 @@ print(guess_9.compare(seconds["none"] / seconds["products"], how="the simulator 
 
 # %% [markdown]
 # Not twice: attention, norms, casts, the update and what is not hidden of the exchange stay. torchao reports up to
-# 1.25x for an 8B model on 8 H100s, and up to 1.5x for 405B on 512. Its gather in 8 bits is the one that you wrote, with one
-# all-reduce for the scales of all weights.
+# 1.25x for an 8B model on 8 H100s, and up to 1.5x for 405B on 512. Its gather in 8 bits is the one that you wrote, with
+# one all-reduce for the scales of all weights.
 
 # %% [markdown]
 # ## Does it fit?
