@@ -71,13 +71,14 @@ class Registered:
     Args:
         module: the model.
         who: the technique, for the text.
+        again: how to begin anew, for the text.
 
     Raises:
         ValueError: an embedding changes its weight in forward, each rank the rows of its own tokens.
     """
 
-    def __init__(self, module: nn.Module, who: str) -> None:
-        self.module, self._who = module, who
+    def __init__(self, module: nn.Module, who: str, again: str = "close() this one and build a new one") -> None:
+        self.module, self._who, self._again = module, who, again
         for name, one in module.named_modules() if dist.get_world_size() > 1 else ():
             if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
                 raise ValueError(
@@ -98,14 +99,14 @@ class Registered:
         """Say what happened to the module since then."""
         found = [
             f"{self._names[parameter]} was frozen when {self._who} was built and requires a gradient now, which is not "
-            "averaged; close() this one and build a new one"
+            f"averaged; {self._again}"
             for parameter in self._frozen
             if parameter.requires_grad
         ]
         if self._registrations() != self._registered:
             found += [
                 f"{name} was added after {self._who} was built, so ranks neither share its values nor average its "
-                "gradient; close() this one and build a new one"
+                f"gradient; {self._again}"
                 for name, parameter in every_parameter(self.module)
                 if parameter not in self._names
             ]
@@ -113,8 +114,8 @@ class Registered:
 
 
 @torch.no_grad()
-def broadcast_each(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
-    """Overwrite each tensor with the values that the group's first rank has, one broadcast per tensor.
+def broadcast_each(tensors: Iterable[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> None:
+    """Overwrite each tensor with the values that one rank of the group has, the first by default: a broadcast each.
 
     Shapes: any; the same on all ranks. Tensors may be views that are not contiguous.
     Cost: per tensor one broadcast of its bytes; nothing for an empty tensor, nor in a group of one rank.
@@ -126,7 +127,9 @@ def broadcast_each(tensors: Iterable[Tensor], group: ProcessGroup | None = None)
         if tensor.numel() == 0:
             continue
         values = tensor.detach().contiguous()  # a backend sends one block of memory
-        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)  # as bytes: masks are of type bool
+        dist.broadcast(
+            values.view(-1).view(torch.uint8), group=group, group_src=source
+        )  # as bytes: masks are of type bool
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
 
