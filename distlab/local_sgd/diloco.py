@@ -291,11 +291,12 @@ class DiLoCo(NotCopied):
                 one.agreed.unpack(one.parameters)
             one.rounds = meetings
         if any(steps == 0 for steps, *_ in places):
-            rest = [one for _, one in every_parameter(self.module) if not one.requires_grad] + [*self.module.buffers()]
-            sent = [one.clone() for one in rest]
+            frozen = [parameter for _, parameter in every_parameter(self.module) if not parameter.requires_grad]
+            rest = [*frozen, *self.module.buffers()]
+            sent = [tensor.clone() for tensor in rest]
             broadcast_each(sent, group, source=furthest)
-            for one, values in zip(rest, sent, strict=True) if is_new else ():
-                one.copy_(values)
+            for tensor, values in zip(rest, sent, strict=True) if is_new else ():
+                tensor.copy_(values)
 
     def shard_state(self) -> dict[str, Any]:
         """Return this rank's replica, its inner optimizer and its part of what is under way, for a checkpoint."""

@@ -7,11 +7,15 @@ from typing import NamedTuple
 from distlab.plan import Cluster, Plan, Work, Workload
 from distlab.plan.require import require, require_count
 from distlab.trace import Span, Trace
+from simulator.engine.event_engine import run
+from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.hardware.cost import compute_s
 from simulator.hardware.rank_layout import group_of
-from simulator.step.simulate import NOTHING_MEASURED, Measured, simulate
+from simulator.step.result import Step
+from simulator.step.simulate import simulate
 from simulator.units import to_ns
 
+STEP = "step"
 PASSES_BEFORE, PASSES_AFTER = 7, 14  # over a fragment: pack, subtract, divide; look, outer step, copy back
 
 
@@ -40,7 +44,6 @@ def local_sgd_round(
     fragments: int = 1,
     delay: int = 0,
     inner: Plan | None = None,
-    measured: Measured = NOTHING_MEASURED,
 ) -> LocalRound:
     """Simulate a round: a fragment leaves at the end of its step, and is waited for `delay` steps later.
 
@@ -55,7 +58,6 @@ def local_sgd_round(
         fragments: that meet at steps of their own.
         delay: steps from a fragment's leaving to the wait for it.
         inner: how a replica's own ranks work; one rank by default.
-        measured: links of the meetings, and what `simulate` takes.
 
     Raises:
         ValueError: a number is out of range, or the cluster has too few ranks.
@@ -63,38 +65,45 @@ def local_sgd_round(
     require_count("local_sgd_round", num_replicas=num_replicas, every=every, fragments=fragments)
     fits = fragments <= every > delay >= 0
     require(fits, f"{fragments} fragments and a delay of {delay} do not fit into every={every} steps; pass fewer")
-    alone = simulate(workload, cluster, inner or Plan(1), measured=measured)
+    alone = simulate(workload, cluster, inner or Plan(1))
     step_ns, size = to_ns(alone.duration_s), alone.plan.world_size
     ranks = range(0, num_replicas * size, size)
     num_bytes = workload.gradient_bytes / fragments
-    sent_ns = group_of(cluster, ranks, measured.links).exchange_ns("all_reduce", num_bytes) if num_replicas > 1 else 0
+    sent_ns = group_of(cluster, ranks).exchange_ns("all_reduce", num_bytes) if num_replicas > 1 else 0
     passes = [Work(memory_bytes=count * num_bytes) for count in (PASSES_BEFORE, PASSES_AFTER)]
     before_ns, after_ns = (to_ns(compute_s(work, cluster.device)) for work in passes)
     dues = [every * (number + 1) // fragments for number in range(fragments)]
-    now = wire_ns = begin_ns = waited_ns = 0
-    spans: list[Span] = []
-    under_way: list[tuple[int, int]] = []  # the step at which a fragment is waited for, and when it is there
+    graph, rows, under_way, begin = Graph(), [], [], 0
 
-    def take(length_ns: int, name: str, kind: str) -> int:
-        spans.extend(Span(rank, "compute", name, kind, now, now + length_ns) for rank in ranks)
-        return now + length_ns
+    def add(lane: int, name: str, kind: str, length_ns: int, *needs: int) -> int:
+        rows.append((("compute", "communication")[lane], name, kind))
+        return graph.add(0, lane, length_ns, needs=needs)
 
     for step in range(1, 2 * every + 1):  # the second round is between equal ones
-        if step == every + 1:
-            begin_ns, waited_ns = now, 0
-        inside = [span._replace(start_ns=now + span.start_ns, end_ns=now + span.end_ns) for span in alone.trace]
-        spans += [span._replace(rank=first + span.rank) for first in ranks for span in inside]
-        now += step_ns
+        begin = len(rows) if step == every + 1 else begin
+        add(COMPUTE, STEP, "F", step_ns)
         for number in [number for number, due in enumerate(dues) if step % every == due % every]:
-            now = take(before_ns, "changes", "copy")
-            start_ns, wire_ns = max(now, wire_ns), max(now, wire_ns) + sent_ns
-            under_way.append((step + delay, wire_ns))
+            ready = add(COMPUTE, "changes", "copy", before_ns)
             name = f"changes of fragment {number}"
-            spans += [Span(r, "communication", name, "all_reduce", start_ns, wire_ns, round(num_bytes)) for r in ranks]
+            under_way.append((step + delay, add(COMMUNICATION, name, "all_reduce", sent_ns, ready)))
         while under_way and under_way[0][0] <= step:
-            wait_ns = max(0, under_way.pop(0)[1] - now)
-            waited_ns, now = waited_ns + wait_ns, take(wait_ns, "synchronize", "wait")
-            now = take(after_ns, "outer step", "optimizer")
-    cut = (one._replace(start_ns=max(one.start_ns, begin_ns), end_ns=min(one.end_ns, now)) for one in spans)
-    trace = Trace.from_spans(one for one in cut if one.end_ns > one.start_ns).shifted(-begin_ns)
-    return LocalRound((now - begin_ns) / every / 1e9, step_ns / 1e9, waited_ns / 1e9, trace)
+            add(COMPUTE, "outer step", "optimizer", after_ns, under_way.pop(0)[1])
+    times = run(graph)
+    start, end = times.start_ns.tolist(), times.end_ns.tolist()
+    first, last = start[begin], max(end[row] for row, (lane, *_) in enumerate(rows) if lane == "compute")
+    sent = {"compute": 0, "communication": round(num_bytes)}
+    spans = [
+        Span(0, *what, max(b, first), min(e, last), sent[what[0]]) for what, b, e in zip(rows, start, end, strict=True)
+    ]
+    trace = Trace.from_spans(one for one in spans if one.end_ns > one.start_ns).shifted(-first)
+    busy_ns = sum(one.end_ns - one.start_ns for one in trace if one.lane == "compute")
+    return LocalRound(
+        (last - first) / every / 1e9, step_ns / 1e9, (last - first - busy_ns) / 1e9, _on_all(trace, alone, ranks)
+    )
+
+
+def _on_all(trace: Trace, alone: Step, ranks: range) -> Trace:
+    """Draw the inner step in the place of each step, and all of it on every replica."""
+    inside = [moved for one in trace if one.name == STEP for moved in alone.trace.shifted(one.start_ns)]
+    spans = inside + [one for one in trace if one.name != STEP]
+    return Trace.from_spans(one._replace(rank=first + one.rank) for first in ranks for one in spans)

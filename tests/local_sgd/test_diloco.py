@@ -130,7 +130,7 @@ def test_replicas_do_as_in_one_process(ranks, every, fragments, delay):
 
 
 @pytest.mark.on_ranks(2)
-def test_bytes_are_a_share_of_data_parallelism():
+def test_bytes_and_memory_are_as_they_say():
     every, rank, models = 4, dist.get_rank(), [net(0, rare=False) for _ in range(4)]
     num_bytes = sum(one.nbytes for one in models[0].parameters() if one.requires_grad)
     replicas = DataParallel(models[0], bucket_bytes=10**6)
@@ -151,6 +151,9 @@ def test_bytes_are_a_share_of_data_parallelism():
     assert [sum(one) for one in sent[1:]] == [2 * num_bytes] * 3
     assert max(sent[3]) < num_bytes / 2
     assert all(sum(one) * every <= sum(sent[0]) for one in sent[1:])
+    assert sum(2 * one.nbytes for one in made[1].agreed) == 2 * num_bytes
+    held = [tensor for one in made[3].fragments for tensor in (one.agreed.buffer, one.momentum, one.change)]
+    assert sum(one.nbytes for one in held) == 3 * num_bytes
 
 
 def spoil(model, optimizer):
@@ -251,7 +254,8 @@ def leave_and_come():
             optimizer.fragments[0].agreed.buffer.add_(1)
         optimizer.fragments[0].rounds += 1
     if rank < 3:
-        optimizer.regroup(groups[0])
+        told = calls_of(partial(optimizer.regroup, groups[0]))
+        assert told == [("all_gather", 16), *[("broadcast", one.nbytes) for one in held_by(optimizer)]]
         agreed = optimizer.fragments[0].agreed.buffer
         assert same_everywhere_in(agreed, groups[0])
         kept = all(map(torch.equal, model.parameters(), own))
@@ -264,6 +268,10 @@ def leave_and_come():
     assert (optimizer.num_steps, optimizer.fragments[0].rounds) == (6, 3)
     train(model, optimizer, range(6, 9), rank, 4)
     return [one.detach() for one in model.parameters()]
+
+
+def held_by(optimizer):
+    return [tensor for one in optimizer.fragments for tensor in (one.agreed.buffer, one.momentum)]
 
 
 def same_everywhere_in(tensor, group):
