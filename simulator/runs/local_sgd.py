@@ -88,18 +88,22 @@ def local_sgd_round(
             under_way.append((step + delay, add(COMMUNICATION, name, "all_reduce", sent_ns, ready)))
         while under_way and under_way[0][0] <= step:
             add(COMPUTE, "outer step", "optimizer", after_ns, under_way.pop(0)[1])
+    trace = _trace(graph, rows, begin, round(num_bytes))
+    busy_ns = sum(one.end_ns - one.start_ns for one in trace if one.lane == "compute")
+    waited_s = trace.duration_s - busy_ns / 1e9
+    return LocalRound(trace.duration_s / every, step_ns / 1e9, waited_s, _on_all(trace, alone, ranks))
+
+
+def _trace(graph: Graph, rows: list[tuple[str, str, str]], begin: int, num_bytes: int) -> Trace:
+    """Return what one replica does from an operation on, until it is done with all: what travels on is cut there."""
     times = run(graph)
     start, end = times.start_ns.tolist(), times.end_ns.tolist()
     first, last = start[begin], max(end[row] for row, (lane, *_) in enumerate(rows) if lane == "compute")
-    sent = {"compute": 0, "communication": round(num_bytes)}
-    spans = [
-        Span(0, *what, max(b, first), min(e, last), sent[what[0]]) for what, b, e in zip(rows, start, end, strict=True)
+    sent = {"compute": 0, "communication": num_bytes}
+    found = [
+        Span(0, *row, max(b, first), min(e, last), sent[row[0]]) for row, b, e in zip(rows, start, end, strict=True)
     ]
-    trace = Trace.from_spans(one for one in spans if one.end_ns > one.start_ns).shifted(-first)
-    busy_ns = sum(one.end_ns - one.start_ns for one in trace if one.lane == "compute")
-    return LocalRound(
-        (last - first) / every / 1e9, step_ns / 1e9, (last - first - busy_ns) / 1e9, _on_all(trace, alone, ranks)
-    )
+    return Trace.from_spans(one for one in found if one.end_ns > one.start_ns).shifted(-first)
 
 
 def _on_all(trace: Trace, alone: Step, ranks: range) -> Trace:
