@@ -890,8 +890,8 @@ for speed in (5e6, 20e6, 80e6, 320e6):
 #
 # [Local SGD](../GLOSSARY.md#local-sgd) agrees on the mean of the replicas. [DiLoCo](../GLOSSARY.md#diloco) looks at
 # what a replica has changed: agreed values less its own ones. That points uphill, like a gradient of H steps. So the
-# mean change goes to a second optimizer, the *outer* one, SGD with Nesterov's momentum. The *inner* one, AdamW, stays
-# on its rank with all its state. With $\theta$ the values that all agreed on last, and $\theta_r$ those of replica r:
+# mean change goes to a second optimizer, SGD with Nesterov's momentum: the [outer step](../GLOSSARY.md#outer-step). The
+# *inner* one, AdamW, stays on its rank. With $\theta$ agreed on last, and $\theta_r$ the values of replica r:
 #
 # $$ d = \frac1n \sum_r (\theta - \theta_r) \qquad v \leftarrow \mu v + d
 # \qquad \theta \leftarrow \theta - \eta\,(d + \mu v) $$
@@ -932,15 +932,15 @@ def train_rarely(every, lr, factor):
 
 
 # %%
-for every in (1, 10):
-    alone = torch.tensor(pair.run(train_rarely, every, 1.0, 0.0)).mean(0)
-    print(f"H = {every:2}: the loss ends at {end_of(alone)}, that of data parallelism at {end_of(plain)}; ", end="")
-    print(f"in any step they differ by {(alone - plain).abs().max():.1g} at most")
+alone = {every: torch.tensor(pair.run(train_rarely, every, 1.0, 0.0)).mean(0) for every in (1, 10)}
+print(f"H = 1: losses differ from those of data parallelism by {(alone[1] - plain).abs().max():.1g} at most")
+panels = {"": {"data parallelism": (plain, 1)} | {f"H = {every}": (losses, 1) for every, losses in alone.items()}}
+picture = draw_losses("With H = 1 local SGD is data parallelism", panels, xlabel="update")
+show(picture, f"Data parallelism ends at {end_of(plain)}, H = 1 at {end_of(alone[1])}, H = 10 at {end_of(alone[10])}.")
 
 # %% [markdown]
 # **With H = 1 this is data parallelism**: the mean of the replicas after one step of SGD is one step by the mean
-# gradient. Only additions come in a different order. With H = 10 a tenth of the bytes travels, and it is a different
-# algorithm: replicas that are apart for ten steps learn a little less.
+# gradient. With H = 10 a tenth of the bytes travels. Replicas that are apart for ten steps learn a little less.
 #
 # ### Between two nodes
 #
