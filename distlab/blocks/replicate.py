@@ -71,14 +71,13 @@ class Registered:
     Args:
         module: the model.
         who: the technique, for the text.
-        again: how to begin anew, for the text.
 
     Raises:
         ValueError: an embedding changes its weight in forward, each rank the rows of its own tokens.
     """
 
-    def __init__(self, module: nn.Module, who: str, again: str = "close() this one and build a new one") -> None:
-        self.module, self._who, self._again = module, who, again
+    def __init__(self, module: nn.Module, who: str) -> None:
+        self.module, self._who = module, who
         for name, one in module.named_modules() if dist.get_world_size() > 1 else ():
             if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
                 raise ValueError(
@@ -99,14 +98,14 @@ class Registered:
         """Say what happened to the module since then."""
         found = [
             f"{self._names[parameter]} was frozen when {self._who} was built and requires a gradient now, which is not "
-            f"averaged; {self._again}"
+            "averaged; close() this one and build a new one"
             for parameter in self._frozen
             if parameter.requires_grad
         ]
         if self._registrations() != self._registered:
             found += [
                 f"{name} was added after {self._who} was built, so ranks neither share its values nor average its "
-                f"gradient; {self._again}"
+                "gradient; close() this one and build a new one"
                 for name, parameter in every_parameter(self.module)
                 if parameter not in self._names
             ]

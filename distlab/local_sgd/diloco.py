@@ -28,7 +28,7 @@ from distlab.blocks.gradient_hook import GradientBucket, GradientHook
 from distlab.blocks.gradients.flat_gradients import TimedWork
 from distlab.blocks.gradients.gradient_status import gather_reports
 from distlab.blocks.modules.moved import NotCopied
-from distlab.blocks.replicate import Registered, agree_on_build, broadcast_each, broadcast_flat, every_parameter
+from distlab.blocks.replicate import agree_on_build, broadcast_each, broadcast_flat, every_parameter
 from distlab.comm.agree import group_device
 from distlab.plan.require import require, require_count, require_least
 from distlab.trace import SpanWriter
@@ -68,21 +68,16 @@ class Fragment:
         return self._changes.buffer
 
     @torch.no_grad()
-    def start(
-        self, step: int, group: ProcessGroup | None, hook: GradientHook | None, spans: SpanWriter | None, spoil: bool
-    ) -> None:
-        """Begin to sum the changes over ranks; do not wait. NaN in place of them tells all that this rank complains."""
+    def start(self, step: int, group: ProcessGroup | None, hook: GradientHook | None, spans: SpanWriter | None) -> None:
+        """Begin to average the changes over ranks; do not wait."""
         self._changes.pack(self.parameters)
         torch.sub(self.agreed.buffer, self.change, out=self.change)
-        if spoil:
-            self.change.fill_(torch.nan)
+        bucket, self.started = GradientBucket(self.index, self.change, self._changes.views), step
         if hook is not None:
-            bucket = GradientBucket(self.index, self.change, self._changes.views)
             self._work = TimedWork(lambda: hook.start(bucket, group), spans)
         else:
             self.change.div_(dist.get_world_size(group))
             self._work = TimedWork(lambda: dist.all_reduce(self.change, group=group, async_op=True), spans)
-        self.started = step
 
     def wait(self) -> bool:
         """Wait for the mean change; return whether it is finite."""
@@ -136,7 +131,7 @@ class DiLoCo(NotCopied):
     Give a checkpoint this, in place of module and optimizer: each rank saves its own replica.
 
     Args:
-        module: the model; frozen parameters are left alone.
+        module: the model; what is frozen now is left alone, also if it trains later.
         inner: this replica's optimizer. Schedules and clipping are those of one process.
         group: the replicas; None is all ranks. Inside of a replica `DataParallel` may join several ranks.
         every: H, steps from one meeting of a fragment to its next.
@@ -188,20 +183,11 @@ class DiLoCo(NotCopied):
         agree_on_build(every_parameter(module), group, **options, **kinds)
         require_count("DiLoCo", every=every, fragments=fragments)
         require_least("DiLoCo", lr=lr, momentum=momentum, delay=delay, keep=keep)
-        require(
-            fragments <= every,
-            f"fragments is {fragments} and every is {every}: each fragment meets at a step of "
-            f"its own, so pass at most {every} fragments",
-        )
-        require(
-            delay < every,
-            f"delay is {delay} and every is {every}: a fragment's changes must be there before its "
-            f"next meeting, so pass a delay below {every}",
-        )
+        fits = f"every is {every}: pass at most {every} fragments, and a delay below it"
+        require(fragments <= every > delay, f"fragments is {fragments}, delay is {delay}, {fits}")
         require(keep < 1 and momentum < 1, f"keep is {keep:g} and momentum is {momentum:g}; pass numbers below 1")
         if not self._named:
             raise ValueError("no parameter of the module requires a gradient; there is nothing to agree on")
-        self._registered = Registered(module, "DiLoCo", "build a new one")
         broadcast_flat([*(one.detach() for _, one in every_parameter(module)), *module.buffers()], group)
         members = _members([one for _, one in self._named], fragments, every)
         self.fragments = [Fragment(index, same, due) for index, (same, due) in enumerate(members)]
@@ -210,9 +196,7 @@ class DiLoCo(NotCopied):
         """Make an inner step, and the meetings that are due: all ranks call this equally often.
 
         Raises:
-            NotFiniteError: a rank's own values are NaN or infinite at a meeting (a RuntimeError).
-            RuntimeError: a parameter was added or unfrozen since this was built. Both name ranks and are raised on
-                every rank; the agreed values stand as they were before the meeting.
+            NotFiniteError: on every rank: some rank's values are NaN or infinite at a meeting. The agreed values stand.
         """
         self.inner.step()
         self.num_steps += 1
@@ -232,16 +216,15 @@ class DiLoCo(NotCopied):
         """Let all fragments meet now, without delay: afterwards the parameters are equal on all ranks.
 
         Raises:
-            RuntimeError: as `step`.
+            NotFiniteError: as `step`.
         """
         self._finish([one for one in self.fragments if one.started >= 0], self.keep)
         self._start(self.fragments)
         self._finish(self.fragments, 0)
 
     def _start(self, fragments: Sequence[Fragment]) -> None:
-        spoil = bool(fragments) and bool(self._registered.complaints())
         for one in fragments:
-            one.start(self.num_steps, self.group, self.hook, self.spans, spoil)
+            one.start(self.num_steps, self.group, self.hook, self.spans)
 
     def _finish(self, fragments: Sequence[Fragment], keep: float) -> None:
         arrived = [one.wait() for one in fragments]  # the same on all ranks
@@ -252,19 +235,15 @@ class DiLoCo(NotCopied):
         for one in fragments:
             one.take(lr=self.lr, factor=self.momentum, keep=keep)
 
-    def _error(self) -> RuntimeError:
+    def _error(self) -> NotFiniteError:
         """Ask all ranks what is wrong, and return what each of them raises."""
         bad = [name for name, one in self._named if not bool(one.isfinite().all())]
-        told = self._registered.complaints()
-        told += [f"{len(bad)} parameters are not finite ({', '.join(bad[:3])}) after inner steps"] if bad else []
-        error = gather_reports([], told, self.group).error([], unused="zeros", step=self.num_steps)
-        rank = f"rank {dist.get_rank(self.group)}: "
-        if error is not None and "not finite" not in str(error):
-            return type(error)(f"{rank}{error}")
-        what = error or f"step {self.num_steps}: the mean of the ranks' changes is not finite"
+        told = [f"{len(bad)} parameters are not finite ({', '.join(bad[:3])})"] if bad else []
+        found = gather_reports([], told, self.group).error([], unused="zeros", step=self.num_steps)
+        what = found or f"step {self.num_steps}: the mean of the ranks' changes is not finite"
         return NotFiniteError(
-            f"{rank}{what}; the agreed values are those of the last meeting: go back to a checkpoint, and lower the "
-            "inner learning rate or clip the gradients"
+            f"rank {dist.get_rank(self.group)}: {what}; the agreed values are those of the last meeting: go back to a "
+            "checkpoint, and lower the inner learning rate or clip the gradients"
         )
 
     @torch.no_grad()
@@ -312,26 +291,22 @@ class DiLoCo(NotCopied):
         }
 
     def check_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what a different number of replicas saved, or a different model or division of it.
+        """Refuse what a different number of replicas saved, or other fragments.
 
         Raises:
             ValueError: it does not fit; nothing has changed.
         """
-        num_ranks = dist.get_world_size(self.group)
-        saved = int(states[0]["ranks"])
-        if len(states) != 1 or saved != num_ranks:
+        own = [dist.get_world_size(self.group), *(one.agreed.buffer.numel() for one in self.fragments)]
+        saved = [states[0]["ranks"], *(one["agreed"].numel() for one in states[0]["fragments"])]
+        if saved != own:
             raise ValueError(
-                f"{saved} replicas saved this, and there are {num_ranks}: each has an inner optimizer of its own. Go "
-                f"on with {saved}; then let replicas leave or come by regroup()"
+                f"{saved[0]} replicas saved fragments of {saved[1:]} elements, and these are {own[0]} with {own[1:]}; "
+                "build it as it was saved, and let replicas leave or come by regroup() afterwards"
             )
-        sizes = [one["agreed"].numel() for one in states[0]["fragments"]]
-        own = [one.agreed.buffer.numel() for one in self.fragments]
-        if sizes != own:
-            raise ValueError(f"fragments of {own} elements, and {sizes} were saved; build the same model and fragments")
 
     def load_shards(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up this rank's replica."""
-        (state,) = states
+        state = states[0]
         self.num_steps = int(state["num_steps"])
         self.module.load_state_dict(state["module"])
         self.inner.load_state_dict(state["inner"])

@@ -162,10 +162,6 @@ def spoil(model, optimizer):
             model.head.bias[0] = torch.nan
 
 
-def unfreeze(model, optimizer):
-    model.first.bias.requires_grad_(dist.get_rank() == 1)
-
-
 def overflow(model, optimizer):
     with torch.no_grad():
         model.head.bias.fill_(1.7e308 * (-1) ** dist.get_rank())
@@ -177,7 +173,6 @@ def test_a_fault_of_one_rank_is_named_on_every_rank_and_the_agreed_values_stand(
     for hook in (None, RandomK(0.3, 0), Quantize(8)):
         for act, words in (
             (spoil, ["NotFiniteError", "step 2: 1 parameters are not finite (head.bias)", "(rank 1)", "learning rate"]),
-            (unfreeze, ["RuntimeError", "first.bias was frozen when DiLoCo was built", "(rank 1)", "build a new one"]),
             (overflow, ["NotFiniteError", "mean of the ranks' changes is not finite"]),
         ):
             model = net(0, rare=False)
@@ -194,7 +189,7 @@ def test_a_fault_of_one_rank_is_named_on_every_rank_and_the_agreed_values_stand(
 REFUSED = [
     ({"every": 0}, "every"),
     ({"every": 4, "fragments": 5}, "pass at most 4 fragments"),
-    ({"every": 4, "delay": 4}, "pass a delay below 4"),
+    ({"every": 4, "delay": 4}, "a delay below it"),
     ({"every": 4, "keep": 1.0}, "keep is 1"),
     ({"every": 4, "lr": -1.0}, "lr"),
 ]
@@ -234,7 +229,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(ranks, tmp_path):
             assert all(map(torch.equal, one, other)), stop
     assert not torch.equal(wanted[0][0], wanted[1][0]), "replicas differ between meetings"
     text = ranks(1).run(lambda: message(load, tmp_path / "6", parts={"replica": fresh()}, reshard=True))[0]
-    assert "2 replicas saved this, and there are 1" in text
+    assert "2 replicas saved fragments of" in text
 
 
 def fresh():
