@@ -90,6 +90,7 @@ from simulator.runs.failures import (
     goodput_by_trial as goodput_by_trial,
     young_s as young_s,
 )
+from simulator.runs.local_sgd import LocalRound as LocalRound, local_sgd_round as local_sgd_round
 from simulator.runs.money import (
     Bill as Bill,
     Curve as Curve,

@@ -113,8 +113,8 @@ class Registered:
 
 
 @torch.no_grad()
-def broadcast_each(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
-    """Overwrite each tensor with the values that the group's first rank has, one broadcast per tensor.
+def broadcast_each(tensors: Iterable[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> None:
+    """Overwrite each tensor with the values that one rank of the group has, the first by default: a broadcast each.
 
     Shapes: any; the same on all ranks. Tensors may be views that are not contiguous.
     Cost: per tensor one broadcast of its bytes; nothing for an empty tensor, nor in a group of one rank.
@@ -126,7 +126,9 @@ def broadcast_each(tensors: Iterable[Tensor], group: ProcessGroup | None = None)
         if tensor.numel() == 0:
             continue
         values = tensor.detach().contiguous()  # a backend sends one block of memory
-        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)  # as bytes: masks are of type bool
+        dist.broadcast(
+            values.view(-1).view(torch.uint8), group=group, group_src=source
+        )  # as bytes: masks are of type bool
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
 

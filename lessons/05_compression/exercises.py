@@ -11,6 +11,7 @@ AIMS = (
     "Send less of a gradient in five ways: the largest elements, random ones, few bits, signs, thin factors.",
     "Keep what was not sent in an error memory, and show what happens to the loss without it.",
     "Count what is really saved, by method and by number of ranks, and check it against the recorder.",
+    "Synchronise every H steps in place of each one (local SGD, DiLoCo), and say what that costs.",
     "Decide for a model, a wire and a compressor whether it pays, by simulation and by a run on a slow wire.",
 )
 
@@ -47,20 +48,6 @@ EXERCISES = (
             "Draw the places, take the values there, divide by the number of ranks, all_reduce, and put them times L/k "
             "into zeros at those places.",
         ),
-    ),
-    Exercise(
-        name="05.pack",
-        title="several codes in a byte",
-        minutes=8,
-        difficulty=2,
-        source="solutions:pack_codes",
-        imports=("import torch", "from torch import Tensor"),
-        hints=(
-            "A byte holds 8 // bits codes. Code i of a byte is shifted to the left by i x bits: `code << (i * bits)`.",
-            "Fill the codes up with zeros to a multiple of 8 // bits, and view them as rows of that many.",
-            "Begin with zeros, one byte per row. For each place i of a row: `packed |= rows[:, i] << (i * bits)`.",
-        ),
-        worlds=(1,),
     ),
     Exercise(
         name="05.quantize",
@@ -117,6 +104,20 @@ EXERCISES = (
             "`torch.linalg.qr(p).Q` has orthonormal columns that span the same. All ranks must do it to one p.",
             "p = gradient @ q, all_reduce to the mean, Q of its qr; then q = gradient.T @ p, all_reduce to the mean. "
             "Return p @ q.T and the new q.",
+        ),
+    ),
+    Exercise(
+        name="05.outer",
+        title="the outer step",
+        minutes=10,
+        difficulty=2,
+        source="solutions:outer_step",
+        imports=_TORCH,
+        hints=(
+            "The mean change is `agreed - own`, divided by the number of ranks and all-reduced. If a replica has gone "
+            "downhill, the change points uphill, as a gradient does.",
+            "The caller keeps all three: write into them, by `momentum.mul_(...)`, `agreed.sub_(...)`, `own.copy_()`.",
+            "First `momentum.mul_(factor).add_(change)`, then `agreed.sub_(lr * (change + factor * momentum))`.",
         ),
     ),
 )

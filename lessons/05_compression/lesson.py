@@ -20,6 +20,7 @@
 #
 # - send less of a gradient in five ways: the largest elements, random ones, few bits, signs, thin factors;
 # - keep what was not sent in an error memory, and show what happens to the loss without it;
+# - let replicas train alone for H steps (local SGD, DiLoCo), and say what that saves and what it costs;
 # - count what is really saved, by method and by number of ranks;
 # - decide for a model, a wire and a compressor whether it pays.
 
@@ -295,20 +296,8 @@ show_errors("Random places are wrong by several lengths of the gradient")
 # Keep every element, but round it to one of $2^b$ levels. With 8 bits there are 256. The smallest value is level 0, the
 # largest is level 255, and the steps between are equal. What travels is the number of the level: its *code*.
 #
-# ### Exercise: pack
-#
-# torch has no tensor of 4-bit numbers: its smallest element is a byte. Codes that are not *packed* save nothing below
-# 8 bits. Write `pack_codes(codes, bits)`: several codes into a byte. No ranks are needed.
-
-# %% exercise="05.pack"
-
-# %% tags=["nbval-check-output"]
-codes = torch.tensor([1, 2, 3, 0, 3, 3], dtype=torch.uint8)
-print("six codes of 2 bits:", [f"{int(byte):08b}" for byte in pack_codes(codes, 2)], "(read each byte from the right)")
-
-# %% [markdown]
-# The library's `pack_bits` and `unpack_bits` do this for any number of bits, 3 and 5 too, in a few passes over 64-bit
-# words. Use them from here on.
+# torch has no tensor of 4-bit numbers: its smallest element is a byte. So several codes must be *packed* into each
+# byte, or nothing is saved below 8 bits. The library's `pack_bits(codes, bits)` packs them, `unpack_bits` unpacks them.
 #
 # ### Exercise: quantize
 #
@@ -495,20 +484,23 @@ print(guess_3.compare(float(remembering["top-1 %"][-5:].mean())))
 # %%
 from matplotlib import figure, rc_context
 
-LOOKS = ("-", "#1A1A1A"), ("--", "#0072B2"), (":", "#D55E00"), ("-.", "#00795A"), ((0, (6, 1)), "#A8457F")
+STYLES = "-", "--", ":", "-.", (0, (6, 1)), (0, (1, 1))
+COLOURS = "#1A1A1A", "#0072B2", "#D55E00", "#00795A", "#A8457F", "#7A5C00"
 
 
+# %%
 @rc_context({"font.size": 12})
 def draw_losses(title, panels, **axis):
     picture = figure.Figure(figsize=(12.8, 4.8), layout="constrained")
     for name, axes in zip(panels, picture.subplots(1, len(panels), sharey=True, squeeze=False)[0], strict=True):
-        for (label, (losses, per_update)), (style, colour) in zip(panels[name].items(), LOOKS, strict=False):
+        looks = zip(panels[name].items(), STYLES, COLOURS, strict=False)
+        for (label, (losses, per_update)), style, colour in looks:
             x = per_update * torch.arange(10, len(losses) + 1)
             axes.plot(x, losses.unfold(0, 10, 1).mean(1), ls=style, color=colour, lw=2.4, label=label)
         axes.set(title=name, **axis)
         axes.spines[["top", "right"]].set_visible(False)
     picture.axes[0].set_ylabel("loss, mean of 10 updates (nats per byte)")
-    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5, frameon=False)
+    picture.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=6, frameon=False)
     picture.suptitle(title, x=0.01, ha="left", fontsize=16, weight="bold")
     return picture
 
@@ -544,24 +536,6 @@ from distlab.compression import PlainTopK
 
 print(inspect.getsource(PlainTopK.average))
 
-
-# %%
-def train_plainly():
-    rank, losses = dist.get_rank(), []
-    model = GPT(CONFIG, torch.Generator().manual_seed(0))
-    top_1_percent = PlainTopK(model.parameters(), ratio=0.01)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    for step in range(NUM_STEPS):
-        inputs, targets = CORPUS.batch(step, 16, rank=rank, world_size=2)
-        optimizer.zero_grad()
-        loss = model.loss(model(inputs), targets)
-        (loss.backward(), top_1_percent.average(), optimizer.step())
-        losses.append(float(loss.detach()))
-    return losses
-
-
-on_one_screen = torch.tensor(pair.run(train_plainly)).mean(0)
-print(f"top-1 % with memory: {end_of(remembering['top-1 %'])} by the hook, {end_of(on_one_screen)} on one screen")
 
 # %% [markdown]
 # ### The same losses over bytes
@@ -776,25 +750,27 @@ print(f"in a step both take {ROUND.overhead.codec_slowdown:.1f} times as long")
 
 
 # %%
-def count_work():
+def count_work(kind, **options):
     model, (inputs, targets) = GPT(WIDE), CORPUS.batch(0, 8, rank=0, world_size=2)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return workload_from_module(
-        model, lambda: model.loss(model(inputs), targets), optimizer=sgd, samples=4, name="small GPT"
-    )
+    call = {"optimizer": kind(model.parameters(), **options), "samples": 4, "name": "small GPT"}
+    return workload_from_module(model, lambda: model.loss(model(inputs), targets), **call)
 
 
-WORK = pair.run(count_work)[0]
+WORK = pair.run(lambda: count_work(torch.optim.SGD, lr=0.1, momentum=0.9))[0]
+
+
+def with_wire(bytes_per_s, rounds):
+    here = fit_cluster(median_calibration(rounds).compute, 2)
+    wire = Link("throttled", (Protocol(here.intra_node.protocols[0].latency_s, bytes_per_s),))
+    # Who waits for a throttled wire sleeps, and takes nothing from a rank that computes: no contention.
+    return replace(here, intra_node=wire, contention=Contention())
 
 
 def predicted(bytes_per_s, compression, rounds=(ROUND,)):
     middle = median_calibration(rounds)
-    here = fit_cluster(middle.compute, 2)
-    wire = Link("throttled", (Protocol(here.intra_node.protocols[0].latency_s, bytes_per_s),))
-    # Who waits for a throttled wire sleeps, and takes nothing from a rank that computes: no contention.
-    here = replace(here, intra_node=wire, contention=Contention())
     codec = middle.codec.slower(middle.overhead.codec_slowdown) if compression is not None else None
-    return simulate(WORK, here, Plan(2, compression=compression, **SIZES), measured=Measured(codec))
+    plan = Plan(2, compression=compression, **SIZES)
+    return simulate(WORK, with_wire(bytes_per_s, rounds), plan, measured=Measured(codec))
 
 
 # %% [markdown]
@@ -837,15 +813,15 @@ def make_step(compression, spans):
 from distlab.measure import overlay_of, time_beside
 
 
-def timed(bytes_per_s, compression):
+def timed(bytes_per_s, compression, make=make_step, steps_per_window=6):
     spans, rounds = SpanWriter(dist.get_rank()), calibration(compression)
-    train = make_step(compression, spans)
+    train = make(compression, spans)
 
     def step():
         with throttled(bytes_per_s):
             train()
 
-    return time_beside(step, rounds.measure, spans, num_windows=3, steps_per_window=6)
+    return time_beside(step, rounds.measure, spans, num_windows=3, steps_per_window=steps_per_window)
 
 
 def measure(bytes_per_s, compression):
@@ -879,94 +855,276 @@ timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 #
 # Now at four bandwidths, with 4 bits and without.
 
+
 # %%
-from contextlib import nullcontext
-
-
-def several_steps(bytes_per_s, compression, num_steps=7):
-    """Time some steps; with None the wire is as it is."""
+def median_step_s(bytes_per_s, compression, num_steps=7):
     step, times = make_step(compression, None), []
-    with throttled(bytes_per_s) if bytes_per_s else nullcontext():
+    with throttled(bytes_per_s):
         for _ in range(num_steps):
-            dist.barrier()
             start = time.perf_counter()
             step()
             times.append(time.perf_counter() - start)
-    return times[2:]  # the first two warm up
+    return median(times[2:])  # the first two warm up
 
 
-# %%
-PLAN_OF = {"none": None, "4 bits": QUANTIZE}
-SPEEDS = (5e6, 20e6, 80e6, 320e6)
-rounds = [ROUND]
-seen = {}
-for name, compression in PLAN_OF.items():
-    for speed in SPEEDS:
-        seen[name, speed] = median(map(max, zip(*pair.run(several_steps, speed, compression), strict=True)))
-    rounds.append(pair.run(lambda: calibration(QUANTIZE).measure())[0])
-
-# %%
-print("            predicted  measured   error")
-for (name, speed), step_s in seen.items():
-    said_s = predicted(speed, PLAN_OF[name], rounds).duration_s
-    print(f"{name:6} {speed / 1e6:4.0f} MB/s {said_s * 1e3:6.0f} ms {step_s * 1e3:6.0f} ms {said_s / step_s - 1:+7.0%}")
+for speed in (5e6, 20e6, 80e6, 320e6):
+    for name, compression in {"none": None, "4 bits": QUANTIZE}.items():
+        said_s, step_s = predicted(speed, compression).duration_s, max(pair.run(median_step_s, speed, compression))
+        print(f"{speed / 1e6:3.0f} MB/s, {name:6}: predicted {said_s * 1e3:3.0f} ms, measured {step_s * 1e3:3.0f} ms")
 
 # %% [markdown]
-# Between the bandwidth where 4 bits win and the one where they lose lies the break-even. The measured one is read off
-# by drawing a straight line through the two differences around it, on a logarithmic scale of bandwidth.
-
-
-# %%
-def crossing(differences):
-    """Return the bandwidth at which the gain changes its sign, or None."""
-    pairs = sorted(differences.items())
-    for (low, gain), (high, loss) in zip(pairs, pairs[1:], strict=False):
-        if gain > 0 >= loss:
-            return math.exp(math.log(low) + gain / (gain - loss) * math.log(high / low))
-    return None
-
-
-def in_words(speed):
-    return "not between 5 and 320 MB/s" if speed is None else f"{speed / 1e6:.0f} MB/s"
-
-
-gains = {speed: seen["none", speed] - seen["4 bits", speed] for speed in SPEEDS}
-steps = {speed: [predicted(speed, plan, rounds).duration_s for plan in (None, QUANTIZE)] for speed in SPEEDS}
-said = {speed: without_s - with_s for speed, (without_s, with_s) in steps.items()}
-print(f"4 bits pay below: predicted {in_words(crossing(said))}, measured {in_words(crossing(gains))}")
-
-# %% [markdown]
-# Single runs on a machine that does other things too: expect a factor of two, not a digit. Look in the table at where
-# the errors are. An error in how fast this machine computes or sends would stand in the rows of "none" as well. One
-# that only the rows of 4 bits have lies in the codec.
+# Single runs on a machine that does other things too: expect a factor of two, not a digit. Between the bandwidth where
+# 4 bits win and the one where they lose lies the break-even. An error that "none" has as well lies in how fast this
+# machine computes or sends; one that only 4 bits have lies in the codec.
 #
 # **Timing a codec is a trap.** One bucket is encoded before the other ranks have woken up, so it shares no core. In a
 # step all ranks encode at once, where four share two cores, and buckets have left the cache. So the calibration times
-# twelve buckets in a row on all ranks together, and the codec inside the steps of two other models.
-#
-# What is sure is the direction: on a slow wire compression pays, on a wire as fast as memory it costs.
-# `benchmarks/throttled.py` does it with more methods and repeats.
+# twelve buckets in a row on all ranks together, and the codec inside the steps of two other models. More methods, with
+# repeats: `benchmarks/throttled.py`.
 
 # %% [markdown]
+# ## Synchronise rarely
+#
+# All methods above send less after each step. A different way is to send nothing for H steps: each rank trains a
+# *replica* as if it were alone. Then all meet, and agree.
+#
+# [Local SGD](../GLOSSARY.md#local-sgd) agrees on the mean of the replicas. [DiLoCo](../GLOSSARY.md#diloco) looks at
+# what a replica has changed: agreed values less its own ones. That points uphill, like a gradient of H steps. So the
+# mean change goes to a second optimizer, SGD with Nesterov's momentum: the [outer step](../GLOSSARY.md#outer-step). The
+# *inner* one, AdamW, stays on its rank. With $\theta$ agreed on last, and $\theta_r$ the values of replica r:
+#
+# $$ d = \frac1n \sum_r (\theta - \theta_r) \qquad v \leftarrow \mu v + d
+# \qquad \theta \leftarrow \theta - \eta\,(d + \mu v) $$
+#
+# With $\eta = 1$ and $\mu = 0$ that is local SGD. The library's plainest form, its step:
+
+# %%
+from distlab.local_sgd import DiLoCo, PlainDiLoCo
+
+print(inspect.getsource(PlainDiLoCo.step))
+
+# %% [markdown]
+# ### Exercise: the outer step
+#
+# Write `outer_step(own, agreed, momentum, lr, factor)`. A rank comes with its own values after H steps. What all agreed
+# on last and the outer momentum are the same on all ranks. All three belong to the caller, who needs them again: write
+# into them. At the end the own values are the agreed ones. Budget: one all-reduce of as many elements as `own` has.
+
+# %% exercise="05.outer"
+
+# %%
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+
+def train_rarely(every, lr, factor):
+    rank, losses, model = dist.get_rank(), [], GPT(CONFIG, torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    agreed = parameters_to_vector(model.parameters()).detach()
+    momentum = torch.zeros_like(agreed)
+    for step in range(NUM_STEPS):
+        batch = CORPUS.batch(step, 16, rank=rank, world_size=2)
+        losses.append(float(train_step(model, optimizer, batch=batch, loss_fn=GPT.loss)))
+        if (step + 1) % every == 0:
+            own = parameters_to_vector(model.parameters()).detach()
+            outer_step(own, agreed, momentum, lr, factor)
+            vector_to_parameters(own, model.parameters())
+    return losses
+
+
+# %%
+alone = {every: torch.tensor(pair.run(train_rarely, every, 1.0, 0.0)).mean(0) for every in (1, 10)}
+print(f"H = 1: losses differ from those of data parallelism by {(alone[1] - plain).abs().max():.1g} at most")
+panels = {"": {"data parallelism": (plain, 1)} | {f"H = {every}": (losses, 1) for every, losses in alone.items()}}
+picture = draw_losses("With H = 1 local SGD is data parallelism", panels, xlabel="update")
+show(picture, f"Data parallelism ends at {end_of(plain)}, H = 1 at {end_of(alone[1])}, H = 10 at {end_of(alone[10])}.")
+
+# %% [markdown]
+# **With H = 1 this is data parallelism**: the mean of the replicas after one step of SGD is one step by the mean
+# gradient. With H = 10 a tenth of the bytes travels. Replicas that are apart for ten steps learn a little less.
+#
 # ### Between two nodes
 #
-# `throttled` makes a collective last as long as a ring would need. Nodes go further (they need Linux; elsewhere do not
-# run this cell: below it stands what a Linux machine showed): the two ranks become two nodes of one rank each, and
-# everything that crosses, also a single message, takes the time of a wire of 20 MB/s and 200 us. Nothing in the model
-# or in the hook changes.
+# Now on a slow wire. The two ranks become two nodes of one rank each: everything that crosses takes the time of a wire
+# of 20 MB/s and 200 us. (Nodes need Linux. Elsewhere do not run the cells of `ways`: what a Linux machine showed stands
+# there.) Six ways to train, all with AdamW. The last one is *streaming*: half of the parameters meets at step 5, the
+# other half at step 10, and their changes travel while the replica makes its next three steps.
+#
+# Without compression the wire alone takes 85 ms of each step, as computed above. DiLoCo meets once in ten steps. How
+# long is its step on average, with its share of the meeting?
+
+# %%
+guess_diloco = predict("How long is a step of DiLoCo on average, with H = 10?", unit="ms")
+guess_diloco
 
 # %%
 from distlab.comm import Nodes
 
-with Ranks(2, timeout_s=120, nodes=Nodes(2, between="20MB/s,200us")) as apart:
-    for name, compression in PLAN_OF.items():
-        took_s = median(map(max, zip(*apart.run(several_steps, None, compression), strict=True)))
-        said_s = predicted(20e6, compression, rounds).duration_s
-        line = f"{name:6} between nodes {took_s * 1e3:4.0f} ms, in `throttled` {seen[name, 20e6] * 1e3:4.0f} ms"
-        print(f"{line}, predicted {said_s * 1e3:4.0f} ms")
+EVERY, STREAM = 10, {"fragments": 2, "delay": 3}
+MEAN, OUTER = {"lr": 1.0, "momentum": 0.0}, {"lr": 0.4, "momentum": 0.8}
+OFTEN = {"DDP": lambda: None, "top-1 %": lambda: TopK(0.01), "rank 2": lambda: PowerSGD(2)}
+WAYS = OFTEN | {"local SGD": MEAN, "DiLoCo": OUTER, "streaming": OUTER | STREAM}
+
+
+def optimizer_of(way, model):
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if callable(way):  # it makes a hook
+        return inner, DataParallel(model, hook=way()).synchronize
+    return DiLoCo(model, inner, **{"every": EVERY} | way), None
+
+
+# %%
+def train_by(way, num_steps=80):
+    rank, losses, model = dist.get_rank(), [], GPT(WIDE, torch.Generator().manual_seed(0))
+    optimizer, synchronize = optimizer_of(way, model)
+    with recorded() as seen:
+        start = time.perf_counter()
+        for step in range(num_steps):
+            call = {"batch": CORPUS.batch(step, 8, rank=rank, world_size=2), "synchronize": synchronize}
+            losses.append(float(train_step(model, optimizer, loss_fn=GPT.loss, **call)))
+        seconds = time.perf_counter() - start
+    return losses, seconds / num_steps, seen.records.ring_equivalent_bytes(rank) / num_steps
+
+
+# %%
+ways = {}
+with Ranks(2, timeout_s=180, nodes=Nodes(2, between="20MB/s,200us")) as apart:
+    for name, way in WAYS.items():
+        losses, step_s, num_bytes = zip(*apart.run(train_by, way), strict=True)
+        ways[name] = torch.tensor(losses).mean(0), max(step_s), num_bytes[0]
+print(guess_diloco.compare(1e3 * ways["DiLoCo"][1]))
+
+# %%
+guess_diloco.lock()
+for name, (losses, step_s, num_bytes) in ways.items():
+    print(f"{name:9} {num_bytes / 1e3:7.1f} kB per step, {ways['DDP'][2] / num_bytes:5.1f}x less than DDP; ", end="")
+    print(f"{step_s * 1e3:4.0f} ms per step; loss {losses[-10:].mean():.2f} in the last ten steps")
+title = f"DiLoCo: a tenth of DDP's bytes, {ways['DiLoCo'][1] / ways['DDP'][1]:.0%} of its time, nearly its loss"
+panels = {
+    "sent per rank (MB)": {name: (losses, num_bytes / 1e6) for name, (losses, _, num_bytes) in ways.items()},
+    "since the start (s)": {name: (losses, step_s) for name, (losses, step_s, _) in ways.items()},
+}
+words = "; ".join(f"{name} ends at {losses[-10:].mean():.2f}" for name, (losses, *_) in ways.items())
+picture = draw_losses(title, panels, xscale="log")
+show(picture, f"Loss against bytes and against seconds, six ways to train on two nodes. {words}.")
 
 # %% [markdown]
-# The order is the same: on such a wire 4 bits win. Lesson 10 puts whole axes of a plan across such a wire.
+# A line further left learns the same for less. Per byte the thin ways are furthest left, but they send in each step,
+# encode in each step, and put an error memory in front of Adam, of which more below: their lines end high. Those that
+# meet rarely send 10x<!--out--> less than DDP and end near it.
+#
+# ### A round, predicted
+#
+# The simulator knows rounds too: H steps alone, then a meeting, or fragments that travel beside the steps. Measured as
+# above, on `throttled` ranks, with calibrations between the windows. A "step" of the picture is a round of ten.
+
+# %%
+from simulator import local_sgd_round
+
+INNER = pair.run(lambda: count_work(torch.optim.AdamW, lr=1e-3))[0]
+
+
+def make_round(options, spans):
+    rank, model = dist.get_rank(), GPT(WIDE, torch.Generator().manual_seed(0))
+    optimizer, _ = optimizer_of(options | {"spans": spans}, model)
+    call = {"batch": CORPUS.batch(0, 8, rank=rank, world_size=2), "loss_fn": GPT.loss, "spans": spans}
+    return lambda: [train_step(model, optimizer, **call) for _ in range(EVERY)]
+
+
+def measure_round(options):
+    reports = pair.run(timed, 20e6, None, lambda _, spans: make_round(options, spans), 2)
+    return overlay_of(reports, lambda rounds: local_sgd_round(INNER, with_wire(20e6, rounds), 2, **options).trace)
+
+
+# %%
+for name, options in (("streaming", STREAM), ("DiLoCo", {})):
+    overlay = measure_round({"every": EVERY} | options)
+    print(f"{name}: {overlay}")
+timeline = Timeline(overlay)
+timeline
+
+# %%
+timeline.view = (0.0, overlay.measured.duration_s)  # the whole round
+
+# %% [markdown]
+# This is DiLoCo: ten steps alone, and a meeting for which all wait. Streaming hides the meetings. What a replica learns
+# while its changes travel is not lost: its values become half its own, half the agreed ones.
+#
+# And the four machines of the beginning, which did less than one, with H steps between two meetings?
+
+# %% tags=["nbval-check-output"]
+for every, options in ((1, {}), (10, {}), (100, {}), (500, {}), (100, {"fragments": 4, "delay": 6})):
+    far = local_sgd_round(MODEL, MACHINES, 4, every=every, **options)
+    print(f"H = {every:3}: {far.step_s * 1e3:4.0f} ms per step, ", end="")
+    print(f"{4 * one.duration_s / far.step_s:.2f}x the work of one machine {options or ''}")
+
+# %% [markdown]
+# With H = 100 four machines do the work of 3.3<!--out-->, on a wire on which they did less than one. Fragments under
+# way for six steps hide the rest.
+#
+# ### What goes wrong
+#
+# **The outer rate.** A change enters the momentum, and counts again in every later meeting: $\eta / (1 - \mu)$ times in
+# all. The papers' 0.7 and 0.9 make that 7, on runs of tens of thousands of steps. And here, where there are eight
+# meetings?
+
+
+# %%
+def last_loss(**way):
+    return torch.tensor([losses for losses, *_ in pair.run(train_by, way)])[:, -10:].mean()
+
+
+for lr, momentum in ((0.4, 0.8), (0.7, 0.9), (1.5, 0.9), (3.0, 0.9)):
+    print(f"outer rate {lr}, momentum {momentum}: a change counts {lr / (1 - momentum):4.1f} times; ", end="")
+    print(f"loss {last_loss(lr=lr, momentum=momentum):.2f}")
+
+# %% [markdown]
+# **H too large.** The replicas drift apart, and each learns from its own half of the data alone. With H = 80 they are
+# alone to the end:
+
+# %%
+for every in (1, 10, 40, 80):
+    losses = last_loss(every=every, **MEAN), last_loss(every=every, **OUTER)
+    print(f"H = {every:2}: local SGD {losses[0]:.2f}, DiLoCo {losses[1]:.2f}")
+
+
+# %% [markdown]
+# DiLoCo has a best H. **If H is too small**, AdamW's steps, all of one size, add up in a momentum that is made for the
+# changes of many steps. It is data parallelism only with H = 1, SGD inside and a mean outside.
+#
+# **A node leaves.** Under DDP the others wait for it in the next all-reduce. Here they need it once in H steps, and
+# `regroup` goes on with those that are left. Of the four ranks the last one leaves in the middle of a round. The group
+# of the others is there from the start; a real job makes it when the loss is noticed (lesson 12).
+
+
+# %%
+def one_leaves(num_steps=60):
+    rank, losses, model = dist.get_rank(), [], GPT(CONFIG, torch.Generator().manual_seed(0))
+    inner, left = torch.optim.AdamW(model.parameters(), lr=3e-3), dist.new_group([0, 1, 2])
+    optimizer = DiLoCo(model, inner, every=EVERY, **OUTER)
+    for step in range(num_steps):
+        if step == 35 and rank == 3:
+            return losses
+        if step == 35:
+            optimizer.regroup(left)
+        batch = CORPUS.batch(step, 16, rank=rank, world_size=4)
+        losses.append(float(train_step(model, optimizer, batch=batch, loss_fn=GPT.loss)))
+    return losses
+
+
+# %%
+stayed = ranks.run(one_leaves)
+print("steps made by each rank:", [len(losses) for losses in stayed])
+means = torch.tensor(stayed[:3]).mean(0)
+print("loss of the others, by ten steps:", [f"{ten:.2f}" for ten in means.view(-1, 10).mean(1)])
+
+# %% [markdown]
+# What the last rank had learned since its last meeting is lost, and its share of the data.
+#
+# **Who trains so?** DiLoCo's paper: 8 replicas, H = 500, a loss as good as that of fully synchronous training.
+# OpenDiLoCo repeated it over two continents, computing for 90 to 95 % of the time. INTELLECT-1 is a model of 10 billion
+# parameters, trained on up to 14 nodes on three continents that came and left: H = 100, and changes of 8 bits instead
+# of 32, together 400 times fewer bytes; 83 to 96 % of the time was computing. Streaming DiLoCo sends 4 bits. What is
+# sent rarely bears few bits: `DiLoCo(hook=Quantize(4))` does it here.
 
 # %% [markdown]
 # ## Production: torch's own
@@ -1045,6 +1203,9 @@ show(draw_bars(step_ms, **words))
 # | DeepSpeed | `communication_data_type` | `OneBitAdam` (`freeze_step`); `zero_quantized_gradients` (ZeRO stage 3) |
 # | Horovod | `compression=hvd.Compression.fp16` | none found |
 #
+# Rarely: torch has `PostLocalSGDOptimizer` (means every so many steps, after a start like DDP), torchft has `LocalSGD`
+# and a `DiLoCo` whose `sync_every`, `fragment_sync_delay` and `should_quantize` you know by now under other names.
+#
 # torchtitan's setting is float32 unless you change it, and only newer versions take "bfloat16" there.
 #
 # Read the right column again: three of the five have nothing there. torchtitan and Megatron-LM are made for clusters
@@ -1068,6 +1229,10 @@ show(draw_bars(step_ms, **words))
 #   three of the five methods slower than none, and the other two 2 % faster, for a gradient that is far worse.
 # - **"Unbiased means harmless."** Refuted: random-k is right on average, wrong by ten lengths each time, and at a
 #   learning rate that is fine for plain SGD its loss ran away, even with 10 %.
+# - **"DiLoCo sends 500 times less, for free."** The bytes hold, by construction: 1/H of them, and the paper's H was
+#   500. Free it is not. You pay with memory: agreed values, momentum and changes, 12 bytes a parameter in float32. And
+#   you pay with loss: how much depends on H, on the outer rate, and on how far your replicas drift. Where the wire is
+#   fast there is nothing to gain, since gradients hide behind backward.
 # - **"Error feedback repairs any compressor."** It gives back what was dropped, late, and late gradients act like a
 #   larger step. Above the optimizer was plain SGD. With momentum, which keeps each gradient for ten steps more, at the
 #   same speed in the long run ($0.2 \cdot (1 - 0.9)$):
@@ -1150,6 +1315,10 @@ pair.close()
 # - Tang et al. 2021, *1-bit Adam*; DeepSpeed's tutorial on 1-bit Adam, read 2026-11. Its configuration JSON has the
 #   other two settings.
 # - Agarwal et al. 2022, *On the Utility of Gradient Compression in Distributed Training Systems*: when it does not pay.
-# - PyTorch documentation, DDP Communication Hooks, read for torch 2.13. Source of Megatron-LM (`arguments.py`),
-#   torchtitan (`TrainingConfig`) and Horovod (`torch/compression.py`), read 2026-11.
-# - In this repository: `distlab/compression/sparse.py`, `quantize.py`, `powersgd.py`, `feedback.py`, in this order.
+# - Stich 2018 (1805.09767) and Lin et al. 2018 (1808.07217, post-local SGD); Douillard et al. 2023, *DiLoCo*
+#   (2311.08105), and 2025, *Streaming DiLoCo* (2501.18512); Jaghouar et al. 2024, *OpenDiLoCo* (2407.07852) and
+#   *INTELLECT-1 Technical Report* (2412.01152), with its model card.
+# - PyTorch documentation, DDP Communication Hooks, read for torch 2.13. torchft's documentation, and source of
+#   Megatron-LM (`arguments.py`), torchtitan (`TrainingConfig`) and Horovod (`torch/compression.py`), read 2026-11.
+# - In this repository: `distlab/compression/sparse.py`, `quantize.py`, `powersgd.py`, `feedback.py`, in this order;
+#   then `distlab/local_sgd/plain.py` and `diloco.py`.

@@ -1,7 +1,7 @@
-"""Reference solutions of lesson 5: send less of a gradient, by choosing, rounding or factoring it.
+"""Reference solutions of lesson 5: send less of a gradient, by choosing, rounding or factoring it, or more rarely.
 
-Each function takes this rank's own gradient and returns what all ranks agree on as its mean. The library's versions,
-made fit for buckets of real models, are in `distlab.compression`.
+Each function but the last takes this rank's own gradient and returns what all ranks agree on as its mean. The library's
+versions, made fit for real models, are in `distlab.compression` and `distlab.local_sgd`.
 """
 
 from collections.abc import Callable
@@ -46,23 +46,6 @@ def average_random_k(gradient: Tensor, k: int, step: int) -> Tensor:
     estimate = torch.zeros_like(gradient)
     estimate[places] = values * (gradient.numel() / k)
     return estimate
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Put codes of 1, 2, 4 or 8 bits side by side into bytes, the first code in a byte's lowest bits.
-
-    A last byte that is not full is filled up with zeros.
-
-    Shapes: codes [L] -> [ceil(L bits / 8)], both uint8
-    """
-    per_byte = 8 // bits
-    full = torch.zeros(-(-codes.numel() // per_byte) * per_byte, dtype=torch.uint8)
-    full[: codes.numel()] = codes
-    rows = full.view(-1, per_byte)
-    packed = torch.zeros(len(rows), dtype=torch.uint8)
-    for place in range(per_byte):
-        packed |= rows[:, place] << (bits * place)
-    return packed
 
 
 def average_quantized(gradient: Tensor, bits: int) -> Tensor:
@@ -135,3 +118,19 @@ def average_low_rank(gradient: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     q = gradient.T @ p / dist.get_world_size()  # [C, r]
     dist.all_reduce(q)
     return p @ q.T, q
+
+
+def outer_step(own: Tensor, agreed: Tensor, momentum: Tensor, lr: float, factor: float) -> None:
+    """Let the replicas agree after H steps of their own: take their mean change for a gradient.
+
+    The change is agreed values less own ones. The momentum becomes factor times itself plus the mean change. The agreed
+    values go down by lr times (mean change + factor times the new momentum): Nesterov's momentum, as torch.optim.SGD
+    has it. At the end the own values are the agreed ones. All three are written in place.
+
+    Shapes: own, agreed, momentum of one shape; the last two are the same on all ranks
+    """
+    change = (agreed - own) / dist.get_world_size()
+    dist.all_reduce(change)
+    momentum.mul_(factor).add_(change)
+    agreed.sub_(lr * (change + factor * momentum))
+    own.copy_(agreed)

@@ -55,25 +55,6 @@ def random_k_in_ascending_order(gradient, k, step):
     return torch.stack([by_place.get(place, gradient.new_zeros(())) for place in range(gradient.numel())])
 
 
-def pack_by_dots(codes, bits):
-    per_byte = 8 // bits
-    padded = torch.nn.functional.pad(codes.int(), (0, -codes.numel() % per_byte))
-    weights = torch.tensor([1 << (bits * place) for place in range(per_byte)], dtype=torch.int32)
-    return (padded.reshape(-1, per_byte) * weights).sum(1).to(torch.uint8)
-
-
-def pack_by_numpy(codes, bits):
-    each = (codes.numpy()[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
-    return torch.from_numpy(np.packbits(each.reshape(-1).astype(np.uint8), bitorder="little"))
-
-
-def pack_one_by_one(codes, bits):
-    packed = [0] * (-(-len(codes) * bits // 8))
-    for place, code in enumerate(codes.tolist()):
-        packed[place * bits // 8] |= code << (place * bits % 8)
-    return torch.tensor(packed, dtype=torch.uint8)
-
-
 def _levels(gradient, bits):
     low, high = gradient.aminmax()
     step = (high - low) / (2**bits - 1)
@@ -186,3 +167,33 @@ def powersgd_async(gradient, q):
     p = torch.linalg.qr(mean(gradient @ q), mode="reduced")[0]
     new = mean((p.T @ gradient).T)
     return (new @ p.T).T, new
+
+
+def outer_by_torch(own, agreed, momentum, lr, factor):
+    optimizer = torch.optim.SGD([agreed], lr=lr, momentum=factor, nesterov=factor > 0)
+    optimizer.state[agreed]["momentum_buffer"] = momentum.clone()
+    agreed.grad = (agreed - own).contiguous() / dist.get_world_size()
+    dist.all_reduce(agreed.grad)
+    momentum.mul_(factor).add_(agreed.grad)
+    optimizer.step()
+    agreed.grad = None
+    own.copy_(agreed)
+
+
+def outer_of_the_mean(own, agreed, momentum, lr, factor):
+    mean = own.contiguous().clone()
+    dist.all_reduce(mean, async_op=True).wait()
+    change = agreed - mean / dist.get_world_size()
+    momentum[...] = factor * momentum + change
+    agreed -= lr * change
+    agreed -= lr * factor * momentum
+    own[...] = agreed
+
+
+def outer_by_addition(own, agreed, momentum, lr, factor):
+    change = torch.sub(own, agreed).contiguous()
+    dist.all_reduce(change, async_op=True).wait()
+    change.div_(-dist.get_world_size())
+    torch.add(change, momentum, alpha=factor, out=momentum)
+    agreed.add_(change, alpha=-lr).add_(momentum, alpha=-lr * factor)
+    own.copy_(agreed)

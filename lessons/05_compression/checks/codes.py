@@ -1,4 +1,4 @@
-"""Codes of few bits: packing them into bytes, and rounding to levels."""
+"""Codes of few bits: rounding to levels."""
 
 from __future__ import annotations
 
@@ -24,18 +24,6 @@ def gradient_of(rank: int, *shape: int, purpose: str) -> Tensor:
     return (seeded(-1, *shape, purpose=purpose) + 0.7 * seeded(rank, *shape, purpose=purpose)).float()
 
 
-def codes_of(length: int, bits: int) -> Tensor:
-    """Make codes of so many bits, among them the largest."""
-    codes = (seeded(0, length, purpose=f"codes {bits}").abs() * 1000).long() % 2**bits
-    codes[0] = 2**bits - 1
-    return codes.to(torch.uint8)
-
-
-def _pack_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
-    every = ((length, bits) for bits in (4, 1, 2, 8) for length in (8, 9, 1, 24))
-    return {f"{length} codes of {bits} bits": (codes_of(length, bits), bits) for length, bits in every}
-
-
 def _quantize_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
     """Make gradients whose range differs between ranks, and whose values are not centred; and one of equal values."""
     drawn = (rank + 1) * (gradient_of(rank, QUANTIZE_LENGTH, purpose="quantize") + 0.4)
@@ -43,13 +31,7 @@ def _quantize_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
     return {f"{kind} numbers, {bits} bits": (kinds[kind], bits) for kind, bits in QUANTIZE_CASES}
 
 
-drive_pack = Cases(_pack_cases)
 drive_quantize = Cases(_quantize_cases, needs="two numbers and packed codes")
-
-
-def budget_pack(evidence: Evidence) -> list[str]:
-    """Say how much smaller the codes have become."""
-    return [f"{bits}-bit codes: {8 // bits} per byte" for bits in (1, 2, 4)]
 
 
 def budget_quantize(evidence: Evidence) -> list[str]:
@@ -59,38 +41,6 @@ def budget_quantize(evidence: Evidence) -> list[str]:
     return [f"{line}, in {len(QUANTIZE_CASES)} calls of {QUANTIZE_LENGTH} elements"]
 
 
-WRONG_PACK = (
-    Mutant(
-        "highest bits first",
-        "order in the byte",
-        "the first code goes into the lowest bits: shift code i by i x bits",
-        1,
-    ).edit("<< (bits * place)", "<< (8 - bits - bits * place)"),
-    Mutant("a byte each", "not packed", "it returned one byte per code; 8 // bits codes share a byte", 1, 51).body(
-        "return codes.clone()"
-    ),
-    Mutant("tail lost", "tail lost", "the last codes fill no whole byte; it counts too", 1)
-    .edit("-(-codes.numel() // per_byte) * per_byte", "codes.numel() // per_byte * per_byte")
-    .edit("full[: codes.numel()] = codes", "full[:] = codes[: len(full)]"),
-    Mutant(
-        "shifted by place", "codes overlap", "code i of a byte begins at bit i x bits; do two of them share bits?", 1
-    ).edit("(bits * place)", "place"),
-    Mutant(
-        "filled in front", "padded in front", "missing codes are filled in at the front; fill up at the end", 1
-    ).edit("full[: codes.numel()]", "full[full.numel() - codes.numel() :]"),
-    Mutant(
-        "one byte more", "one byte more", "where the last byte is full, one too many follows; round L / per byte up", 1
-    ).edit("-(-codes.numel() // per_byte)", "(codes.numel() // per_byte + 1)"),
-    Mutant("columns", "columns", "codes that follow each other share a byte: view(-1, 8 // bits)", 1).edit(
-        "full.view(-1, per_byte)", "full.view(per_byte, -1).T"
-    ),
-    Mutant("changes its argument", "changed argument", "work on a copy", 1, 40).edit(
-        "return packed", "codes.zero_()\nreturn packed"
-    ),
-    Mutant("last code only", "codes lost", "only the last code of a byte is there: put codes together with |=", 1).edit(
-        "packed |= ", "packed = "
-    ),
-)
 _BITS_LOST = "codes are cut off, not rounded, half a step too small on average; .round() before .to(torch.uint8)"
 _STEPS = "its steps are range / 2**bits: 2**bits levels have one step less between them, so divide by 2**bits - 1"
 WRONG_QUANTIZE = (

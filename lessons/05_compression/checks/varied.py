@@ -39,10 +39,12 @@ def _use_random_k(fn: Callable[[Tensor, int, int], Any], gradient: Tensor, k: in
     return [estimate.sort().values, torch.equal(estimate, same)]
 
 
-def _draw_pack(draw: Draw) -> tuple[Any, ...]:
-    bits, length = draw.one_of(1, 2, 4, 8), draw.one_of(0, 1, draw.integer(2, 9), draw.integer(10, 50), 16)
-    codes = draw.tensor(length, dtype=torch.int64).abs().remainder(2**bits).to(torch.uint8)
-    return draw.one_of(codes, torch.stack([codes, codes], 1)[:, 0]), bits
+def _draw_outer(draw: Draw) -> tuple[Any, ...]:
+    shape, dtype = draw.shape(), draw.dtype(*_FLOATS)
+    agreed = draw.tensor(*shape, dtype=dtype, same=True)
+    momentum = draw.tensor(*shape, dtype=dtype, same=True)
+    rates = draw.one_of(0.7, draw.number(0.1, 2.0)), draw.one_of(0.9, 0.0, draw.number(0.1, 0.95))
+    return draw.tensor(*shape, dtype=dtype, strided=True), agreed, momentum, *rates
 
 
 def _draw_quantize(draw: Draw) -> tuple[Any, ...]:
@@ -85,7 +87,6 @@ def _use_low_rank(fn: Callable[[Tensor, Tensor], Any], gradient: Tensor, q: Tens
 
 vary_top_k = Vary(_draw_top_k, left_out=_ROW)
 vary_random_k = Vary(_draw_random_k, use=_use_random_k, left_out=_ROW)
-vary_pack = Vary(_draw_pack, left_out={"dtype": "codes are uint8", "dims": ROW})
 _ONE_TYPE = {axis: reason for axis, reason in _ROW.items() if axis != "unequal ranks"} | {"dtype": FLOAT32}
 vary_quantize = Vary(_draw_quantize, left_out=_ONE_TYPE)
 vary_repair = Vary(_draw_signs, left_out=_ONE_TYPE)
@@ -96,6 +97,7 @@ vary_powersgd = Vary(
     left_out=_ROW | {"dims": "a gradient of a matrix", "layout": "both factors are contiguous"},
 )
 vary_feedback = Vary(_draw_memory, left_out=_ROW)
+vary_outer = Vary(_draw_outer, left_out={"sub-group": TAKES_NO_GROUP, "unequal ranks": ALIKE})
 
 WRONG_TOP_K = (
     Mutant("float32 by default", "raised", "RuntimeError", 1, "one dtype").edit(
@@ -107,8 +109,9 @@ WRONG_RANDOM_K = (
         "(gradient.numel() / k)", "(gradient.numel() // k)"
     ),
 )
-WRONG_PACK = (
-    Mutant("full bytes only", "raised", "shape", 1, "sizes that divide").edit(
-        "-(-codes.numel() // per_byte) * per_byte", "codes.numel()"
+WRONG_OUTER = (
+    Mutant("one row", "raised", "0-d tensor", 1, "one row only").edit(
+        "agreed.sub_(lr * (change + factor * momentum))",
+        "for place in range(len(agreed)):\n    agreed[place] -= lr * (change[place] + factor * momentum[place])",
     ),
 )
