@@ -78,7 +78,7 @@ class EightBitLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the weight, and add the bias, which is not rounded."""
         flat = input.reshape(-1, self.in_features)
-        made: Tensor = Product.apply(flat, self.weight, self)  # type: ignore[no-untyped-call]
+        made: Tensor = EightBitProduct.apply(flat, self.weight, self)  # type: ignore[no-untyped-call]
         rows = made.view(*input.shape[:-1], self.out_features)
         return rows if self.bias is None else rows + self.bias
 
@@ -92,7 +92,7 @@ class EightBitLinear(nn.Linear):
         return from_eight(to_eight(tensor, dtype, scale), scale, tensor.dtype)
 
 
-class Product(torch.autograd.Function):
+class EightBitProduct(torch.autograd.Function):
     """x [M, K] and w [N, K] -> x w^T [M, N]; both sums of backward run along other dims, so blocks are cut anew."""
 
     @staticmethod
