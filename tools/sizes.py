@@ -55,7 +55,7 @@ ROOMS = (
     Room("- nine textbook packages", of(*TEXTBOOK), 11_738, 11_151, at_least=True),
     Room("simulator (Python)", ("simulator/",), 24_377, 20_713, suffixes=(".py",)),  # 19,500, and 1,213 for plan files
     Room("lessons/*/checks", CHECKS, 18_089, 13_731),
-    Room("lessons without checks and trials", ("lessons/",), 23_072, 23_399, without=(*CHECKS, *TRIALS)),
+    Room("lessons without checks and trials", ("lessons/",), 23_072, 23_489, without=(*CHECKS, *TRIALS)),
     Room("- the guides' code on trial", TRIALS, 0, 900),
     Room("tests (Python)", ("tests/",), 73_266, 43_641, suffixes=(".py",)),
     Room("tools, benchmarks, docs", ("tools/", "benchmarks/", "docs/"), 11_406, 11_500),

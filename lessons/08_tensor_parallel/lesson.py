@@ -180,9 +180,8 @@ print(f"{seconds * 1e3:.0f} ms, each device works {6 * LAYER_S * 1e3:.0f} ms: bu
 # One half: each layer needs what the one before it made, so only one device works at a time. Real GPUs do not help. A
 # call returns there as soon as its work is queued, but the queue of the second GPU waits for the first one's result.
 #
-# What do ranks change? Not this. A rank has a Python of its own and can stand in a different machine; `x.to("cuda:1")`
-# becomes a send and a receive. Autograd ends at a message, so backward needs one too, as in `naive_step`. In return
-# every rank can have work of its own while others have theirs. This lesson and lesson 9 give it to them.
+# What do ranks change? Not this. `x.to("cuda:1")` becomes a send and a receive, backward too, as in `naive_step`. In
+# return every rank can have work of its own while others have theirs. This lesson and lesson 9 give it to them.
 
 # %% [markdown]
 # ## Two ways to cut a matrix
@@ -356,16 +355,9 @@ for name, wire in WIRES.items():
 # %, and it leaves out two things that help. A layer also does work that is not a product, and part of the sums can
 # travel during products. The simulator counts both; below it says 87 %. On other wires, or on eight GPUs, the number
 # is a different one, and the claim does not say for which case it holds.
-
-# %%
-rates = {"NVLink": 12, "Ethernet 100 Gb/s": 8}
-for name, dollars in rates.items():
-    print(f"{name:18} {dollars} dollars an hour: {4 * busy[name] / dollars:.3f} GPU-hours of computing for a dollar")
-
-# %% [markdown]
-# That is the question, answered: the cheaper machines cost several times as much for the same training. If you have
-# only those, do not cut layers over them. Cut the model into stages (lesson 9): a stage sends one activation to the
-# next. Or shard it (lesson 7): that sends weights and gradients, the same bytes for any number of samples.
+#
+# So the cheaper machines cost several times as much for the same training. If you have only those, cut the model into
+# stages (lesson 9) that send one activation each, or shard it (lesson 7): the same bytes for any number of samples.
 
 # %% [markdown]
 # ## Attention: by heads
@@ -801,13 +793,14 @@ timeline.view = (0.0, result.predicted.duration_s / 2)  # the first half, larger
 # how many times as fast the step is as on one GPU that could hold everything.
 
 # %%
-from dataclasses import replace
+from distlab.plan import Software
 
 FOUR = gpt_workload(**SIZES, microbatch_size=4)
 
 
-def step_on(t, wire):
-    machine = replace(cluster("dgx-h100", t, stack="best-case"), name=wire.name, intra_node=wire, inter_node=wire)
+def step_on(t, wire, hidden=0.0):
+    wires = {"name": wire.name, "intra_node": wire, "inter_node": wire}
+    machine = replace(cluster("dgx-h100", t, stack="best-case"), **wires, software=Software(tensor_overlap=hidden))
     return simulate(FOUR, machine, Plan(tensor=t, sequence_parallel=True, recompute="selective"))
 
 
@@ -850,9 +843,51 @@ print(degrees.text)
 #
 # Part of the sums can hide. Backward of a column layer makes two products: the gradient of its input, which ranks
 # must sum, and that of its weight, which stays. So compute the first, send it, and compute the second while it
-# travels. The library does that (`distlab/tensor_parallel/overlap.py`). Forward there is only one product, and all of
-# it is sent. Cut it into parts: then the sum of one part travels during the product of the next. Megatron-LM and
-# torchtitan do that with special kernels.
+# travels. The library does that (`distlab/tensor_parallel/overlap.py`). Forward there is only one product, and it
+# needs all that is gathered. [Asynchronous tensor parallelism](../GLOSSARY.md#asynchronous-tensor-parallelism) cuts
+# both: a part of the sequence is multiplied while the next arrives, or before a reduce-scatter while the last is sent.
+
+
+# %%
+def gather_and_multiply(part, weight):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    products = [None] * size
+    for step in range(size):
+        arriving, calls = torch.empty_like(part), []
+        if step < size - 1:
+            calls = [dist.isend(part, (rank + 1) % size), dist.irecv(arriving, (rank - 1) % size)]
+        products[(rank - step) % size] = part @ weight  # while the next part travels
+        for call in calls:
+            call.wait()
+        part = arriving
+    return torch.cat(products)
+
+
+# %%
+def gap_to_one_product():
+    x, weight = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+    part = x.chunk(dist.get_world_size())[dist.get_rank()]  # of the sequence
+    return float((gather_and_multiply(part, weight) - x @ weight).abs().max())
+
+
+print(f"part by part and all at once differ by {max(ranks.run(gap_to_one_product)):.0e}")
+
+# %%
+guess_4 = predict("If 75 % of each sum hides: how much shorter is a step on 8 GPUs with NVLink?", unit="%")
+guess_4
+
+# %%
+guess_4.lock()
+times = {t: {part: step_on(t, WIRES["NVLink"], part).duration_s for part in (0, 0.5, 0.75)} for t in (4, 8)}
+print(guess_4.compare(100 * (1 - times[8][0.75] / times[8][0]), how="simulated"))
+shown = {f"t={t}": {f"{part:.0%} hidden": 1e3 * s for part, s in row.items()} for t, row in times.items()}
+show_bars(shown, "ms", "Eight GPUs gain more from hidden sums than four", "a step of the 13B model on NVLink")
+
+# %% [markdown]
+# What part hides you must say; for NVIDIA's NeMo the simulator takes `Software(tensor_overlap=0.75)`. PyTorch measured
+# Llama 3 only some 8 % faster with it: smaller products are slower, and copies take memory bandwidth. Megatron-LM has
+# `--tp-comm-overlap`. In torchtitan's async TP torch.compile finds the pairs (`_micro_pipeline_tp` in
+# `torch._inductor.config`), and GPUs copy from each other's symmetric memory.
 
 # %% [markdown]
 # ## Production: torch's own
@@ -1025,5 +1060,5 @@ ranks.close()
 # - The three above.
 # - Bandwidths and speeds: `simulator/hardware/presets.toml`, each with its source. Prices: the example's own.
 # - Documentation of `torch.distributed.tensor.parallel`, of Megatron Core and of DeepSpeed's AutoTP; source of
-#   torchtitan (`config/parallelism.py`). Read 2026-11.
+#   torchtitan (`config/parallelism.py`); discuss.pytorch.org, topic 209487, 2024: async TP. Read 2026-11.
 # - In this repository: `distlab/tensor_parallel/`, whose `__init__` says in which order.

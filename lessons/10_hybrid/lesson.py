@@ -441,18 +441,18 @@ from distlab.hybrid import Hybrid
 CUBE = Plan(data=2, tensor=2, pipeline=2, num_microbatches=4)
 
 
-def train_mesh(plan, num_steps=2):
-    hybrid = Hybrid(new_gpt(), plan, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+def train_mesh(plan, num_steps=2, dtype=torch.float64):
+    hybrid = Hybrid(new_gpt().to(dtype), plan, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     try:
         steps = [hybrid.train_step(*CORPUS.batch(step, 16)) for step in range(num_steps)]
-        return [float(loss) for loss in steps]
+        return [float(loss) for loss in steps], hybrid.full_state_dict()
     finally:
         hybrid.close()
 
 
 # %%
 def compare_losses(name, plan):
-    losses = ranks.run(train_mesh, plan)[0]
+    losses, _ = ranks.run(train_mesh, plan)[0]
     gap = max(abs(a - b) for a, b in zip(alone, losses, strict=True))
     print(f"{name:44} loss {losses[0]:.4f} to {losses[-1]:.4f}; one process differs by {gap:.0e}")
 
@@ -460,8 +460,26 @@ def compare_losses(name, plan):
 compare_losses("data 2 x tensor 2 x pipeline 2", CUBE)
 
 # %% [markdown]
-# Eight ranks, three axes, the losses of one process. What did each axis send? The recorder knows which group each call
-# was in.
+# Eight ranks, three axes, the losses of one process up to rounding, in float64. Are they **equal in every bit**? Now in
+# float32, all parameters after ten steps on one layout, on the same one again, and on a different one:
+
+# %%
+states = (ranks.run(train_mesh, plan, 10, torch.float32)[0][1] for plan in (Plan(data=8), Plan(data=8), CUBE))
+first, again, cube = (torch.cat([one.flatten() for one in state.values()]) for state in states)
+for words, other in (("data 8, twice", again), ("data 8 and all three axes", cube)):
+    equal, gap = (first == other).double().mean(), (first - other).abs().max()
+    print(f"{words:26} {equal:4.0%} of parameters are equal in every bit; the largest gap is {gap:.0e}")
+
+# %% [markdown]
+# A sum in floating point depends on its order, and a layout is an order: data 8 adds eight gradients of two samples
+# each, tensor 2 makes every product of a row-cut layer from two halves. For equal bits ranks would have to send all
+# terms in place of sums. So compare a changed program with itself, on one layout, bit for bit; two layouts by a
+# tolerance. On GPUs even the first must be asked for: some kernels add in the order in which threads come.
+# `torch.use_deterministic_algorithms(True)`, with `CUBLAS_WORKSPACE_CONFIG=:4096:8`, takes others or refuses.
+# Megatron-LM's `--deterministic-mode` sets both and `NCCL_ALGO=Ring`, and refuses `--tp-comm-overlap`. Both promise
+# equal runs on the same layout, hardware and versions; neither promises them over layouts.
+#
+# What did each axis send? The recorder knows which group each call was in.
 
 
 # %%
@@ -534,12 +552,9 @@ timeline.view = (0.0, overlay.predicted.duration_s)  # the predicted step's leng
 # so the bubble lies in it.
 #
 # Half of the measured steps end in the grey band; the prediction lets them end between the dotted lines. The two lines
-# are the medians. The clock of a step starts a little before the first box and stops a little after the last one.
-#
-# Where four ranks share fewer cores, a rank that waits lends its core to the others, and their boxes get shorter; the
-# prediction does so too. So on few cores all that ranks do adds up, and a bubble costs little. If the picture says that
-# the machine was not calm, its boxes are pale. Close other programs and run the cell above again: it calibrates again,
-# too. `benchmarks/` takes more windows, and holds the error against a bar.
+# are the medians. Where four ranks share fewer cores, a rank that waits lends its core to the others, and their boxes
+# get shorter; the prediction does so too. So on few cores a bubble costs little. If the picture says that the machine
+# was not calm, close other programs and run the cell above again: it calibrates again, too.
 
 # %% [markdown]
 # ## Which axis on which wire
@@ -1359,6 +1374,6 @@ ranks.close()
 # - The three above. Rajbhandari et al. 2020, *ZeRO* (arXiv:1910.02054).
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198):
 #   sequence parallelism, and what it does to norms' gradients.
-# - Documentation of torch (`DeviceMesh`, `parallelize_module`, `fully_shard`), torchtitan, Megatron-LM, DeepSpeed. Read
-#   2026-11.
+# - Documentation of torch (`DeviceMesh`, `parallelize_module`, `fully_shard`; Reproducibility), torchtitan, Megatron-LM
+#   (Deterministic Training), DeepSpeed. Read 2026-11.
 # - In this repository: `distlab/plan/mesh.py`, then `distlab/hybrid/`; its `__init__` says in which order.

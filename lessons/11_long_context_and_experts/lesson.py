@@ -375,8 +375,7 @@ print(ranks.run(refused)[0])
 
 # %% [markdown]
 # So large runs use both: all-to-all inside a machine, up to the number of key heads, and a ring between machines.
-
-# %% [markdown]
+#
 # ### A whole model
 #
 # `context_parallel` changes a GPT in place: attention, and the position embedding. All ranks hold the same parameters
@@ -469,10 +468,8 @@ timeline.view = (0.0, overlay.measured.duration_s)  # the whole step
 # The upper row of each pair was measured; the pale one under it was predicted. Green is the ring: keys and values on
 # their way during attention. (The ranks mark a whole pass, the simulator each hop.) Memory is a fast wire beside such
 # slow cores, so computation hardly waits for the ring. Half of the measured steps end in the grey band; the prediction
-# lets them end between the dotted lines.
-#
-# If the picture says that the machine was not calm, its boxes are pale. Close other programs and run the cell again
-# that calibrates. `benchmarks/predicted.py` repeats this, and holds the error against a bar.
+# lets them end between the dotted lines. If the picture says that the machine was not calm, close other programs and
+# run the cell again that calibrates. `benchmarks/predicted.py` repeats this, and holds the error against a bar.
 
 # %% [markdown]
 # ### The question, answered
@@ -648,15 +645,38 @@ rows = 512 * 2 * 64 * 4  # tokens x choices x hidden x bytes
 print(f"output and gradients differ from one process by {max(gaps):.0e}")
 print(f"all-to-alls carry {sum(sent) / 4 / rows:.2f} times a rank's rows, counts included; asked: {loads[0]}")
 
-# %%
-shown = {f"expert {index}, on rank {index // 2}": choices for index, choices in enumerate(loads[0])}
-most = 8 * max(loads[0]) / sum(loads[0]) - 1
-show_bars(shown, "choices", f"A new router is nearly even: at most {most:.0%} above the mean", "512 tokens per rank")
-
 # %% [markdown]
-# Four times: rows there, answers back, and in backward the same for their gradients. A quarter of each stays on its
-# own rank, so $4 \cdot \frac{n-1}{n} \cdot kTH$ numbers travel, in every mixture layer, every micro-batch. None of
+# Four times: rows there, answers back, and in backward both again for gradients. A quarter of each stays on its own
+# rank, so $4 \cdot \frac{n-1}{n} \cdot kTH$ numbers travel, in every mixture layer, every micro-batch. None of
 # them can start before the router has chosen.
+#
+# ### Over machines: two levels
+#
+# DeepSeek-V3 has 256 experts, and a token asks 8. On two machines about four of them stand in the other one, and
+# InfiniBand carries the same row four times. A two-level dispatch (DeepEP's kernels) sends it there once, and NVLink
+# hands it on, once to a GPU: `Software(dispatches_once=True)` in the simulator. On more machines fewer of a token's
+# experts share one, so DeepSeek-V3 lets a token ask experts of four machines at most.
+
+# %%
+guess_nodes = predict("Two machines: how many times less does a step wait for rows then?", unit="x")
+guess_nodes
+
+# %%
+from dataclasses import replace
+
+from distlab.plan import Software
+
+guess_nodes.lock()
+SIZES = {"hidden_size": 7168, "num_layers": 1, "num_heads": 128, "vocab_size": 51200, "sequence_length": 4096}
+MIXED, shown = ModelDescription(**SIZES, num_experts=256, top_k=8, attention="flash").workload(), {}
+for name, once in (("to each expert", False), ("once", True)):
+    for n in (1, 2, 4, 8):
+        machine = replace(cluster("dgx-h100", 8 * n, stack="best-case"), software=Software(dispatches_once=once))
+        wait_s = simulate(MIXED, machine, Plan(expert=8 * n)).exposed_by_axis["expert"]
+        shown.setdefault(f"{n} x 8 GPUs", {})[name] = 1e3 * wait_s
+each_ms, once_ms = shown["2 x 8 GPUs"].values()
+print(guess_nodes.compare(each_ms / once_ms, how="simulated"))
+show_bars(shown, "ms", "A row that crosses the slow wire once saves most on two machines", "a layer waits in a step")
 
 # %% [markdown]
 # ## Balance
@@ -691,8 +711,21 @@ print(f"mean of the ranks' losses {apart:.2f}, loss over all their tokens", end=
 print(f"{balance_loss(torch.cat(probabilities), torch.cat(experts)):.2f}")
 
 # %% [markdown]
-# Now watch it work. A GPT of one layer with 8 experts, on four ranks, with and without the balance loss.
-# With top 2 of 8 the fullest expert can have at most 4 times an even share.
+# The second loss has gradients of its own, which pull at the task. A **bias** for each expert does without: it is added
+# where the router chooses, not in the weights. After each step it rises by $u$ where an expert was asked less than the
+# mean, and falls by $u$ where more (DeepSeek-V3: $u = 0.001$, beside sigmoids and a very small balance loss).
+
+
+# %%
+def choose_with(bias, router, _, routing):
+    experts = (routing.probabilities + bias).topk(router.top_k).indices
+    weights = routing.probabilities.gather(1, experts)
+    return routing._replace(experts=experts, weights=weights / weights.sum(1, keepdim=True))
+
+
+# %% [markdown]
+# Now watch them work. A GPT of one layer with 8 experts, on four ranks, with neither, with the balance loss, and with
+# the bias. With top 2 of 8 the fullest expert can have at most 4 times an even share.
 
 # %%
 from distlab.expert_parallel import balance_loss as balance_of_model
@@ -708,39 +741,44 @@ def fullest_share(load):
 
 
 # %%
-def with_experts(weight, num_steps=20):
-    draw, history = torch.Generator().manual_seed(0), []
+def with_experts(weight, u, num_steps=40):
+    draw, history, bias = torch.Generator().manual_seed(0), [], torch.zeros(8)
     model = expert_parallel(mix_experts(GPT(SHORTER, draw), 8, draw, top_k=2, capacity_factor=1.25))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer, layer = torch.optim.AdamW(model.parameters(), lr=1e-3), model.blocks[0].feed_forward
+    layer.router.register_forward_hook(lambda *seen: choose_with(bias, *seen))
     for step in range(num_steps):
         inputs, targets = TEXT.batch(step, 16, rank=dist.get_rank(), world_size=4)
-        optimizer.zero_grad()
         loss = GPT.loss(model(inputs), targets)
         (loss + weight * balance_of_model(model)).backward()
         reduce_gradients(model)
-        optimizer.step()
-        load = model.blocks[0].feed_forward.total_load()
+        (optimizer.step(), optimizer.zero_grad())
+        load = layer.total_load()
+        bias += u * (sum(load.choices) / 8 - torch.tensor(load.choices)).sign()  # in place: the hook has it
         history.append((float(loss.detach()), fullest_share(load), load.dropped_choices / sum(load.choices)))
     return history
 
 
 # %%
-fullest_at = {}
-for weight in (0.0, 0.05):
-    history = ranks.run(with_experts, weight)[0]
-    fullest_at[f"{weight} x balance loss"] = {f"step {step}": history[step][1] for step in (0, 9, 19)}
-    for step in (0, 9, 19):
-        loss, fullest, dropped = history[step]
-        print(f"{weight:4} x balance loss, step {step:2}: loss {loss:.2f}, fullest expert {fullest:.2f}", end=" ")
+rules = {"neither": (0, 0), "balance loss": (0.05, 0), "bias, 0.003": (0, 0.003), "bias, 0.05": (0, 0.05)}
+fullest_at = {name: {} for name in rules}
+for name, rule in rules.items():
+    history = torch.tensor(ranks.run(with_experts, *rule)[0])
+    for first in (0, 15, 30):
+        loss, fullest, dropped = history[first : first + 10].mean(0).tolist()
+        fullest_at[name][when := f"steps {first} to {first + 9}"] = fullest
+        print(f"{name:12} {when:14}: loss {loss:.2f}, fullest expert {fullest:.2f}", end=" ")
         print(f"times an even share, {dropped:.0%} dropped")
 
 # %%
-show_bars(fullest_at, "x", "Without the second loss the router collapses", "the fullest expert, over an even share")
+show_bars(fullest_at, "x", "Left alone, the router collapses", "the fullest expert, over an even share")
 
 # %% [markdown]
-# Without the balance loss the router starts nearly even. Within some steps nearly all tokens ask the same two
-# experts, and most choices are dropped. The balance loss keeps the load even, and the training loss does not suffer
-# from it.
+# Left alone the router starts nearly even. Within some steps nearly all tokens ask the same two experts, and most
+# choices are dropped. The balance loss keeps the load even, and the training loss does not suffer from it. The small
+# bias stops the collapse too, less evenly so early, when a router changes fast. The large one overshoots in every step.
+#
+# With even loads capacity can go: `capacity_factor=None` is [dropless](../GLOSSARY.md#dropless), as DeepSeek-V3 is. A
+# rank then needs memory for whatever comes, and one product over groups of unequal size (MegaBlocks).
 
 # %% [markdown]
 # ### What imbalance costs
@@ -863,9 +901,9 @@ show_bars(shown, "ms", "Forward of one attention on four ranks")
 # | DeepSpeed | `sequence_parallel_size`, `data_parallel_size` | `MoE(ep_size=, k=, capacity_factor=)` |
 #
 # Megatron-LM's kinds are `p2p` (the ring), `a2a`, `all_gather` and `a2a+p2p`, which is both; capacity is
-# `--moe-expert-capacity-factor`, and the weight of the balance loss `--moe-aux-loss-coeff`. DeepSpeed's context axis is
-# all-to-all, which it calls Ulysses; its layer of experts is in `deepspeed.moe.layer`. Horovod has neither, only an
-# `alltoall` with uneven splits to build on.
+# `--moe-expert-capacity-factor`, the weight of the balance loss `--moe-aux-loss-coeff`, and the bias
+# `--moe-router-enable-expert-bias`. DeepSpeed's context axis is all-to-all, which it calls Ulysses; its experts are in
+# `deepspeed.moe.layer`. Horovod has neither, only an `alltoall` with uneven splits to build on.
 
 # %% [markdown]
 # ## Popular claims, tested
@@ -954,6 +992,8 @@ ranks.close()
 # - Shazeer et al. 2017 (arXiv:1701.06538): mixtures of experts. Lepikhin et al. 2020, *GShard* (arXiv:2006.16668):
 #   capacity and who is dropped. Fedus et al. 2021, *Switch Transformers* (arXiv:2101.03961): one choice, and the
 #   balance loss (equations 4 to 6). Jiang et al. 2024, *Mixtral of Experts* (arXiv:2401.04088).
+# - Wang et al. 2024 (arXiv:2408.15664): the bias. DeepSeek-AI 2024, *DeepSeek-V3* (arXiv:2412.19437, sections 2.1.2
+#   and 4.2). DeepEP's README: two levels. Gale et al. 2022, *MegaBlocks* (arXiv:2211.15841): dropless.
 # - Source of torch 2.13 (`distributed/tensor/experimental`), Megatron-LM (its arguments), torchtitan
 #   (`config/parallelism.py`) and DeepSpeed (`moe/layer.py`). Read 2026-11.
 # - In this repository: `distlab/context_parallel/` and `distlab/expert_parallel/`; both `__init__` say in which order.
