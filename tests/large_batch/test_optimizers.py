@@ -79,7 +79,7 @@ def test_half_precision_norms_do_not_overflow(name):
 @BOTH
 def test_what_cannot_be_trained_is_refused(name):
     make = {"lars": lb.LARS, "lamb": lb.LAMB}[name]
-    with pytest.raises(ValueError, match="complex64; LARS and LAMB take real floating point"):
+    with pytest.raises(ValueError, match="complex64; LA.* takes real floating point"):
         make([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], 0.1)
     embedding = nn.Embedding(10, 3, sparse=True)
     optimizer = make(embedding.parameters(), 0.1)

@@ -43,7 +43,7 @@ def _kept_by(optimizer: Optimizer, pieces: Sequence[OwnPiece]) -> tuple[list[lis
                 elif one.numel():  # an optimizer of a rank that owns nothing has an empty parameter
                     raise ValueError(
                         f"the optimizer updates a parameter {list(one.shape)} that is not a shard of the model; "
-                        "build it of model.parameters(), after FullyShard"
+                        "build it of model.parameters(), after FullyShard; a WholeTensorOptimizer is a part of its own"
                     )
     return groups, kept
 
