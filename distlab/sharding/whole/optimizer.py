@@ -82,11 +82,11 @@ class WholeTensorOptimizer(OptimizerOfPieces):
     def __init__(
         self, model: Sharded, make_optimizer: MakeOptimizer, *, by: str = "owners", bucket_bytes: int = 25_000_000
     ) -> None:
+        self._held = held_by(model)
         self.model, self.group, self.by = model, model.group, by
         agree({"by": by, "bucket_bytes": bucket_bytes}, self.group, what="by, bucket_bytes")
         chosen("by", by, ("owners", "everywhere"))
         require_count(bucket_bytes=bucket_bytes)
-        self._held = held_by(model)
         named = [(one.name, _whole(one)) for one in self._held]
         self.optimizer = make_optimizer(list(named))
         self.group_names = names_of_groups(self.optimizer, named, self.group)
