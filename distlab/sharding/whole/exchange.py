@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.p2p import started
 from distlab.sharding.part import plain
-from distlab.sharding.whole.held import Held
+from distlab.sharding.whole.held import HeldTensor
 
 
 class TravellingTensors:
@@ -31,7 +31,10 @@ class TravellingTensors:
     """
 
     def __init__(
-        self, tensors: Sequence[tuple[Held, nn.Parameter]], owners: Sequence[int] | None, group: ProcessGroup | None
+        self,
+        tensors: Sequence[tuple[HeldTensor, nn.Parameter]],
+        owners: Sequence[int] | None,
+        group: ProcessGroup | None,
     ) -> None:
         self.group, self._everyone = group, owners is None
         self._ranks, self._rank = range(dist.get_world_size(group)), dist.get_rank(group)
@@ -100,7 +103,7 @@ class TravellingTensors:
         return self._rows
 
 
-def _rows_of(held: Held) -> tuple[Tensor, Tensor]:
+def _rows_of(held: HeldTensor) -> tuple[Tensor, Tensor]:
     """Return this rank's gradient and values, as rows."""
     values, gradient = plain(held.part).reshape(-1), held.part.grad
     if gradient is None:

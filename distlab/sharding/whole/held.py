@@ -18,7 +18,7 @@ from distlab.sharding.fsdp.step import give_back, refuse_early, take_pieces
 Sharded: TypeAlias = "FullyShard | ByTensor"
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor that trains, and what each rank holds of it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Held(NamedTuple):
         return stop - start
 
 
-def held_by(model: Sharded) -> list[Held]:
+def held_by(model: Sharded) -> list[HeldTensor]:
     """Return all tensors that train, in one order on all ranks; nothing is sent.
 
     Raises:
@@ -77,7 +77,7 @@ def gradients_of(model: Sharded) -> Iterator[None]:
             give_back(one, {})
 
 
-def _in_units(model: FullyShard) -> list[Held]:
+def _in_units(model: FullyShard) -> list[HeldTensor]:
     found = []
     for unit in (unit for unit in model.units if unit.shard.requires_grad):
         own = {piece.slot: piece.parameter for piece in unit.shard.pieces}
@@ -87,16 +87,16 @@ def _in_units(model: FullyShard) -> list[Held]:
                 ranges[slot][rank] = start, stop
         nothing = nn.Parameter(unit.shard.to_local()[:0])
         for slot, (name, shape) in enumerate(zip(unit.layout.names, unit.layout.shapes, strict=True)):
-            found.append(Held(name, shape, own.get(slot, nothing), tuple(ranges[slot]), unit.options.device))
+            found.append(HeldTensor(name, shape, own.get(slot, nothing), tuple(ranges[slot]), unit.options.device))
     return found
 
 
-def _in_rows(model: ByTensor) -> list[Held]:
+def _in_rows(model: ByTensor) -> list[HeldTensor]:
     num_ranks, found = dist.get_world_size(model.group), []
     for unit in model.units:
         for name, shape, part in zip(unit.members.names, unit.shapes, unit.parts, strict=True):
             if part.requires_grad:
                 row = shape.numel() // max(1, shape[0])
                 edges = [min(rank * -(-shape[0] // num_ranks), shape[0]) * row for rank in range(num_ranks + 1)]
-                found.append(Held(name, tuple(shape), part, tuple(pairwise(edges)), part.device))
+                found.append(HeldTensor(name, tuple(shape), part, tuple(pairwise(edges)), part.device))
     return found

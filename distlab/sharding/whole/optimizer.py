@@ -27,7 +27,7 @@ from distlab.sharding.cut_layers import CutLayers, OwnPieces
 from distlab.sharding.of_pieces import OptimizerOfPieces, give_pieces, names_of_groups, needs_by_name, owners_of
 from distlab.sharding.part import OwnPiece
 from distlab.sharding.whole.exchange import TravellingTensors
-from distlab.sharding.whole.held import Held, Sharded, gradients_of, held_by
+from distlab.sharding.whole.held import HeldTensor, Sharded, gradients_of, held_by
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -107,7 +107,7 @@ class WholeTensorOptimizer(OptimizerOfPieces):
 
     def _in_buckets(self, bucket_bytes: int) -> list[TravellingTensors]:
         """Deal tensors into buckets in rounds, one of each owner, so that all owners have work in each bucket."""
-        buckets: list[list[tuple[Held, nn.Parameter]]] = []
+        buckets: list[list[tuple[HeldTensor, nn.Parameter]]] = []
         whole = [(one, self._parameters[one.name]) for one in self._held if one.name in self.owners]
         for kind in dict.fromkeys((one.dtype, one.device) for _, one in whole):
             same = sorted((pair for pair in whole if (pair[1].dtype, pair[1].device) == kind), key=_falling)
@@ -181,12 +181,12 @@ class WholeTensorOptimizer(OptimizerOfPieces):
         return OwnPieces(pieces, tensors, CutLayers({}, None), self.group)
 
 
-def _whole(one: Held) -> nn.Parameter:
+def _whole(one: HeldTensor) -> nn.Parameter:
     """Return a parameter of the whole shape, without memory of its own: a step lends it some."""
     return nn.Parameter(torch.zeros((), dtype=one.part.dtype, device=one.device).expand(one.shape))
 
 
-def _falling(pair: tuple[Held, nn.Parameter]) -> int:
+def _falling(pair: tuple[HeldTensor, nn.Parameter]) -> int:
     return -pair[1].numel()
 
 
