@@ -12,10 +12,6 @@ def assign_owners(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
     """Return the rank that owns each thing: the one that has least to do so far, the longest work first.
 
     Error: the busiest rank has at most 4/3 of what the best assignment would give it.
-
-    Raises:
-        ValueError: work that is negative or no number, or no ranks.
-
     Source: Graham 1969, Bounds on multiprocessing timing anomalies: longest processing time first.
     """
     _check(work, num_ranks)
@@ -30,9 +26,6 @@ def least_busiest(work: Sequence[float], num_ranks: int) -> float:
     """Return a lower bound on the work of the busiest rank, whoever owns what.
 
     It has a share of all work, the longest thing of all, and k + 1 of the longest k n + 1.
-
-    Raises:
-        ValueError: work that is negative or no number, or no ranks.
     """
     _check(work, num_ranks)
     falling, n = sorted(work, reverse=True), num_ranks
@@ -41,11 +34,7 @@ def least_busiest(work: Sequence[float], num_ranks: int) -> float:
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int = 5) -> float:
-    """Return the operations of a matrix's Newton-Schulz iterations: each 4 m^2 n + 2 m^3, with m the shorter side.
-
-    Raises:
-        ValueError: the shape has other than two dims.
-    """
+    """Return the operations of a matrix's Newton-Schulz iterations: each 4 m^2 n + 2 m^3, with m the shorter side."""
     require(len(shape) == 2, f"the shape is {list(shape)}, and Newton-Schulz takes a matrix: pass [rows, columns]")
     m, n = sorted(shape)
     return steps * (4.0 * m**2 * n + 2.0 * m**3)

@@ -18,7 +18,7 @@ from distlab.blocks.modules.named_parts import SavedShard, apart, per_element, w
 from distlab.comm import agree
 from distlab.plan import assign_owners, newton_schulz_flops
 from distlab.sharding.by_element import Optimizer, needs_of_group
-from distlab.sharding.cut_layers import OwnPieces
+from distlab.sharding.cut_layers import CutLayers, OwnPieces
 from distlab.sharding.part import SCALER, OwnPiece
 from distlab.sharding.state.parts import SavedInShards, by_names, prepare, save_parts
 
@@ -63,11 +63,7 @@ class OptimizerOfPieces(NotCopied, SavedInShards, Optimizer):
         raise ValueError(f"rank {dist.get_rank()}: torch.amp.GradScaler on shards: {SCALER}")
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
-        """Refuse: pieces are fixed.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse, by a ValueError: pieces are fixed."""
         raise ValueError(f"{type(self).__name__} has fixed pieces, and takes no further parameters; build it again")
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,11 +102,7 @@ class OptimizerOfPieces(NotCopied, SavedInShards, Optimizer):
 
 
 def names_of_groups(optimizer: Optimizer, named: Named, group: ProcessGroup | None) -> list[list[str]]:
-    """Return the names of all parameters in each group, in the order in which they were given: alike on all ranks.
-
-    Raises:
-        ValueError: the optimizer is of other parameters, or ranks made different ones.
-    """
+    """Return the names of each group's parameters; a ValueError refuses others', and ranks that made different ones."""
     known = {id(parameter): name for name, parameter in named}
     groups = [one["params"] for one in optimizer.param_groups]
     if any(id(parameter) not in known for its in groups for parameter in its):
@@ -124,17 +116,19 @@ def names_of_groups(optimizer: Optimizer, named: Named, group: ProcessGroup | No
     return names
 
 
-def needs_by_name(optimizer: Optimizer, names: Sequence[Sequence[str]]) -> dict[str, str]:
+def needs_by_name(optimizer: Optimizer, names: Sequence[Sequence[str]], cut: CutLayers) -> dict[str, str]:
     """Return whether each tensor is updated by "elements" or whole, "tensors".
 
     Raises:
-        ValueError: the optimizer looks at all parameters at once.
+        ValueError: the optimizer looks at all at once, or at whole tensors of which tensor ranks have parts.
     """
-    needs = [needs_of_group(optimizer, group) for group in optimizer.param_groups]
+    needs, kind = [needs_of_group(optimizer, group) for group in optimizer.param_groups], type(optimizer).__name__
     if "all" in needs:
-        kind = type(optimizer).__name__
         raise ValueError(f"{kind} looks at all parameters at once, and each rank has some; use it without sharding")
-    return {name: need for need, its in zip(needs, names, strict=True) for name in its}
+    found = {name: need for need, its in zip(needs, names, strict=True) for name in its}
+    for name in (name for name in cut.splits if found.get(name) == "tensors"):
+        raise ValueError(f"{kind} looks at whole tensors, and tensor parallelism has cut {name}; update it by element")
+    return found
 
 
 def owners_of(optimizer: Optimizer, needs: Mapping[str, str], named: Named, num_ranks: int) -> dict[str, int]:

@@ -22,8 +22,7 @@ class HeldTensor(NamedTuple):
     """A tensor that trains, and what each rank holds of it.
 
     Attributes:
-        name: of the whole tensor.
-        shape: of the whole tensor.
+        name, shape: of the whole tensor.
         part: this rank's elements, as an optimizer by element updates them; they may be none.
         ranges: of each rank the first of its elements, of the tensor seen as a row, and one past the last.
         device: where it is whole; the part of an offloaded model lies in the host's memory.
@@ -45,14 +44,9 @@ def held_by(model: Sharded) -> list[HeldTensor]:
     """Return all tensors that train, in one order on all ranks; nothing is sent.
 
     Raises:
-        ValueError: the model is not sharded, or tensor parallelism has cut its layers.
+        ValueError: the model is not sharded.
     """
     if isinstance(model, FullyShard):
-        if model.cut.group is not None:
-            raise ValueError(
-                f"tensor parallelism has cut {next(iter(model.cut.splits))}, and no rank of this group sees it whole; "
-                "use an optimizer that works by element"
-            )
         return _in_units(model)
     if isinstance(model, ByTensor):
         return _in_rows(model)
@@ -61,11 +55,7 @@ def held_by(model: Sharded) -> list[HeldTensor]:
 
 @contextmanager
 def gradients_of(model: Sharded) -> Iterator[None]:
-    """Let each part have its gradient in this block, None where no rank has one; take what a step makes of the parts.
-
-    Raises:
-        RuntimeError: gradients are on their way.
-    """
+    """Let each part have its gradient in this block, or None, and take what a step makes of it; refuse early ones."""
     shards = [unit.shard for unit in model.units if unit.shard.requires_grad] if isinstance(model, FullyShard) else []
     refuse_early(shards)
     for one in shards:

@@ -24,6 +24,7 @@ from distlab.comm.together import together
 from distlab.plan.require import chosen, require_count
 from distlab.sharding.by_element import takes_turns
 from distlab.sharding.cut_layers import CutLayers, OwnPieces
+from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.of_pieces import OptimizerOfPieces, give_pieces, names_of_groups, needs_by_name, owners_of
 from distlab.sharding.part import OwnPiece
 from distlab.sharding.whole.exchange import TravellingTensors
@@ -90,7 +91,8 @@ class WholeTensorOptimizer(OptimizerOfPieces):
         named = [(one.name, _whole(one)) for one in self._held]
         self.optimizer = make_optimizer(list(named))
         self.group_names = names_of_groups(self.optimizer, named, self.group)
-        needs = needs_by_name(self.optimizer, self.group_names)
+        self._cut = model.cut if isinstance(model, FullyShard) else CutLayers({}, None)
+        needs = needs_by_name(self.optimizer, self.group_names, self._cut)
         whole = [pair for pair in named if needs.get(pair[0]) == "tensors" and pair[1].numel()]
         self.owners = owners_of(self.optimizer, needs, whole, dist.get_world_size(self.group))
         self._by_element = [one for one in self._held if one.name in needs and one.name not in self.owners]
@@ -178,7 +180,7 @@ class WholeTensorOptimizer(OptimizerOfPieces):
                 whole = self._parameters[one.name]
                 pieces.append(OwnPiece(one.name, 0, 0, whole.numel(), whole, whole.detach()))
         tensors = {one.name: (one.shape, one.part.dtype) for one in self._held}
-        return OwnPieces(pieces, tensors, CutLayers({}, None), self.group)
+        return OwnPieces(pieces, tensors, self._cut, self.group)
 
 
 def _whole(one: HeldTensor) -> nn.Parameter:

@@ -153,7 +153,7 @@ class ShardedOptimizer(OptimizerOfPieces):
         broadcast_start(module, group)
         self.optimizer = make_optimizer([one for _, one in trained])
         self.group_names = names_of_groups(self.optimizer, trained, group)
-        needs = needs_by_name(self.optimizer, self.group_names)
+        needs = needs_by_name(self.optimizer, self.group_names, self.cut)
         if split == "elements" and "tensors" in needs.values():
             kind = type(self.optimizer).__name__
             raise ValueError(f'{kind} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
