@@ -132,12 +132,9 @@ def test_bytes_are_those_promised_and_a_bucket_is_computed_while_two_others_trav
         assert sorted(owners.values()) == [0, 0, 0, 1, 1, 1]
         assert count == (3 if by == "owners" else 6), "a state at its owner, or at everyone"
         assert {op for op, _ in word} == {"all_gather"}
-        there, back = ("all_to_all", psi // 3), ("all_to_all", psi // 6)
-        if by == "owners":  # a bucket has a matrix of each; the next leaves before it is computed, the last after it
-            assert [op for op, _ in calls] == ["all_to_all"] * 6
-            assert [num_bytes for _, num_bytes in calls] == [one[1] for one in (there, there, back, there, back, back)]
-        else:
-            assert calls == [("all_to_all", 2 * psi // 3)] * 3
+        there, back, everywhere = (("all_to_all", size) for size in (psi // 3, psi // 6, 2 * psi // 3))
+        # A bucket has a matrix of each owner; the next leaves before it is computed, and what it became after it.
+        assert calls == ([there, there, back, there, back, back] if by == "owners" else [everywhere] * 3)
 
 
 def plain_ways():
@@ -146,11 +143,8 @@ def plain_ways():
     rank, exact = dist.get_rank(), partial(newton_schulz, compute="float64")
     rows = [one.chunk(2)[rank] for one in matrices]
     wanted = [exact(one).chunk(2)[rank] for one in matrices]
-    for way in (
-        partial(by_everyone, rows, exact),
-        partial(by_owners, rows, (1, 1, 0), exact),
-        partial(by_owners, rows, (1, 1, 1), exact),
-    ):
+    by_these = (partial(by_owners, rows, owners, exact) for owners in ((1, 1, 0), (1, 1, 1)))
+    for way in (partial(by_everyone, rows, exact), *by_these):
         found, calls = heard(way)
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         yield calls
