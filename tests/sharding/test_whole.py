@@ -10,7 +10,7 @@ from refused import message
 from torch import nn
 
 from distlab.large_batch import LAMB, newton_schulz
-from distlab.sharding import ByTensor, FullyShard, WholeTensorOptimizer, full_state_dict
+from distlab.sharding import ByTensor, FullyShard, ShardedState, WholeTensorOptimizer, full_state_dict
 from distlab.sharding.whole.plain import by_everyone, by_owners, whole_norms
 
 SHAPES = ((1, 9), (7, 5), (5, 1))  # a matrix of one row, none that is even, fewer than four ranks
@@ -195,6 +195,7 @@ def refusals():
         build(lambda named: torch.optim.SGD(named, lr=0.1 + dist.get_rank())),
         message(made.step, lambda: None),
         message(made.add_param_group, {"params": [other]}),
+        message(ShardedState(model, made).shard_state),
     ]
     model(data_of(0, 0)).backward()
     found.append(message(made.step))
@@ -216,6 +217,7 @@ ValueError: make_optimizer made an optimizer of other parameters; build it of th
 ValueError: ranks disagree on optimizer: rank 0 has
 ValueError: WholeTensorOptimizer.step takes no closure
 ValueError: WholeTensorOptimizer has fixed pieces, and takes no further parameters; build it again
+ValueError: a WholeTensorOptimizer is a part of a checkpoint by itself, beside ShardedState(model)
 RuntimeError: rank {rank}: the gradients of FullyShard's shards are on their way
 RuntimeError: cannot update: rank {owner}: ArithmeticError: there is no root of NaN
 """.strip().splitlines()
