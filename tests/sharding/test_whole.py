@@ -10,7 +10,7 @@ from refused import message
 from torch import nn
 
 from distlab.large_batch import LAMB, newton_schulz
-from distlab.sharding import ByTensor, FullyShard, WholeTensorOptimizer, full_state_dict
+from distlab.sharding import ByTensor, FullyShard, ShardedState, WholeTensorOptimizer, full_state_dict
 from distlab.sharding.whole.plain import by_everyone, by_owners, whole_norms
 
 SHAPES = ((1, 9), (7, 5), (5, 1))  # a matrix of one row, none that is even, fewer than four ranks
@@ -132,12 +132,9 @@ def test_bytes_are_those_promised_and_a_bucket_is_computed_while_two_others_trav
         assert sorted(owners.values()) == [0, 0, 0, 1, 1, 1]
         assert count == (3 if by == "owners" else 6), "a state at its owner, or at everyone"
         assert {op for op, _ in word} == {"all_gather"}
-        there, back = ("all_to_all", psi // 3), ("all_to_all", psi // 6)
-        if by == "owners":  # a bucket has a matrix of each; the next leaves before it is computed, the last after it
-            assert [op for op, _ in calls] == ["all_to_all"] * 6
-            assert [num_bytes for _, num_bytes in calls] == [one[1] for one in (there, there, back, there, back, back)]
-        else:
-            assert calls == [("all_to_all", 2 * psi // 3)] * 3
+        there, back, everywhere = (("all_to_all", size) for size in (psi // 3, psi // 6, 2 * psi // 3))
+        # A bucket has a matrix of each owner; the next leaves before it is computed, and what it became after it.
+        assert calls == ([there, there, back, there, back, back] if by == "owners" else [everywhere] * 3)
 
 
 def plain_ways():
@@ -146,11 +143,8 @@ def plain_ways():
     rank, exact = dist.get_rank(), partial(newton_schulz, compute="float64")
     rows = [one.chunk(2)[rank] for one in matrices]
     wanted = [exact(one).chunk(2)[rank] for one in matrices]
-    for way in (
-        partial(by_everyone, rows, exact),
-        partial(by_owners, rows, (1, 1, 0), exact),
-        partial(by_owners, rows, (1, 1, 1), exact),
-    ):
+    by_these = (partial(by_owners, rows, owners, exact) for owners in ((1, 1, 0), (1, 1, 1)))
+    for way in (partial(by_everyone, rows, exact), *by_these):
         found, calls = heard(way)
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         yield calls
@@ -201,6 +195,7 @@ def refusals():
         build(lambda named: torch.optim.SGD(named, lr=0.1 + dist.get_rank())),
         message(made.step, lambda: None),
         message(made.add_param_group, {"params": [other]}),
+        message(ShardedState(model, made).shard_state),
     ]
     model(data_of(0, 0)).backward()
     found.append(message(made.step))
@@ -222,6 +217,7 @@ ValueError: make_optimizer made an optimizer of other parameters; build it of th
 ValueError: ranks disagree on optimizer: rank 0 has
 ValueError: WholeTensorOptimizer.step takes no closure
 ValueError: WholeTensorOptimizer has fixed pieces, and takes no further parameters; build it again
+ValueError: a WholeTensorOptimizer is a part of a checkpoint by itself, beside ShardedState(model)
 RuntimeError: rank {rank}: the gradients of FullyShard's shards are on their way
 RuntimeError: cannot update: rank {owner}: ArithmeticError: there is no root of NaN
 """.strip().splitlines()
