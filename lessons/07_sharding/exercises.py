@@ -118,8 +118,7 @@ EXERCISES = (
             "dist.scatter(update, rows, src=owner) is the way back.",
             "When does the owner of the second matrix begin? In one loop over all three steps it waits in the first "
             "matrix's scatter. How many loops let all owners compute at the same time?",
-            "Three loops: gather all; orthogonalize torch.cat(rows) where this rank is the owner; scatter all, the "
-            "update in n chunks, into a tensor like the piece.",
+            "Three loops: gather; orthogonalize torch.cat(rows) where this rank is the owner; scatter the n chunks.",
         ),
     ),
     Exercise(

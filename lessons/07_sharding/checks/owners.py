@@ -166,7 +166,6 @@ _AS_MANY = (
 )
 _LAST = "the least busy rank, but in the order of the list: a large matrix that comes last finds all ranks half full"
 _IN_TURN = "each rank has as many matrices, whatever their work: give each to the rank with the least work so far"
-_STRETCHES = "the list is cut into stretches of as much work, which end where a matrix ends: owners need no neighbours"
 _NUMBERS = "it counts elements; a square matrix takes more work than a long one with as many elements"
 _ROWS = "m is taken for the number of rows; a tall matrix is transposed first, so m is the shorter side"
 _CUBES = "the longer side does not count in its work: 2 m^2 k + m^3, and most of it is the first term"
@@ -181,9 +180,6 @@ WRONG_OWNERS = (
     Mutant("in turn", "as many matrices each", _IN_TURN)
     .edit(_ORDER, "range(len(shapes))")
     .edit(_LEAST, "index % num_ranks"),
-    Mutant("neighbours", "cut into stretches", _STRETCHES)
-    .edit(_ORDER, "range(len(shapes))")
-    .edit(_LEAST, "min(sum(busy) * num_ranks // max(sum(work), 1), num_ranks - 1)"),
     Mutant("by numbers", "by numbers of elements", _NUMBERS).edit(_WORK, "shape[0] * shape[1] for shape in shapes"),
     Mutant("by rows", "rows for the shorter side", _ROWS).edit(
         _WORK, "shape[0] ** 2 * (2 * shape[1] + shape[0]) for shape in shapes"

@@ -132,12 +132,7 @@ vary_owners = Vary(_draw_owners, use=use_owners, num_calls=12)
 vary_by_owners = Vary(
     _draw_by_owners,
     use=use_by_owners,
-    left_out=ROWS
-    | {
-        "dims": "the text asks for matrices",
-        "empty": "an optimizer has matrices",
-        "layout": "torch sends contiguous tensors only",
-    },
+    left_out=ROWS | {"dims": "the text asks for matrices", "empty": "an optimizer has matrices"},
 )
 _ON_0 = {"bytes": "rank 0 alone may be sent the shards"}
 vary_repair = Vary(_draw_state, use=use_state, least_bytes=0.25, left_out=ROWS | _ON_0)
