@@ -10,7 +10,7 @@ from refused import message
 from torch import nn
 
 from distlab.large_batch import LAMB, newton_schulz
-from distlab.sharding import ByTensor, FullyShard, ShardedState, WholeTensorOptimizer, full_state_dict
+from distlab.sharding import ByTensor, FullyShard, ShardedOptimizer, ShardedState, WholeTensorOptimizer, full_state_dict
 from distlab.sharding.whole.plain import by_everyone, by_owners, whole_norms
 
 SHAPES = ((1, 9), (7, 5), (5, 1))  # a matrix of one row, none that is even, fewer than four ranks
@@ -135,6 +135,23 @@ def test_bytes_are_those_promised_and_a_bucket_is_computed_while_two_others_trav
         there, back, everywhere = (("all_to_all", size) for size in (psi // 3, psi // 6, 2 * psi // 3))
         # A bucket has a matrix of each owner; the next leaves before it is computed, and what it became after it.
         assert calls == ([there, there, back, there, back, back] if by == "owners" else [everywhere] * 3)
+
+
+def owned(make):
+    """Return what each sharded optimizer gives to this rank of matrices of 64, 80 and 80 elements, by their places."""
+    shapes = ((8, 8), (2, 40), (2, 40))
+    models = [nn.ParameterList(torch.ones(shape) for shape in shapes) for _ in range(2)]
+    by_stage = ShardedOptimizer(models[0], make, split="tensors")
+    whole = WholeTensorOptimizer(ByTensor(models[1]), lambda named: make([one for _, one in named]))
+    mine = [int(name.removeprefix("module.")) for name, owner in whole.owners.items() if owner == dist.get_rank()]
+    return sorted(int(name) for name, _ in by_stage.named_pieces()), sorted(mine)
+
+
+def test_owners_are_balanced_by_newton_schulz_and_by_elements_for_what_has_none(ranks):
+    for make, first in ((lambda ps: torch.optim.Muon(ps), [0]), (lambda ps: LAMB(ps, 0.1), [0, 1])):
+        found = ranks(2).run(owned, make)
+        assert first in found[0][:1] + found[1][:1], "the square one has more than twice the work of both others"
+        assert all(one == other for one, other in found), "one rule for both"
 
 
 def plain_ways():

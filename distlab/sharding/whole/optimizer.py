@@ -112,13 +112,12 @@ class WholeTensorOptimizer(OptimizerOfPieces):
         buckets: list[list[tuple[HeldTensor, nn.Parameter]]] = []
         whole = [(one, self._parameters[one.name]) for one in self._held if one.name in self.owners]
         for kind in dict.fromkeys((one.dtype, one.device) for _, one in whole):
-            same = sorted((pair for pair in whole if (pair[1].dtype, pair[1].device) == kind), key=_falling)
-            its = [
-                [pair for pair in same if self.owners[pair[0].name] == rank]
-                for rank in range(max(self.owners.values()) + 1)
-            ]
+            same = sorted(
+                (pair for pair in whole if (pair[1].dtype, pair[1].device) == kind), key=lambda pair: -pair[1].numel()
+            )
+            ranks = range(dist.get_world_size(self.group))
             buckets.append([])
-            for one_each in zip_longest(*its):
+            for one_each in zip_longest(*([one for one in same if self.owners[one[0].name] == r] for r in ranks)):
                 if sum(one.nbytes for _, one in buckets[-1]) >= bucket_bytes:
                     buckets.append([])
                 buckets[-1] += filter(None, one_each)
@@ -186,10 +185,6 @@ class WholeTensorOptimizer(OptimizerOfPieces):
 def _whole(one: HeldTensor) -> nn.Parameter:
     """Return a parameter of the whole shape, without memory of its own: a step lends it some."""
     return nn.Parameter(torch.zeros((), dtype=one.part.dtype, device=one.device).expand(one.shape))
-
-
-def _falling(pair: tuple[HeldTensor, nn.Parameter]) -> int:
-    return -pair[1].numel()
 
 
 def _raise_first(errors: Sequence[Exception]) -> None:
