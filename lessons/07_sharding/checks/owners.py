@@ -114,7 +114,7 @@ def use_by_owners(
     return {
         "what is computed here": ", ".join(sorted(seen)) or "nothing",
         "the updates": updates,
-        "times": Noted((begin_ns, times[:1], time.monotonic_ns())),
+        "times": Noted((begin_ns, times, time.monotonic_ns())),
     }
 
 
@@ -129,13 +129,16 @@ drive_by_owners = Cases(_pieces_cases, use_by_owners, most_bytes=1.3, needs="eac
 
 
 def judge_by_owners(evidence: Evidence) -> Iterator[Fault]:
-    """All matrices are with their owners before the first of a rank is computed."""
+    """All matrices are with their owners before the first of a rank is computed; none leaves before the last is."""
     for rank, result in enumerate(evidence.results):
-        begin_ns, first, end_ns = result[CASE]["result"]["times"].value
-        starts = [call.start_ns for call in calls(evidence, rank) if begin_ns <= call.start_ns <= end_ns]
-        late = sum(start_ns > at for start_ns in starts for at in first)
-        if evidence.world_size > 1 and 2 * late > len(starts):
-            text = f"right result, but rank {rank} makes {late} of its {len(starts)} calls after its first matrix"
+        begin_ns, times, end_ns = result[CASE]["result"]["times"].value
+        made = [call for call in calls(evidence, rank) if begin_ns <= call.start_ns <= end_ns]
+        late = sum(call.start_ns > at for call in made for at in times[:1])
+        early = sum(0 < call.wait_ns < at for call in made for at in times[-1:])
+        if evidence.world_size > 1 and 2 * max(late, early) > len(made):
+            text = (
+                f"right result, but rank {rank} computes while matrices are still to be sent, or are sent back already"
+            )
             advice = "owners wait for each other, so that one computes at a time: send all pieces to their owners first"
             yield Fault("one owner at a time", f"{text}: {advice}, then compute, then send all updates back")
 
@@ -230,6 +233,9 @@ WRONG_BY_OWNERS = (
             dist.scatter(update, rows, src=owner)
         return updates
     """),
+    Mutant("computes on the way back", "one owner at a time", "owners wait for each other", 2)
+    .without("changed = {index: orthogonalize(matrix) for index, matrix in changed.items()}")
+    .edit(_CHUNKS, "list(orthogonalize(changed[index]).chunk(n))"),
     Mutant("broadcast", "whole updates sent back", _WHOLE, 3)
     .edit(_BACK, "whole = changed[index] if rank == owner else torch.cat([torch.empty_like(pieces[index])] * n)")
     .edit(_SCATTER, "dist.broadcast(whole, src=owner)\nupdates[index] = whole.chunk(n)[rank]"),
