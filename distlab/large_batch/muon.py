@@ -51,10 +51,10 @@ def newton_schulz(
             "use_muon=False, which AdamW updates"
         )
     a, b, c = coefficients
-    x = matrix.to(getattr(torch, compute))
+    x = matrix.to(getattr(torch, compute), copy=True)
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=eps)  # no singular value is above the norm
+    x.div_(x.norm().clamp(min=eps))  # no singular value is above the norm
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
