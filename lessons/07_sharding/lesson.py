@@ -841,9 +841,8 @@ show_bars(shown, "%", title, "distance from the update of the whole [64, 256], b
 # %% [markdown]
 # ### Everywhere, or by an owner
 #
-# So somebody must have the whole matrix. Either every rank gathers every matrix, computes all updates and keeps its
-# rows. Or a matrix has an [owner](../GLOSSARY.md#owner): rows of its momentum go there, and rows of the update come
-# back. All momentum together is $S$ bytes:
+# Either every rank gathers and computes every matrix, and keeps its rows. Or a matrix has an
+# [owner](../GLOSSARY.md#owner): rows of momentum go there, rows of the update come back. All momentum is $S$ bytes:
 #
 # | way | a rank sends | a rank computes |
 # |---|---|---|
@@ -945,9 +944,8 @@ print(f"owners, yours: {1e3 * took[2]:.0f} ms")
 #
 # ### For a whole model
 #
-# `WholeTensorOptimizer` takes an optimizer of whole tensors (Muon, LAMB, LARS) to the shards of a `FullyShard`.
-# Matrices travel in buckets: while a rank computes one, the next arrives and the last leaves. Embeddings, norms and
-# biases, which Muon leaves to AdamW, are updated by element and do not travel.
+# `WholeTensorOptimizer` takes Muon, LAMB or LARS to the shards of a `FullyShard`. While a rank computes a bucket of
+# matrices, the next arrives and the last leaves. Embeddings and biases, which Muon leaves to AdamW, do not travel.
 
 # %%
 from distlab.large_batch import Muon
@@ -983,8 +981,7 @@ for by in ("everywhere", "owners"):
     print(f"{by:13} state {max(state) / 1e6:.2f} MB, sent {sum(sent) / 4e6:.2f} MB; as one process: {gap < 1e-5}")
 
 # %% [markdown]
-# The losses are those of one process. By owners a rank keeps a quarter of the state, as shards should: the buffer of a
-# matrix lies with its owner. FSDP's own 3 $\Psi$ are in both sums. And the GPT of the question, on its 64 GPUs:
+# The losses are those of one process, and owners keep a quarter of the state each. Now the GPT of the question:
 
 # %%
 from simulator.models.optimizers import with_optimizer
