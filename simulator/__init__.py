@@ -30,6 +30,7 @@ from simulator.gradients.compression import (
     MeasuredCodec as MeasuredCodec,
     codec_work as codec_work,
 )
+from simulator.gradients.whole_tensors import WholeUpdate as WholeUpdate, whole_update as whole_update
 from simulator.hardware.cost import (
     all_gather_s as all_gather_s,
     all_reduce_s as all_reduce_s,

@@ -17,7 +17,7 @@ from distlab.blocks.data import ByteCorpus, python_documentation, rank_slice
 from distlab.blocks.models import GPT, GPTConfig
 from distlab.blocks.modules.named_parts import SavedShard
 from distlab.comm import recorded
-from distlab.large_batch import LAMB, LARS, Trust
+from distlab.large_batch import LAMB, LARS, Muon, Trust
 from distlab.pipeline import Pipeline, find_tied, split_sequential
 from distlab.rng import generator
 from distlab.sharding.state.parts import whole_tensor
@@ -175,7 +175,15 @@ class Row(NamedTuple):
         return self._replace(technique=one_process, cut=None)
 
 
+def muon(given):
+    """Return Muon of the matrices and AdamW of the rest, given parameters, or names with them."""
+    every = [one[1] if isinstance(one, tuple) else one for one in given]
+    groups = [[one for one in every if (one.ndim == 2) == is_matrix] for is_matrix in (True, False)]
+    return Muon([{"params": groups[0]}, {"params": groups[1], "use_muon": False}], 1e-3, compute="float64")
+
+
 ROW_OPTIMIZERS = OPTIMIZERS | {
+    "muon": muon,
     "lars": lambda parameters: LARS(parameters, 1.0, weight_decay=0.01, trust=Trust(coefficient=0.01)),
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "decayed": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),

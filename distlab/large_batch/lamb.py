@@ -58,6 +58,7 @@ class LAMB(LayerwiseOptimizer):
         super().__init__(params, defaults | {"bias_correction": bias_correction} | (trust or Trust()).as_dict())
 
     def _check(self, group: Group) -> None:
+        trust_of(group)
         check_number("LAMB: lr", group["lr"])
         check_number("LAMB: eps", group["eps"], above_zero=True)
         check_number("LAMB: weight_decay", group["weight_decay"])

@@ -53,6 +53,7 @@ class LARS(LayerwiseOptimizer):
         super().__init__(params, defaults | {"lr_in_buffer": lr_in_buffer} | trust.as_dict())
 
     def _check(self, group: Group) -> None:
+        trust_of(group)
         check_number("LARS: lr", group["lr"])
         check_number("LARS: momentum", group["momentum"], below=1.0)
         check_number("LARS: weight_decay", group["weight_decay"])

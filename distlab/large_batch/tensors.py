@@ -1,4 +1,4 @@
-"""What both optimizers share: their groups and steps, tensors gathered by kind, all norms taken at once."""
+"""What these optimizers share: their groups and steps, tensors gathered by kind, all norms taken at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGE = 1 << 18  # elements; on a CPU such a tensor goes alone, so that the next
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
-    """An optimizer whose parameter groups may set the fields of `Trust`, and which updates many tensors at once."""
+    """An optimizer that looks at whole tensors, checks its groups' options, and updates many tensors at once."""
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters; what it does not set is as in the constructor.
@@ -26,18 +26,17 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check(group)
-        trust_of(group)
         for parameter in group["params"]:
             if getattr(parameter, "is_shard", False):
                 raise ValueError(
-                    f"{type(self).__name__} takes the norm of each tensor, and these are shards of FullyShard; use "
+                    f"{type(self).__name__} looks at whole tensors, and these are shards; use WholeTensorOptimizer, "
                     'ShardedOptimizer(split="tensors"), or an optimizer that works by element'
                 )
             if not parameter.is_floating_point():
                 shape = list(parameter.shape)
                 raise ValueError(
-                    f"a parameter of shape {shape} is {parameter.dtype}; LARS and LAMB take real floating point: "
-                    "give it to a different optimizer"
+                    f"a parameter of shape {shape} is {parameter.dtype}; {type(self).__name__} takes real floating "
+                    "point: give it to a different optimizer"
                 )
 
     @torch.no_grad()
@@ -81,7 +80,7 @@ def batches(group: Group) -> list[list[Tensor]]:
         if parameter.grad.is_sparse:
             shape = list(parameter.shape)
             raise ValueError(
-                f"the gradient of a parameter of shape {shape} is sparse; LARS and LAMB need dense gradients: "
+                f"the gradient of a parameter of shape {shape} is sparse; LARS, LAMB and Muon need dense ones: "
                 "build the embedding with sparse=False"
             )
         alone = index if not parameter.is_cuda and parameter.numel() >= LARGE else -1

@@ -3,8 +3,8 @@
 Plans are values made by pure functions: they print, compare and are checked with no process running. distlab runs them,
 the simulator gives them times, and pictures are drawn from them.
 
-Read `records` (`Plan`) and `hardware` (`Cluster`), then `mesh`, `buckets`, `partition`, `sharding` and
-`compression`. `work` and `regions` describe a model's layers in sizes alone; `require` checks fields.
+Read `records` (`Plan`) and `hardware` (`Cluster`), then `mesh`, `buckets`, `owners`, `partition`, `sharding`
+and `compression`. `work` and `regions` describe a model's layers in sizes alone; `require` checks fields.
 `schedules` has the order in which each rank of a pipeline runs its micro-batches.
 """
 
@@ -19,6 +19,11 @@ from distlab.plan.hardware import (
     Software as Software,
 )
 from distlab.plan.mesh import AXES as AXES, Mesh as Mesh, mesh_of as mesh_of
+from distlab.plan.owners import (
+    assign_owners as assign_owners,
+    least_busiest as least_busiest,
+    newton_schulz_flops as newton_schulz_flops,
+)
 from distlab.plan.partition import balance as balance, split_evenly as split_evenly
 from distlab.plan.records import Plan as Plan
 from distlab.plan.regions import (

@@ -6,10 +6,12 @@ Begin with `plain`, the whole idea by hand on one screen. All of it sends with `
 1. `zero`: stages 1 and 2 (`PlainSharded`, then `ShardedOptimizer`).
 2. `fsdp`: stage 3, where parameters are whole only while they are used (`FullyShard`).
    `by_tensor`: the same, cut tensor by tensor (`ByTensor`).
-3. `state`: what both save, in shards or whole, for any number of ranks.
+3. `whole`: optimizers that look at whole tensors (Muon, LAMB), on the shards of both (`WholeTensorOptimizer`).
+4. `state`: what they save, in shards or whole, for any number of ranks.
 
 `checks` refuses parameters that no shard can hold. `part` lets shards and their gradients refuse torch's tools that
-would take a part for the whole. `by_element` finds, by trying it, whether an optimizer may be given such a part.
+would take a part for the whole. `by_element` finds, by trying it, whether an optimizer may be given such a part, and
+`of_pieces` gives it some.
 `cut_layers` knows what is different where tensor parallelism has cut the model's layers.
 """
 
@@ -21,4 +23,5 @@ from distlab.sharding.state.of_model import (
     full_state_dict as full_state_dict,
     load_full_state_dict as load_full_state_dict,
 )
+from distlab.sharding.whole.optimizer import WholeTensorOptimizer as WholeTensorOptimizer
 from distlab.sharding.zero.optimizer import PlainSharded as PlainSharded, ShardedOptimizer as ShardedOptimizer

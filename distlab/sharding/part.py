@@ -22,12 +22,12 @@ from distlab.comm.together import place_in
 OWN_CLIP = "call clip_gradients_(max_norm) of FullyShard or ShardedOptimizer"
 SCALER = "each rank would judge by its part alone; use distlab.precision.LossScaler, whose ranks skip together"
 WHOLE = (
-    "each rank has a part of several parameters end to end; use an optimizer that works by element (SGD, Adam), "
+    "each rank has a part of it; use an optimizer that works by element (SGD, Adam), WholeTensorOptimizer, "
     'ShardedOptimizer(split="tensors"), or no sharding'
 )
 DIMENSIONS = (
-    "it is flat, and parameters of all shapes lie in it. FullyShard cannot make such groups; use ShardedOptimizer, "
-    "whose groups are made of whole parameters"
+    "it is flat, and parameters of all shapes lie in it. FullyShard cannot make such groups; use WholeTensorOptimizer "
+    "(for Muon too) or ShardedOptimizer, whose groups are made of whole parameters"
 )
 PART = (
     "the answer would be of this rank's part alone, and other ranks' would differ. The norm of all gradients is "

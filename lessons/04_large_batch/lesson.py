@@ -727,8 +727,9 @@ show(draw_bars(update_ms, **words))
 #
 # Of these only DeepSpeed brings a LAMB of its own, `"type": "Lamb"` with `max_coeff` 10 and `min_coeff` 0.01, and
 # none brings LARS. Those two numbers clip the ratio; the paper has a limit for |w| only. Where optimizer state is
-# sharded (lesson 7) a tensor's length is spread over ranks, and needs an all-reduce of squares. If every rank takes
-# the ratio of its own piece instead, that is a different optimizer, and it depends on the number of ranks.
+# sharded a tensor's length is spread over ranks, and needs an all-reduce of squares. If every rank takes the ratio of
+# its own piece instead, that is a different optimizer, and it depends on the number of ranks. Muon asks the same with a
+# matrix in place of a number: [lesson 7](../07_sharding/lesson.ipynb#what-needs-the-whole).
 
 # %% [markdown]
 # ## Lab

@@ -12,6 +12,7 @@ AIMS = (
     "Run a model by units that are gathered, used and freed, the next one gathered ahead (FSDP).",
     "Choose the size of a unit, prefetch, replicas and offload for a model and a cluster, by simulation and by runs.",
     "Write the DeepSpeed and FSDP2 settings that mean the same plan.",
+    "Run an optimizer that needs whole matrices (Muon) on shards, by owners whose work is balanced.",
 )
 
 _TORCH = ("import torch", "import torch.distributed as dist", "from torch import Tensor")
@@ -92,17 +93,32 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        name="07.clip",
-        title="the norm of what no rank holds whole",
-        minutes=10,
-        difficulty=2,
-        source="solutions:clip_shards",
-        imports=_TORCH,
+        name="07.owners",
+        title="owners, so that the slowest rank is least busy",
+        minutes=7,
+        difficulty=1,
+        source="solutions:assign_owners",
         hints=(
-            "The square of the norm is the sum of all squares. Sums can be put together over ranks; norms cannot.",
-            "What is replicated is on every rank already. In an all-reduced sum it would count n times.",
-            "Sum of squares of the shards, as one float64 tensor; all_reduce it; add the squares of the replicated "
-            "ones; root. Multiply each gradient in place by min(1, max_norm / norm). Return the norm.",
+            "Work is 2 m^2 k + m^3 with m = min(shape) and k = max(shape). A rank's work is the sum over its matrices.",
+            "Go through the matrices and give each to the rank that has least so far. In the order of the list that "
+            "may end badly: a large matrix comes last, and finds all ranks half full. Which order avoids it?",
+            "sorted(range(len(shapes)), key=...) gives the indices, most work first. Add each work to its rank's.",
+        ),
+        worlds=(1,),
+    ),
+    Exercise(
+        name="07.by_owners",
+        title="pieces to the owner, its update back",
+        minutes=9,
+        difficulty=2,
+        source="solutions:update_by_owners",
+        imports=_CALLS,
+        hints=(
+            "dist.gather(piece, rows, dst=owner) fills the list `rows` on the owner; on the others it is None. "
+            "dist.scatter(update, rows, src=owner) is the way back.",
+            "When does the owner of the second matrix begin? In one loop over all three steps it waits in the first "
+            "matrix's scatter. How many loops let all owners compute at the same time?",
+            "Three loops: gather; orthogonalize torch.cat(rows) where this rank is the owner; scatter the n chunks.",
         ),
     ),
     Exercise(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.blocks.clip import clip_gradients_
+from distlab.blocks.clip import Gradient, clip_counted_, clip_gradients_
 from distlab.course.lab import GPTSettings, Lab, flag, main
 from distlab.data import ByteCorpus
 from distlab.data_parallel import DataParallel
@@ -108,8 +108,8 @@ def data_parallel(model: GPT) -> tuple[nn.Module, Update, torch.optim.Optimizer,
 
 
 def on_shards(lab: Lab[Settings], model: GPT) -> tuple[nn.Module, Update, torch.optim.Optimizer, float]:
-    """Cut one row of all parameters; the learner's functions make the update and clip."""
-    step, clip, n = lab.function("07.step"), lab.function("07.clip"), dist.get_world_size()
+    """Cut one row of all parameters; the learner's function makes the update."""
+    step, n = lab.function("07.step"), dist.get_world_size()
     parameters = list(model.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     row = torch.zeros(-(-sum(sizes) // n) * n, device=lab.member.device)
@@ -120,7 +120,7 @@ def on_shards(lab: Lab[Settings], model: GPT) -> tuple[nn.Module, Update, torch.
     optimizer = torch.optim.AdamW([own], lr=LEARNING_RATE)
 
     def adam(shard: Tensor, mean: Tensor) -> None:
-        clip([mean], [], MAX_NORM)
+        clip_counted_([Gradient("the shard", mean, True)], MAX_NORM, [None])
         own.grad = mean
         optimizer.step()
 

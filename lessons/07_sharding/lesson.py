@@ -21,7 +21,8 @@
 # - shard optimizer state, gradients and parameters (ZeRO-1, 2, 3) by hand, and count what a rank holds and sends;
 # - run a model by units that are gathered, used and freed, the next one gathered ahead (FSDP);
 # - choose the size of a unit, prefetch, replicas and offload for a model and a cluster;
-# - write the DeepSpeed and FSDP2 settings that mean the same.
+# - write the DeepSpeed and FSDP2 settings that mean the same;
+# - run an optimizer that needs whole matrices (Muon) on shards, by owners whose work is balanced.
 
 # %%
 # %load_ext distlab.course.notebook
@@ -84,14 +85,6 @@ for stage, shared in enumerate(("nothing", "optimizer", "+ gradients", "+ parame
     end = adam_state_bytes(7.5e9) / adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=10**9)
     print(f"{stage} {shared:13}{row} {f'{end:.0f}x less' if end < 100 else 'n times less':>13}")
 
-# %%
-guess_0.lock()
-NAMES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-shown = {name: adam_state_bytes(7.5e9, zero_stage=stage, num_ranks=64) / 1e9 for stage, name in enumerate(NAMES)}
-show_bars(
-    shown, "GB", "What a rank holds is what its stage has not divided", "states of 7.5 billion parameters, 64 GPUs"
-)
-
 # %% [markdown]
 # **"ZeRO-1 saves 8x and ZeRO-2 16x" is wrong by a factor of two.** The 4 bytes that ZeRO-1 leaves whole are a quarter
 # of 16, so it can never save more than 4x; the 2 bytes of ZeRO-2 are an eighth. The table is the paper's own
@@ -111,7 +104,7 @@ show_bars(
 
 # %%
 from distlab.data import ByteCorpus, python_documentation
-from distlab.data_parallel import DataParallel, average_per_parameter
+from distlab.data_parallel import DataParallel
 from distlab.models import GPT, GPTConfig
 
 CORPUS = ByteCorpus(python_documentation(), context=32)
@@ -181,32 +174,9 @@ bench("data parallel", data_parallel)
 
 # %% [markdown]
 # Now the simplest ZeRO-1. Deal the tensors out: tensor $i$ belongs to rank $i \bmod n$. A rank's optimizer gets only
-# the tensors that it owns, so it keeps state for those alone. After the update each owner broadcasts what it has
-# changed.
-
-
-# %%
-def owners(model):
-    n, rank, parameters = dist.get_world_size(), dist.get_rank(), list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters[rank::n], lr=1e-3)
-
-    def update():
-        average_per_parameter(parameters)  # an all-reduce each, as in lesson 3
-        optimizer.step()
-        for index, parameter in enumerate(parameters):
-            dist.broadcast(parameter.data, index % n)
-        model.zero_grad()
-
-    return model, update, optimizer
-
-
-bench("owners", owners)
-
-# %% [markdown]
-# Same losses, and the state is shared. It works with any optimizer, also those that need whole tensors, such as LAMB
-# (lesson 4). But half as much again was sent: the all-reduce, and then the parameters. Look at what the all-reduce is
-# for. It brings every rank the mean of *all* gradients, and a rank uses those of its own tensors. Let it only *reduce*
-# each gradient to its owner: half of an all-reduce.
+# the tensors that it owns, so it keeps state for those alone. An all-reduce would bring every rank the mean of *all*
+# gradients, and a rank uses those of its own tensors. So only *reduce* each gradient to its owner: half of an
+# all-reduce. After the update each owner broadcasts what it has changed.
 
 
 # %%
@@ -226,11 +196,7 @@ def reduced_to_owners(model):
 
 
 bench("reduced to owners", reduced_to_owners)
-
-# %%
-show_bars(
-    sent_psi, "Psi (n-1)/n", "Reducing to the owner sends no more than data parallel", "sent per rank, as recorded"
-)
+show_bars(sent_psi, "Psi (n-1)/n", "Reducing to the owner sends no more than data parallel", "sent per rank")
 
 # %% [markdown]
 # **2 $\Psi$: ZeRO-1 sends exactly what data parallel sends.** That is not luck. An all-reduce *is* a reduce-scatter
@@ -238,9 +204,9 @@ show_bars(
 # an update. Data parallel gathers gradients and updates everything everywhere; ZeRO-1 updates first and gathers
 # parameters.
 #
-# Two flaws are left. The shares are uneven, since tensors are: see the smallest and the largest state above, and the
-# fullest rank decides what fits. And there is a message for each tensor. Both go away if one cuts without regard to
-# tensors.
+# It works with any optimizer, also those that need whole tensors, such as LAMB (lesson 4). Two flaws are left. The
+# shares are uneven, since tensors are: see the smallest and the largest state above, and the fullest rank decides what
+# fits. And there is a message for each tensor. Both go away if one cuts without regard to tensors.
 
 # %% [markdown]
 # ### Exercise: pieces
@@ -305,9 +271,7 @@ def shards_of_a_row(model):
 bench("equal shards", shards_of_a_row)
 
 # %%
-show_bars(
-    state_mb, "MB", "A cut without regard to tensors gives every rank the same share", "optimizer state of a rank"
-)
+show_bars(state_mb, "MB", "A cut without regard to tensors gives each rank the same share", "optimizer state of a rank")
 
 # %% [markdown]
 # Two calls instead of one for each tensor, 2 $\Psi$, and every rank holds the same share.
@@ -476,6 +440,7 @@ from distlab.measure import KINDS, track_memory
 
 STATES = ("parameters", "gradients", "optimizer", "buffers")
 PREPARE = (data_parallel, zero(1), zero(2), fully_sharded(prefetch=0))
+NAMES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def held(prepare):
@@ -782,73 +747,250 @@ bench("FSDP, offloaded", fully_sharded(offload=True))
 # %% [markdown]
 # ### Cards from a shop
 #
-# Guides say that consumer GPUs can train, with limits, and that sharding brings models of 100B to commodity hardware.
-# Which limits? An RTX 4090 has 24 GB, PCIe 4.0 and no NVLink. The states of a 7B model are 108 GB (lesson 6), and four
-# cards have 96. So ask the advisor of lesson 15, without offload, for four cards in one machine and for eight:
-
-# %% tags=["nbval-check-output"]
-from simulator import ModelDescription, Question, near_fit, search, words_of
-
-for num_cards in (4, 8):
-    asked = Question(ModelDescription(model="llama-2-7b", attention="flash"), cluster("rtx-4090-server", num_cards), 64)
-    found = search(asked, lambda shape: shape.tensor == shape.context == 1)
-    best = found.best(1)
-    words = words_of(best[0].plan, best[0].microbatch) if best else f"nothing fits; {near_fit(found)}"
-    print(f"{num_cards} cards: {words}")
-
-# %% [markdown]
-# And with offload and all activations recomputed? The same for 175B, in machines of eight with 25 Gb/s Ethernet between
-# them. The last line cuts layers too (lessons 8 to 10), as lesson 15's search advises:
+# Guides say that sharding brings models of 100B to commodity hardware. An RTX 4090 has 24 GB, PCIe 4.0 and no NVLink.
+# With offload and all activations recomputed, eight to a machine and 25 Gb/s Ethernet between machines:
 
 # %% tags=["nbval-check-output"]
 from distlab.plan import Precision
 from simulator import model_by_name
 
 
-def on_cards(name, data, sharding, num_microbatches=16, sequence=2048, **degrees):
+def on_cards(name, data, sharding, sequence=2048):
     how = {"precision": Precision("bfloat16", gradients="bfloat16"), "recompute": "full"}
-    plan = Plan(data, sharding=sharding, num_microbatches=num_microbatches, **degrees, **how)
-    step = simulate(model_by_name(name), cluster("rtx-4090-server", plan.world_size), plan)
-    held, per_hour = step.memory.max_bytes / 1e9, 3600 * data * num_microbatches * sequence / step.duration_s
-    words = f"100 million tokens in {1e8 / per_hour:.1f} hours, 300 billion in {3e11 / per_hour / 24:.0f} days"
-    print(f"{name} on {plan.world_size:4} cards: {held:.1f} GB a card; {words if held < 24 else 'does not fit 24 GB'}")
-    return step.memory
+    plan = Plan(data, sharding=sharding, num_microbatches=16, **how)
+    step = simulate(model_by_name(name), cluster("rtx-4090-server", data), plan)
+    held, per_hour = step.memory.max_bytes / 1e9, 3600 * data * 16 * sequence / step.duration_s
+    words = f"300 billion tokens in {3e11 / per_hour / 24:.0f} days"
+    print(f"{name} on {data:4} cards: {held:.1f} GB a card; {words if held < 24 else 'does not fit 24 GB'}")
 
 
-on_card = {"7B, 4 cards": on_cards("llama-2-7b", 4, Sharding(3, offload="optimizer"), sequence=4096)}
-for num_cards in (128, 1024):
-    on_card[f"175B, {num_cards} cards"] = on_cards("gpt-3-175b", num_cards, Sharding(3, offload="all"))
-CUT = {"tensor": 4, "pipeline": 32, "stages_per_rank": 3, "schedule": "interleaved", "sequence_parallel": True}
-on_card["175B, 256 cards, layers cut"] = on_cards("gpt-3-175b", 2, Sharding(1), num_microbatches=256, **CUT)
-
-# %%
-from simulator.viz import draw_memory_of_plans
-
-show(draw_memory_of_plans(on_card, capacity_bytes=24e9))
+on_cards("llama-2-7b", 4, Sharding(3, offload="optimizer"), sequence=4096)
+on_cards("gpt-3-175b", 1024, Sharding(3, offload="all"))
 
 # %% [markdown]
-# **7B on four 4090s: yes, with offload, to fine-tune.** A training from scratch is not for these cards. And the preset
-# is kind: it gives each card all of its PCIe. In fact these cards cannot copy to each other directly, so everything
-# goes through the host's memory.
-#
-# **100B on commodity hardware: not by sharding.** 175B does not fit 24 GB a card, with any number of cards. A rank
-# gathers whole layers into buffers and computes with them, and these do not shrink with $n$. Cut the layers too, and
-# 256 cards in 32 machines hold it. That is no longer what one calls commodity.
+# **7B on four 4090s: yes, with offload, to fine-tune.** A training from scratch is not for these cards. **100B on
+# commodity hardware: not by sharding.** A rank gathers whole layers into buffers and computes with them, and these do
+# not shrink with $n$: 175B fits no card of 24 GB, however many there are. Layers must be cut, too (lessons 8 to 10).
 
 # %% [markdown]
-# ## The norm of what no rank holds whole
+# ## What needs the whole
 #
 # Clipping (lesson 4) scales all gradients by one factor, from the norm of all of them. No rank holds all of them now.
-# Code that was right for data parallel, `clip_grad_norm_(model.parameters(), 1.0)`, computes the norm of the *own
-# shards*: too small, and a different one on each rank. Nothing fails. The shards of one tensor are scaled differently,
-# and training gets a little worse.
-#
-# ### Exercise: clip
-#
-# Write `clip_shards(shards, replicated, max_norm)`. Some small gradients, such as those of norms, are often left whole:
-# all ranks hold the same. Budget: one all-reduce of one number.
+# Code that was right for data parallel, `clip_grad_norm_(model.parameters(), 1.0)`, takes the norm of the *own
+# shards*: too small, and a different one on each rank. Nothing fails, and training gets a little worse. Norms do not
+# add up over ranks, but squares do: all-reduce the sum of the own squares, one number, and take the root. LARS and LAMB
+# (lesson 4) ask for two such numbers of every tensor, the lengths of the weight and of its update. Four ranks hold 16
+# rows each of a matrix whose later rows are longer:
 
-# %% exercise="07.clip"
+
+# %% tags=["nbval-check-output"]
+from distlab.sharding.whole import plain as whole
+
+
+def trust_ratios():
+    weight, update = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+    weight *= torch.linspace(0.1, 1.9, 64)[:, None]
+    own = [one.chunk(dist.get_world_size())[dist.get_rank()] for one in (weight, update)]
+    lengths = whole.whole_norms(own)  # squares, one all-reduce, roots
+    return f"{own[0].norm() / own[1].norm():.3f}", f"{lengths[0] / lengths[1]:.3f}"
+
+
+print("LAMB's ratio of own rows, and with one all-reduce:", *ranks.run(trust_ratios))
+print("in one process:", *run(trust_ratios, 1))
+
+# %% [markdown]
+# By the ratio of its own rows each rank has a different optimizer.
+#
+# ### A matrix instead of a number
+#
+# **[Muon](../GLOSSARY.md#muon)** (2024; `torch.optim.Muon`) updates the matrices of hidden layers. The momentum of one
+# is $USV^T$: a few large singular values $S$, and many small ones. SGD moves along the few; Muon steps along $UV^T$, as
+# far in rare directions as in frequent ones. [Newton-Schulz](../GLOSSARY.md#newton-schulz) iterations find that by
+# products alone: five times $X \leftarrow aX + bAX + cA^2X$ with $A = XX^T$ bring all singular values near 1.
+#
+# Adam treats each element by itself, so its update of a half is half of its update. And Muon's? Take the gradient of a
+# matrix [64, 256] of the GPT, and make its upper and its lower half orthogonal, each by itself.
+
+# %%
+guess_4 = predict("By how much of its length is Muon's update of two halves a different one?", unit="%")
+guess_4
+
+# %%
+from distlab.large_batch import newton_schulz
+
+model = GPT(CONFIG, torch.Generator().manual_seed(0))
+GPT.loss(model(CORPUS.batch(0, 16)[0]), CORPUS.batch(0, 16)[1]).backward()
+GRADIENT = model.blocks[1].feed_forward.output.weight.grad
+RULES = {"Adam": lambda part: part / (part.square().sqrt() + 1e-8)}  # its first step
+RULES["Muon"] = lambda part: newton_schulz(part, compute="float32")
+
+
+def apart(rule, parts):
+    update, of_parts = RULES[rule](GRADIENT), torch.cat([RULES[rule](part) for part in GRADIENT.chunk(parts)])
+    return float(100 * (of_parts - update).norm() / update.norm())
+
+
+print(guess_4.compare(apart("Muon", 2)))
+
+# %%
+guess_4.lock()
+shown = {f"{parts} parts": {rule: apart(rule, parts) for rule in RULES} for parts in (2, 4, 8)}
+title = "Adam does not mind the cut; Muon's update of parts is a different one, for each number of parts"
+show_bars(shown, "%", title, "distance from the update of the whole [64, 256], by its length")
+
+# %% [markdown]
+# ### Everywhere, or by an owner
+#
+# Either every rank gathers and computes every matrix, and keeps its rows. Or a matrix has an
+# [owner](../GLOSSARY.md#owner): rows of momentum go there, rows of the update come back. All momentum is $S$ bytes:
+#
+# | way | a rank sends | a rank computes |
+# |---|---|---|
+# | everywhere | $\frac{n-1}{n} S$ | all matrices |
+# | by owners | $2 \frac{n-1}{n} \frac{S}{n}$ | those it owns |
+#
+# An iteration takes $4m^2k + 2m^3$ operations: $m$ is the matrix's shorter side, $k$ the longer one. Take the 64 H100s
+# of the question at 400 TFLOP/s, with a sample of 2,048 tokens on each.
+
+# %%
+guess_5 = predict("If each GPU computes all matrices: how many times forward and backward does that take?", unit="x")
+guess_5
+
+# %%
+from distlab.plan import least_busiest, newton_schulz_flops
+
+HIDDEN = [shape for layer in MODEL.layers if layer.input_bytes for shape in layer.shapes if len(shape) == 2]
+WORK = [newton_schulz_flops(shape) for shape in HIDDEN]  # five iterations
+print(guess_5.compare(sum(WORK) / (6 * 7.5e9 * 2048), how="counted"))
+
+# %% [markdown]
+# ### Exercise: owners
+#
+# By owners it is a 64th, if the work is dealt out evenly: all wait for the busiest rank. Write `assign_owners(shapes,
+# num_ranks)`. The best assignment of many matrices takes very long to find; a simple rule comes near it, and will do.
+
+# %% exercise="07.owners"
+
+# %%
+guess_5.lock()
+shown = {"everywhere": {"busiest rank": sum(WORK) / 4e11}}
+for n in (4, 16, 64, 256):
+    owners, busy = assign_owners(HIDDEN, n), [0.0] * n
+    for owner, work in zip(owners, WORK, strict=True):
+        busy[owner] += work
+    shown[f"{n} GPUs"] = {"busiest rank": max(busy) / 4e11, "at least": least_busiest(WORK, n) / 4e11}
+show_bars(shown, "ms", "With owners the busiest rank has its share of the work", f"{len(HIDDEN)} matrices, 400 TFLOP/s")
+
+# %% [markdown]
+# Owners make 31 ms<!--out--> of it on 64 GPUs. With many more nothing gets shorter: the largest matrix has one owner.
+#
+# ### Exercise: an update by owners
+#
+# Write `update_by_owners(pieces, owners, orthogonalize)`. `pieces[i]` are this rank's rows of matrix i. Two calls may
+# be new: `dist.gather(piece, rows, dst=owner)` collects a piece from each rank, and `dist.scatter(mine, rows,
+# src=owner)` deals a list out; `rows` is None on all but the owner. Budget: a piece goes to the owner and comes back
+# once, and owners compute at the same time.
+
+# %% exercise="07.by_owners"
+
+# %% [markdown]
+# Twelve matrices of 256 x 256 on four ranks, with a wire of 20 MB/s each (nodes, as in lesson 5; they need Linux): both
+# ways as the library's `plain` has them, and yours. How much shorter are owners?
+
+# %%
+guess_6 = predict("By owners takes how many times everywhere's time?", unit="x")
+guess_6
+
+# %%
+import time
+from functools import partial
+
+from distlab.comm import Nodes
+
+SQUARES, MUON = [(256, 256)] * 12, partial(newton_schulz, compute="float32")
+
+
+def update_seconds(rounds=5):
+    rows, owners, took = [torch.randn(64, 256) for _ in SQUARES], assign_owners(SQUARES, 4), []
+    ways = [lambda: MUON(torch.cat(rows[:4])), lambda: whole.by_everyone(rows, MUON)]
+    ways += [partial(by_owners, rows, owners, MUON) for by_owners in (whole.by_owners, update_by_owners)]
+    for update in ways * rounds:
+        dist.barrier()
+        start = time.perf_counter()
+        update()
+        took.append(time.perf_counter() - start)
+    return [sorted(took[way :: len(ways)])[rounds // 2] for way in range(len(ways))]
+
+
+# %%
+with Ranks(4, timeout_s=120, nodes=Nodes(4, between="20MB/s,200us"), record=False) as on_wires:
+    one, *took = map(max, zip(*on_wires.run(update_seconds), strict=True))
+print(guess_6.compare(took[1] / took[0]))
+
+# %%
+from simulator import whole_update
+
+guess_6.lock()
+S, shown = 4 * 12 * 256 * 256, {}  # bytes
+for by, sent, measured_s in (("everywhere", 3 / 4 * S, took[0]), ("owners", 2 * 3 / 4 * S / 4, took[1])):
+    predicted_s = whole_update(SQUARES, 4, by=by).flops * one / newton_schulz_flops((256, 256)) + sent / 20e6
+    shown[by] = {"predicted": 1e3 * predicted_s, "measured": 1e3 * measured_s}
+show_bars(shown, "ms", "Owners send half as much and compute a quarter", "12 matrices of 256 x 256, 4 ranks, 20 MB/s")
+print(f"owners, yours: {1e3 * took[2]:.0f} ms")
+
+# %% [markdown]
+# Yours calls once for each matrix, and each scatter waits for the one before. All rows for all owners fit in a single
+# all-to-all, and so do all updates: that is what `plain.by_owners` sends.
+#
+# ### For a whole model
+#
+# `WholeTensorOptimizer` takes Muon, LAMB or LARS to the shards of a `FullyShard`. While a rank computes a bucket of
+# matrices, the next arrives and the last leaves. Embeddings and biases, which Muon leaves to AdamW, do not travel.
+
+# %%
+from distlab.large_batch import Muon
+from distlab.sharding import WholeTensorOptimizer
+
+
+def make_muon(named):
+    hidden = {name: one for name, one in named if one.ndim == 2 and "blocks" in name}
+    others = [one for name, one in named if name not in hidden]
+    groups = [{"params": [*hidden.values()]}, {"params": others, "use_muon": False, "lr": 1e-3}]
+    return Muon(groups, lr=0.02, compute="float32")
+
+
+# %%
+def muon(by):
+    def prepare(model):
+        if by == "one process":
+            optimizer = make_muon([*model.named_parameters()])
+            return model, lambda: (optimizer.step(), optimizer.zero_grad()), optimizer
+        sharded = FullyShard(model)
+        optimizer = WholeTensorOptimizer(sharded, make_muon, by=by)
+        return sharded, lambda: (sharded.synchronize(), optimizer.step(), optimizer.zero_grad()), optimizer.optimizer
+
+    return prepare
+
+
+# %% tags=["nbval-check-output"]
+expected, _, whole_state = run(measured, 1, args=(muon("one process"),))[0]
+print(f"one process   state {whole_state / 1e6:.2f} MB")
+for by in ("everywhere", "owners"):
+    losses, sent, state = zip(*ranks.run(measured, muon(by)), strict=True)
+    gap = max(abs(one - other) for one, other in zip(losses[0], expected, strict=True))
+    print(f"{by:13} state {max(state) / 1e6:.2f} MB, sent {sum(sent) / 4e6:.2f} MB; as one process: {gap < 1e-5}")
+
+# %% [markdown]
+# The losses are those of one process, and owners keep a quarter of the state each. Now the GPT of the question:
+
+# %%
+from simulator.models.optimizers import with_optimizer
+
+shown = {}
+for words, optimizer, stage in (("AdamW", "adamw", 3), ("Muon by owners", "muon", 3), ("Muon everywhere", "muon", 0)):
+    step = simulate(with_optimizer(MODEL, optimizer), MACHINES, Plan(64, sharding=Sharding(stage=stage)))
+    shown[words] = 1e3 * step.duration_s
+show_bars(shown, "ms", "Owners add little to a step; everywhere it takes many times as long", "a step, predicted")
 
 # %% [markdown]
 # ## Save it: spot the bug
@@ -890,8 +1032,6 @@ print("rank 0 rebuilds the model bit for bit:", (got := ranks.run(saved_and_load
 # turn by turn in one run, on two ranks. They talk over gloo, which is what torch's users have on CPUs.
 
 # %%
-import time
-
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -940,10 +1080,8 @@ for name, prepare, theirs in (
     print(f"{name}: losses differ by {gap:.0e} at most; a step takes {median(ratios):.2f} times", end=" ")
     print(f"(half of the pairs: {low:.2f} to {high:.2f})")
     step_ms[name] = {who: 1e3 * median(s for _, s in rows[2:]) for who, rows in (("ours", ours), ("torch", other))}
-
-# %%
-show_bars(step_ms, "ms", "A step with the library, and with torch's own")
 sockets.close()
+show_bars(step_ms, "ms", "A step with the library, and with torch's own")
 
 # %% [markdown]
 # A number below 1 means that ours is faster. Neither says anything of GPUs. FSDP2 runs on gloo, but it is made for
@@ -1021,42 +1159,9 @@ print(fsdp2_code(Plan(64, sharding=Sharding(stage=3, replicas=8))))
 # %% [markdown]
 # ### With torch.compile
 #
-# `torch.compile` reads the Python of a module once and makes a *graph* of its operations; of the graph a compiler makes
-# few kernels. Waiting for a gather cannot be part of a graph. So compile what lies between two gathers: each block.
-# `FullyShard` gathers and frees in hooks around it, which stay Python. Compile the whole model, and it works as well:
-# the graph breaks at each unit. `fullgraph=True` forbids breaks, so it is refused. Losses must stay what they were:
-
-
-# %%
-def compiled(model):
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    return fully_sharded()(model)
-
-
-def losses(prepare):
-    from torch._dynamo.utils import counters
-
-    forward, update, _ = prepare(GPT(CONFIG, torch.Generator().manual_seed(0)))
-    found = []
-    for inputs, targets in map(batch_of, range(4)):
-        found.append(GPT.loss(forward(inputs), targets))
-        (found[-1].backward(), update())
-    return [f"{loss.detach():.5f}" for loss in found], counters["stats"]["unique_graphs"]
-
-
-for name, prepare in (("as it is", fully_sharded()), ("compiled blocks", compiled)):
-    found, num_graphs = pair.run(losses, prepare)[0]
-    print(f"{name:15} {', '.join(found)}; graphs: {num_graphs}")
-
-# %% [markdown]
-# One graph serves all four blocks, since they run the same code. The losses are the same, digit by digit or nearly:
-# kernels may add in a different order. `backend="aot_eager"` runs the graph's operations one by one; it builds fast and
-# shows that the numbers stay. Without it torch takes *inductor*, which writes C++ or Triton and compiles that: a minute
-# here, and fewer, larger kernels on a GPU.
-#
-# The same rule holds for data parallel (lesson 3). A graph hands out all its gradients at once, when its backward ends.
-# One graph of the whole model leaves no backward for the buckets to hide behind; a graph for each block does.
+# `torch.compile` makes a graph of a module's operations, and waiting for a gather cannot be part of a graph. So compile
+# what lies between two gathers: `block.compile()` for each block. Losses stay what they were. The same holds for data
+# parallel (lesson 3): one graph of the whole model hands out all gradients at its end, with nothing to hide behind.
 
 # %% [markdown]
 # ## Popular claims, tested
@@ -1078,13 +1183,6 @@ for stage in range(4):
     step = simulate(MODEL, MACHINES, Plan(64, num_microbatches=8, sharding=Sharding(stage=stage)))
     sent_gb = max(step.sent_bytes_per_rank) / 1e9
     print(f"8 micro-batches, stage {stage}: {step.duration_s * 1e3:.0f} ms a step, {sent_gb:.0f} GB sent a GPU")
-
-# %%
-shown = {}
-for stage, name in enumerate(NAMES):
-    step = simulate(MODEL, MACHINES, Plan(64, num_microbatches=8, sharding=Sharding(stage=stage)))
-    shown[name] = max(step.sent_bytes_per_rank) / 1e9
-show_bars(shown, "GB", "With 8 micro-batches stage 3 sends many times as much", "sent per GPU in a step")
 
 # %% [markdown]
 # On these wires stage 3 sends many times as much in about the same time: gathers hide. On slow ones they would not.
@@ -1156,7 +1254,8 @@ pair.close()
 #
 # ## Sources
 #
-# - The three above. Wang et al. 2023, *ZeRO++* (hpZ is hybrid sharding of parameters).
+# - The three above. Wang et al. 2023, *ZeRO++* (hpZ is hybrid sharding of parameters). Jordan et al. 2024, *Muon*.
+#   Graham 1969, *Bounds on Multiprocessing Timing Anomalies* (most work first, to the least busy).
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM*, table 2.
 # - Source of DeepSpeed (`runtime/zero/config.py`), torchtitan (`config/parallelism.py`, `config/training.py`) and
 #   Megatron-LM (its arguments, and the guide to Megatron-FSDP); documentation of `fully_shard` and

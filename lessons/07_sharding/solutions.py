@@ -107,19 +107,41 @@ def backward_units(
     return means
 
 
-def clip_shards(shards: list[Tensor], replicated: list[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients in place so that the norm of all of them together is at most max_norm; return the norm before.
+def assign_owners(shapes: list[tuple[int, int]], num_ranks: int) -> list[int]:
+    """Return an owner for each matrix: the slowest rank has at most 4/3 of the least work that it could have.
 
-    `shards` are this rank's parts of sharded gradients; `replicated` are small gradients that all ranks hold, the same.
+    To orthogonalise a matrix takes work in proportion to 2 m^2 k + m^3: m is its shorter side and k its longer one.
     """
-    square = sum((gradient.square().sum() for gradient in shards), torch.zeros((), dtype=torch.float64))
-    dist.all_reduce(square)
-    square = sum((gradient.square().sum() for gradient in replicated), square)
-    norm = square.sqrt()
-    factor = (max_norm / norm).clamp(max=1.0)
-    for gradient in [*shards, *replicated]:
-        gradient *= factor
-    return norm
+    work = [2 * min(shape) ** 2 * max(shape) + min(shape) ** 3 for shape in shapes]
+    owners, busy = [0] * len(shapes), [0] * num_ranks
+    for index in sorted(range(len(shapes)), key=lambda index: -work[index]):
+        owners[index] = busy.index(min(busy))
+        busy[owners[index]] += work[index]
+    return owners
+
+
+def update_by_owners(
+    pieces: list[Tensor], owners: list[int], orthogonalize: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Return this rank's rows of orthogonalize(matrix) for each matrix, which its owner alone computes.
+
+    pieces[i] are this rank's rows of matrix i; the rows of all ranks, one below the other, are the matrix.
+
+    Shapes: pieces [m_i / n, k_i] -> the same
+    Cost: each piece goes to the owner, and comes back; owners compute at the same time.
+    """
+    n, rank = dist.get_world_size(), dist.get_rank()
+    changed, updates = {}, [torch.empty_like(piece) for piece in pieces]
+    for index, (piece, owner) in enumerate(zip(pieces, owners, strict=True)):
+        rows = [torch.empty_like(piece) for _ in range(n)] if rank == owner else None
+        dist.gather(piece, rows, dst=owner)
+        if rank == owner:
+            changed[index] = torch.cat(rows)
+    changed = {index: orthogonalize(matrix) for index, matrix in changed.items()}
+    for index, owner in enumerate(owners):
+        rows = list(changed[index].chunk(n)) if rank == owner else None
+        dist.scatter(updates[index], rows, src=owner)
+    return updates
 
 
 def full_state(shards: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:

@@ -20,12 +20,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from distlab.plan import Work, Workload
+from distlab.plan import Work, Workload, newton_schulz_flops
 
 STATES: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 0, "sgd-momentum": 1, "muon": 1})
 SUFFIXES: Mapping[str, float] = MappingProxyType({"-32bit": 4.0, "-16bit": 2.0, "-8bit": 1 + 4 / 256})  # bytes of each
 OPTIMIZERS = (*STATES, *(f"{kind}{suffix}" for kind, count in STATES.items() if count for suffix in SUFFIXES))
-ITERATIONS = 5  # of Newton-Schulz
 UPDATED_BYTES = 12  # a gradient and a parameter are read and a parameter is written, in float32
 
 
@@ -58,8 +57,8 @@ def with_optimizer(workload: Workload, name: str) -> Workload:
     count, flops = float(STATES[name if width is None else kind]), 0.0
     if name.startswith("muon"):
         blocks = [layer.shapes for layer in workload.layers if layer.input_bytes]
-        matrices = [sorted(shape) for shapes in blocks for shape in shapes if len(shape) == 2]
-        flops = sum(ITERATIONS * (4.0 * narrow**2 * wide + 2.0 * narrow**3) for narrow, wide in matrices)
+        matrices = [shape for shapes in blocks for shape in shapes if len(shape) == 2]
+        flops = sum(newton_schulz_flops(shape) for shape in matrices)
         count = STATES["adamw"] - sum(map(math.prod, matrices)) / max(1, workload.num_parameters)
     moved = UPDATED_BYTES + 2 * count * (width or 4)
     return replace(

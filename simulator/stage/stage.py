@@ -23,6 +23,7 @@ from distlab.plan.require import changed
 from simulator.gradients.buckets import BucketCost, Tensors, Transfer, cost_buckets, costs_in
 from simulator.gradients.compression import MeasuredCodec
 from simulator.gradients.fsdp_units import Shards, UnitTimes, scattering, shards_of, time_units, units_of
+from simulator.gradients.whole_tensors import whole_update
 from simulator.hardware.cost import compute_s, host_seconds_per_byte, message_s
 from simulator.hardware.rank_layout import COPIES, EXPERT_COPIES, RankLayout
 from simulator.stage.local_layer import LayerTimes, is_shared, local_layers, of_experts, output_bytes, time_layers
@@ -254,11 +255,12 @@ class _Exchanges:
             few = shards_of(self.layout, pipeline, axes=EXPERT_COPIES) if plan.expert > 1 else None
             made = units_of(layers, plan.sharding.unit_layers, apart=few is not None)
             units = time_units(made, shards, self.widths, plan, few)
-            return _Exchange((), units, self._update_ns(layers, len(units)), None)
+            return _Exchange((), units, self._update_ns(layers, len(units), pipeline), None)
         buckets = self._buckets(layers, kinds, shards, pipeline)
         num_tensors = sum(len(layer.parameter_sizes) for layer in layers)
         is_sharded = plan.sharding.stage > 0
-        update_ns = self._update_ns(layers, -(-num_tensors // shards.num_shards) if is_sharded else num_tensors)
+        num_kernels = -(-num_tensors // shards.num_shards) if is_sharded else num_tensors
+        update_ns = self._update_ns(layers, num_kernels, pipeline)
         return _Exchange(buckets, (), update_ns, shards.faults(num_tensors) if buckets and is_sharded else None)
 
     def _shards(self, axes: Sequence[str], pipeline: int) -> Shards:
@@ -289,7 +291,7 @@ class _Exchanges:
             found += cost_buckets(parts, self.widths.reduce, **own, plan=plan, codec=self.codec, whose=whose)
         return tuple(sorted(found, key=lambda bucket: -bucket.layer)) if len(sharing) > 1 else tuple(found)
 
-    def _update_ns(self, layers: tuple[Layer, ...], num_tensors: int) -> int:
+    def _update_ns(self, layers: tuple[Layer, ...], num_tensors: int, pipeline: int) -> int:
         """Return the time of updating this rank's part of the layers' parameters, on the device or on its host."""
         workload, plan, cluster = self.workload, self.layout.plan, self.layout.cluster
         experts = sum(layer.expert_parameters for layer in layers) if plan.expert > 1 else 0
@@ -301,7 +303,16 @@ class _Exchanges:
         share = own / workload.num_parameters if workload.num_parameters else 0.0
         tensors = num_tensors / workload.num_tensors if workload.num_tensors else 0.0
         kernels = 1 if cluster.software.flat_buffers else round(workload.optimizer.num_kernels * tensors)
-        work = Work(workload.optimizer.matmul_flops * share, workload.optimizer.memory_bytes * share, kernels)
+        flops, exchange_ns = workload.optimizer.matmul_flops * share, 0
+        if flops and plan.sharding.stage:
+            shapes = (shape for layer in layers if layer.input_bytes for shape in layer.shapes)
+            shards = plan.sharding.num_shards(plan.copies)
+            whole = whole_update(shapes, shards, bytes_each=self.widths.master or self.widths.parameter)
+            flops *= whole.flops * shards / max(1.0, whole.all_flops)
+            if plan.sharding.stage == 3:  # others reduce and gather whole tensors at their owners anyway
+                group = self.layout.slowest(COPIES, pipeline)
+                exchange_ns = sum(group.exchange_ns("all_to_all", one) for one in whole.buffers_bytes)
+        work = Work(flops, workload.optimizer.memory_bytes * share, kernels)
         if plan.sharding.offload != "none":
             return to_ns(work.memory_bytes * host_seconds_per_byte(cluster, plan.world_size))
-        return to_ns(compute_s(work, cluster.device))
+        return max(exchange_ns, to_ns(compute_s(work, cluster.device)))

@@ -79,7 +79,7 @@ def test_half_precision_norms_do_not_overflow(name):
 @BOTH
 def test_what_cannot_be_trained_is_refused(name):
     make = {"lars": lb.LARS, "lamb": lb.LAMB}[name]
-    with pytest.raises(ValueError, match="complex64; LARS and LAMB take real floating point"):
+    with pytest.raises(ValueError, match="complex64; LA.* takes real floating point"):
         make([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], 0.1)
     embedding = nn.Embedding(10, 3, sparse=True)
     optimizer = make(embedding.parameters(), 0.1)
@@ -98,6 +98,14 @@ WRONG = [
     (lb.LAMB, {"lr": 0.1, "betas": (0.9, 1.0)}, "one of betas is 1.0"),
     (lb.LAMB, {"lr": 0.1, "eps": 0.0}, "eps is 0.0; pass a finite number above 0"),
     (lb.LAMB, {"lr": 0.1, "weight_decay": float("inf")}, "weight_decay is inf"),
+    (lb.Muon, {"lr": -0.1}, "Muon: lr is -0.1"),
+    (lb.Muon, {"momentum": 1.0}, "momentum, or one of betas, is 1.0; pass a finite number of at least 0 and below 1"),
+    (lb.Muon, {"ns_steps": -1}, "ns_steps is -1 and ns_coefficients are .*; pass 0 to 99 steps and three coefficients"),
+    (lb.Muon, {"ns_coefficients": (1.0, 2.0)}, "pass 0 to 99 steps and three coefficients"),
+    (lb.Muon, {"adjust_lr_fn": "other"}, "adjust_lr_fn is 'other'; pass one of None, original, match_rms_adamw"),
+    (lb.Muon, {"compute": "int8"}, "compute is 'int8'; pass one of bfloat16, float32, float64"),
+    (lb.Muon, {"eps": 0}, "eps is 0; pass a finite number above 0"),
+    (lb.Muon, {}, r"a tensor of shape \[2\] is no matrix; put its parameter in a group with use_muon=False"),
 ]
 
 
@@ -109,7 +117,7 @@ def test_bad_arguments_are_refused():
             make([{"params": [nn.Parameter(torch.ones(2))], **named}], 0.1)
 
 
-@pytest.mark.parametrize(("make", "num_buffers"), [(lb.LARS, 1), (lb.LAMB, 2)])
+@pytest.mark.parametrize(("make", "num_buffers"), [(lb.LARS, 1), (lb.LAMB, 2), (partial(lb.Muon, use_muon=False), 2)])
 def test_buffers_are_of_the_parameters_size_and_all_norms_are_read_at_once(monkeypatch, make, num_buffers):
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     optimizer, waits, tolist = make(model.parameters(), 0.1), [], torch.Tensor.tolist
@@ -117,7 +125,9 @@ def test_buffers_are_of_the_parameters_size_and_all_norms_are_read_at_once(monke
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    assert len(waits) == 2  # norms of the weights and of what moves them, together
+    assert len(waits) == (
+        0 if isinstance(make, partial) else 2
+    )  # norms of the weights and of what moves them, together
     kept = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     size = sum(parameter.numel() for parameter in model.parameters())
     assert sum(value.numel() for value in kept if value.dim()) == num_buffers * size
@@ -129,12 +139,13 @@ def test_formulas_make_new_tensors_and_send_nothing():
     with recorded() as seen:
         new_weight, buffer = lb.lars_update(weight, gradient, zeros, lr=0.1)
         lamb_weight, moments = lb.lamb_update(weight, gradient, lb.Moments(zeros, zeros, 0), lr=0.1)
-    made = [new_weight, buffer, lamb_weight, moments.mean, moments.square]
+        muon = lb.muon_update(weight[None], gradient[None], zeros[None], lr=0.1)
+    made = [new_weight, buffer, lamb_weight, moments.mean, moments.square, *muon]
     same = [torch.equal(weight, torch.ones(3)), torch.equal(gradient, torch.full((3,), 2.0)), not zeros.any()]
     given = {tensor.data_ptr() for tensor in (weight, gradient, zeros)}
     assert len(list(seen.records.calls(0))) == 0
     assert same == [True] * 3
-    assert [tensor.data_ptr() in given for tensor in made] == [False] * 5
+    assert [tensor.data_ptr() in given for tensor in made] == [False] * 7
 
 
 def test_rates_scale_with_the_batch_and_warmup_rises_in_equal_steps_to_one():
@@ -281,6 +292,47 @@ def test_lamb_makes_the_papers_updates():
         scale = max(float(weight.abs().max()) for weight in wanted)
         assert difference(got, wanted) <= 1e-10 * max(1.0, scale)
         assert difference(got, [weight.detach() for weight in tensors()]) > 1e-3
+
+
+def stepped(make):
+    """Return matrices after five updates."""
+    weights = [nn.Parameter(torch.ones(shape).cumsum(0)) for shape in ((5, 7), (8, 3), (1, 4), (6, 1), (4, 4))]
+    optimizer = make(weights)
+    for step in range(5):
+        for one in weights:
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    return [one.detach() for one in weights]
+
+
+@pytest.mark.parametrize("named", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
+def test_muon_is_torchs_bit_for_bit_and_adamw_where_a_group_says_so(named):
+    found = stepped(partial(lb.Muon, lr=0.05, **named))
+    assert all(map(torch.equal, found, stepped(partial(torch.optim.Muon, lr=0.05, **named))))
+    adamw = stepped(partial(torch.optim.AdamW, weight_decay=0.1))
+    assert all(map(torch.equal, adamw, stepped(partial(lb.Muon, use_muon=False, eps=1e-8))))
+    for one in stepped(lambda ps: lb.Muon(ps)) if not named else ():
+        weight, buffer = torch.ones(one.shape).cumsum(0), torch.zeros(one.shape)
+        for step in range(5):
+            gradient = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+            weight, buffer = lb.muon_update(weight, gradient, buffer, lr=1e-3)
+        torch.testing.assert_close(weight, one, rtol=0, atol=1e-6)
+
+
+def test_five_iterations_bring_singular_values_near_one_and_leave_singular_vectors_and_zeros():
+    made, exact = torch.Generator().manual_seed(0), partial(lb.newton_schulz, compute="float64")
+    left, right = (torch.linalg.qr(torch.randn(40, 40, generator=made).double())[0] for _ in "uv")
+    values = torch.logspace(-2.2, 0, 30).double()
+    matrix = left[:, :30] @ torch.diag(values) @ right[:30]
+    found = left[:, :30].T @ exact(matrix) @ right[:30].T
+    assert (found - torch.diag(found.diagonal())).abs().max() <= 1e-10, "the same singular vectors"
+    known = found.diagonal()[values / values.norm() >= 0.005]
+    assert len(known) >= 20
+    assert 0.68 <= known.min() <= known.max() <= 1.16
+    torch.testing.assert_close(exact(matrix[:7].T), exact(matrix[:7]).T)
+    assert not lb.newton_schulz(torch.zeros(3, 2)).any()
+    assert lb.step_length(torch.Size([8, 2])) == 2.0
+    assert lb.step_length(torch.Size([2, 100]), "match_rms_adamw") == pytest.approx(2.0)
 
 
 def test_by_hand():

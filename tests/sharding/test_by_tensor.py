@@ -74,7 +74,7 @@ def refusals():
 
 SAID = {
     "torch's clipping": "a norm of a shard or of its gradient is of this rank's part alone",
-    "an optimizer that takes norms": "LAMB takes the norm of each tensor",
+    "an optimizer that takes norms": "LAMB looks at whole tensors, and these are shards; use WholeTensorOptimizer",
     "without dims": "ValueError: scale has no dims, so it has no rows to cut; give it the shape [1]",
     "changed in forward": "table.weight was changed in its unit's forward",
     "changed before backward": "was changed between forward and backward",

@@ -13,7 +13,14 @@ from torch import nn
 from distlab.data_parallel import broadcast_parameters
 from distlab.recompute import recompute_blocks
 from distlab.rng import generator
-from distlab.sharding import ByTensor, FullyShard, PlainSharded, ShardedOptimizer, full_state_dict
+from distlab.sharding import (
+    ByTensor,
+    FullyShard,
+    PlainSharded,
+    ShardedOptimizer,
+    WholeTensorOptimizer,
+    full_state_dict,
+)
 from distlab.sharding.plain import cut_shard, plain_step
 
 
@@ -65,6 +72,20 @@ def pieces(stage, split="elements", each=False, by_module=False):
     return technique
 
 
+def whole(shard=FullyShard, replicas=False, **options):
+    """Return the technique of WholeTensorOptimizer on shards."""
+
+    def technique(model, make):
+        groups = dict(zip(("group", "replicas"), square(), strict=True)) if replicas else {}
+        made = shard(model, **groups)
+        way = Way(made, WholeTensorOptimizer(made, make, bucket_bytes=5_000, **options), clip=made.clip_gradients_)
+        way.synchronize = getattr(made, "synchronize", None)
+        way.state = getattr(made, "full_state", partial(full_state_dict, made))
+        return way
+
+    return technique
+
+
 def plainest(model, make):
     """Average all gradients, update what is mine, broadcast it."""
     broadcast_parameters(model)
@@ -85,6 +106,9 @@ FEW = {
     "stage 1": Row(BYTES, "adam", pieces(1)),
     "stage 2": Row(BYTES, "sgd", pieces(2)),
     "stage 2, tensors": Row(BYTES, "lamb", pieces(2, "tensors")),
+    "muon": Row(BYTES, "muon", whole()),
+    "muon, by tensor": Row(BYTES, "muon", whole(ByTensor)),
+    "lars": Row(BYTES, "lars", whole(by="everywhere")),
 }
 halves = methodcaller("chunk", 2)
 TWO = {
@@ -97,6 +121,9 @@ TWO = {
     "stage 2, accumulated": Row(BYTES, "sgd", pieces(2), cut=halves, clip=0.5),
     "in shards": Row(BYTES, "sgd", units(in_shards=True, reshard_after_forward=False), cut=halves),
     "each pass summed": Row(BYTES, "sgd", pieces(2, "tensors", each=True), cut=halves),
+    "muon, tensors": Row(BYTES, "muon", pieces(2, "tensors")),
+    "lars, by tensor": Row(BYTES, "lars", whole(ByTensor), clip=0.5),
+    "muon everywhere": Row(BYTES, "muon", whole(by="everywhere"), cut=halves, clip=0.5),
     "by the module": Row(BYTES, "sgd", pieces(2, by_module=True), cut=halves),
 }
 THREE = {
@@ -112,10 +139,16 @@ THREE = {
     "stage 2": Row(BYTES, "adamw", pieces(2)),
     "stage 1, tensors": Row(BYTES, "lamb", pieces(1, "tensors")),
     "stage 2, tensors": Row(BYTES, "adamw", pieces(2, "tensors")),
+    "muon": Row(BYTES, "muon", whole(), clip=0.5),
+    "muon, by tensor": Row(BYTES, "muon", whole(ByTensor), cut=halves),
+    "lamb": Row(BYTES, "lamb", whole()),
+    "lamb everywhere": Row(BYTES, "lamb", whole(ByTensor, by="everywhere")),
     "the plainest": Row(BYTES, "adam", plainest),
 }
 EIGHT = BYTES._replace(batch=lambda step: corpus().batch(step, 8, seed=1))
 FOUR = {"sets of shards": Row(EIGHT, "sgd", units(replicas=True), cut=halves, clip=0.5)}
+FOUR |= {"muon on sets of shards": Row(EIGHT, "muon", whole(replicas=True), clip=0.5)}
+FOUR |= {"muon on four": Row(BYTES, "muon", whole())}
 
 
 @pytest.mark.equality("fully_shard")

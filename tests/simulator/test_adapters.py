@@ -97,6 +97,32 @@ def test_what_an_optimizer_keeps_and_moves(optimizer, states, moved):
     assert (made.optimizer.matmul_flops > 0) == (optimizer == "muon")
 
 
+def test_muon_on_shards_waits_for_the_busiest_owner_or_for_its_parts():
+    shapes = [(512, 512)] * 12 + [(7,)]
+    owners, everywhere = (sim.whole_update(shapes, 4, by=by) for by in ("owners", "everywhere"))
+    each = 5 * (4 * 512**3 + 2 * 512**3)
+    assert (owners.flops, everywhere.flops) == (3 * each, 12 * each) == (owners.all_flops / 4, owners.all_flops)
+    assert owners.buffers_bytes == (2 * 3 * 2**20, 3 * 2**20)
+    assert everywhere.buffers_bytes == (2 * 12 * 2**20,)
+    assert sim.whole_update(shapes[:2], 4).flops == each, "more ranks than matrices"
+    assert owners.seconds(each, lambda size: size) == sum(owners.buffers_bytes)
+    assert owners.seconds(each, lambda size: 0.0) == 3.0
+    with pytest.raises(ValueError, match="by is 'all'; choose one of owners, everywhere"):
+        sim.whole_update(shapes, 4, by="all")
+    own = {"hidden_size": 1024, "num_layers": 2, "num_heads": 8, "vocab_size": 1000, "sequence_length": 128}
+    machine, times = sim.cluster("dgx-a100"), {}
+    for stage in (0, 1, 3):
+        for name in ("muon", "adamw"):
+            made = sim.ModelDescription(**own, optimizer=name).workload()
+            step = sim.simulate(made, machine, Plan(data=8, sharding=Sharding(stage=stage)))
+            times[stage, name] = step.stages[0].optimizer_ns
+    assert times[0, "muon"] > times[1, "muon"] > times[1, "adamw"]
+    made = sim.ModelDescription(**own, optimizer="muon").workload()
+    far = replace(machine, intra_node=sim.link("ethernet-10g"))
+    slow = sim.simulate(made, far, Plan(data=8, sharding=Sharding(stage=3))).stages[0].optimizer_ns
+    assert slow > 10 * times[3, "muon"], "parts travel, which flat shards of AdamW need not"
+
+
 TUNED = {"hidden_size": 3072, "num_layers": 28, "num_heads": 24, "num_key_value_heads": 8, "feed_forward_size": 8192}
 TUNED |= {"vocab_size": 128256, "ties_embedding": True, "sequence_length": 4096, "microbatch_size": 2}
 CHUNKED = {"attention": "flash", "loss_chunks": 8}

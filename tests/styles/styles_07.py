@@ -1,6 +1,7 @@
 """Right answers to lesson 7, written in other ways than the reference."""
 
 import functools
+import heapq
 import itertools
 import math
 
@@ -166,27 +167,6 @@ def backward_with_torch(shards, inputs, grad, compute):
     return means
 
 
-def clip_with_norms(shards, replicated, max_norm):
-    own = torch.tensor([float(one.double().norm()) ** 2 for one in shards], dtype=torch.float64).sum()
-    dist.all_reduce(own)
-    norm = (own + sum(float(one.double().norm()) ** 2 for one in replicated)).sqrt()
-    if norm > max_norm:
-        for one in itertools.chain(shards, replicated):
-            one.mul_(max_norm / norm.item())
-    return norm
-
-
-def clip_replicas_on_the_first(shards, replicated, max_norm):
-    counted = shards + (replicated if dist.get_rank() == 0 else [])
-    square = sum([one.square().sum().double() for one in counted], torch.tensor(0.0, dtype=torch.float64))
-    dist.all_reduce(square, async_op=True).wait()
-    norm = torch.sqrt(square)
-    scale = max_norm / torch.maximum(norm, torch.tensor(max_norm, dtype=torch.float64))
-    for one in replicated + shards:
-        one *= scale
-    return norm
-
-
 def repair_to_the_first(shards, shapes):
     rank, found = dist.get_rank(), {}
     for name, shard in shards.items():
@@ -217,11 +197,81 @@ def repair_to_rank_0(shards, shapes):
     return state
 
 
-def clip_by_numpy(shards, replicated, max_norm):
-    squares = [np.square(one.detach().double().numpy()).sum() for one in shards]
-    own = torch.tensor([float(sum(squares))], dtype=torch.float64)
-    dist.all_reduce(own)
-    norm = torch.sqrt(own[0] + sum((one.detach().double() ** 2).sum() for one in replicated))
-    for one in [*replicated, *shards]:
-        one.mul_(min(1.0, max_norm / norm.item()) if norm else 1.0)
-    return norm
+def owners_from_a_heap(shapes, num_ranks):
+    heap, found = [(0, rank) for rank in range(num_ranks)], {}
+    weighed = sorted(((min(a, b) ** 2 * (2 * max(a, b) + min(a, b)), at) for at, (a, b) in enumerate(shapes)))
+    while weighed:
+        work, at = weighed.pop()
+        busy, found[at] = heapq.heappop(heap)
+        heapq.heappush(heap, (busy + work, found[at]))
+    return tuple(found[at] for at in range(len(shapes)))
+
+
+def owners_by_differences(shapes, num_ranks):
+    """Put the two most uneven partial assignments together, the busiest of one on the least busy of the other."""
+    parts = []
+    for at, (short, long) in enumerate(map(sorted, shapes)):
+        parts.append([(0, [])] * (num_ranks - 1) + [(2 * short * short * long + short**3, [at])])
+    while len(parts) > 1:
+        parts.sort(key=lambda part: part[-1][0] - part[0][0])
+        one, other = parts.pop(), parts.pop()
+        both = zip(one, reversed(other), strict=True)
+        parts.append(sorted((a + b, [*own, *more]) for (a, own), (b, more) in both))
+    owner = {at: rank for part in parts for rank, (_, own) in enumerate(part) for at in own}
+    return [owner[at] for at in range(len(shapes))]
+
+
+def owners_by_numpy(shapes, num_ranks):
+    short, long = np.sort(np.array(shapes, dtype=float).reshape(-1, 2)).T
+    busy, owners = np.zeros(num_ranks), {}
+    for at in np.argsort(-(short**2 * (2 * long + short)), kind="stable"):
+        owners[at] = busy.argmin()
+        busy[owners[at]] += short[at] ** 2 * (2 * long[at] + short[at])
+    return [int(owners[at]) for at in range(len(shapes))]
+
+
+def by_owners_in_one_exchange(pieces, owners, orthogonalize):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    of = [[at for at, owner in enumerate(owners) if owner == one] for one in range(n)]
+    give = [sum(pieces[at].numel() for at in own) for own in of]
+    leaving = torch.cat([pieces[at].flatten() for own in of for at in own])
+    arrived = leaving.new_empty(n, give[rank])
+    dist.all_to_all_single(arrived.view(-1), leaving, [give[rank]] * n, give)
+    rows = zip(of[rank], arrived.split([pieces[at].numel() for at in of[rank]], 1), strict=True)
+    made = [orthogonalize(one.reshape(-1, pieces[at].shape[1])).view(n, -1) for at, one in rows]
+    back = torch.cat(made, 1).flatten() if made else leaving[:0]
+    dist.all_to_all_single(leaving, back, give, [give[rank]] * n)
+    order = [at for own in of for at in own]
+    found = dict(zip(order, leaving.split([pieces[at].numel() for at in order]), strict=True))
+    return [found[at].view_as(piece) for at, piece in enumerate(pieces)]
+
+
+def by_owners_with_messages(pieces, owners, orthogonalize):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    others = [one for one in range(n) if one != rank]
+    works = [dist.isend(piece, owner) for piece, owner in zip(pieces, owners, strict=True) if owner != rank]
+    wholes = {at: [piece.clone() for _ in range(n)] for at, piece in enumerate(pieces) if owners[at] == rank}
+    works += [dist.irecv(rows[one], one) for rows in wholes.values() for one in others]
+    _ = [work.wait() for work in works]
+    made = {at: orthogonalize(torch.cat(rows)).tensor_split(n) for at, rows in wholes.items()}
+    works = [dist.isend(parts[one].contiguous(), one) for parts in made.values() for one in others]
+    updates = [made[at][rank].clone() if at in made else torch.empty_like(piece) for at, piece in enumerate(pieces)]
+    works += [dist.irecv(update, owner) for update, owner in zip(updates, owners, strict=True) if owner != rank]
+    _ = [work.wait() for work in works]
+    return updates
+
+
+def by_owners_all_on_their_way(pieces, owners, orthogonalize):
+    n, rank, works, wholes = dist.get_world_size(), dist.get_rank(), [], {}
+    updates = [piece.clone() for piece in pieces]
+    for at, owner in enumerate(owners):
+        wholes[at] = pieces[at].new_empty(n, *pieces[at].shape)
+        works.append(dist.gather(pieces[at], list(wholes[at]) if owner == rank else None, owner, async_op=True))
+    for at, work in enumerate(works):
+        work.wait()
+        if owners[at] == rank:
+            wholes[at] = orthogonalize(wholes[at].flatten(0, 1)).view_as(wholes[at])
+    for at, owner in enumerate(owners):
+        works.append(dist.scatter(updates[at], list(wholes[at]) if owner == rank else None, owner, async_op=True))
+    _ = [work.wait() for work in works]
+    return updates

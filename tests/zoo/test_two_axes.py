@@ -14,7 +14,8 @@ from zoo_kinds import KINDS
 from zoo_techniques import adamw
 
 from distlab.comm import recorded
-from distlab.sharding import full_state_dict, load_full_state_dict
+from distlab.large_batch import LAMB, Muon
+from distlab.sharding import ShardedOptimizer, WholeTensorOptimizer, full_state_dict, load_full_state_dict
 from distlab.tensor_parallel import parallelize_module
 
 STOP, STEPS, MAX_NORM = 2, 4, 0.1
@@ -131,10 +132,17 @@ def faults_and_costs():
     if dist.get_rank() == 3:
         for unit in one.model.units:
             unit.shard.grad.to_local()[:] = float("nan")
-    state = full_state_dict(one.model)
+    state, whole = full_state_dict(one.model), build(kind)
+    parallelize_module(whole, kind.plan, tensor, example=kind.batch(9)[:1])
     wrong = {**state, "patch_embed.weight": state["patch_embed.weight"][1:]}
     return sent, {
         "(rank 3)": message(lambda: one.model.clip_gradients_(1.0)),
+        "LAMB looks at whole tensors, and tensor parallelism has cut ": message(
+            WholeTensorOptimizer, one.model, partial(LAMB, lr=0.1)
+        ),
+        "Muon looks at whole tensors, and tensor parallelism has cut ": message(
+            ShardedOptimizer, whole, lambda given: Muon([one for one in given if one.ndim == 2]), data, split="tensors"
+        ),
         "in the saved state": message(lambda: load_full_state_dict(one.model, wrong)),
     }
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distlab.blocks.modules.moved import NotHere
@@ -41,8 +41,7 @@ def step_on_pieces() -> None:
         shards = [one for group in optimizer.param_groups for one in group["params"] if isinstance(one, FlatShard)]
         if not shards:
             return
-        for mark in (one.grad for one in shards if isinstance(one.grad, NotHere)):
-            raise RuntimeError(f"rank {place_in(None)[0]}: {mark.why('step')}")
+        refuse_early(shards)
         if optimizer not in checked:
             _check(optimizer, shards)
             checked.add(optimizer)
@@ -70,6 +69,12 @@ def on_pieces(optimizer: Optimizer) -> Iterator[None]:
         _take_shards(optimizer, parameters)
 
 
+def refuse_early(shards: Iterable[FlatShard]) -> None:
+    """Refuse a step, by a RuntimeError, while gradients are on their way."""
+    for mark in (one.grad for one in shards if isinstance(one.grad, NotHere)):
+        raise RuntimeError(f"rank {place_in(None)[0]}: {mark.why('step')}")
+
+
 def _check(optimizer: Optimizer, shards: list[FlatShard]) -> None:
     """Refuse groups by name, which shards' names tell nothing of, and what does not work by element."""
     rank = f"rank {place_in(None)[0]}"
@@ -95,13 +100,16 @@ def _take_pieces(optimizer: Optimizer) -> list[list[Any]]:
     """Put the pieces of shards in their place, with gradients and states; return what the groups had."""
     before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     for group in optimizer.param_groups:
-        group["params"] = [part for one in group["params"] for part in _pieces_of(one, state)]
+        its = [take_pieces(one, state) if isinstance(one, FlatShard) else [one] for one in group["params"]]
+        group["params"] = [part for parts in its for part in parts]
     return before
 
 
-def _pieces_of(one: Tensor, state: dict[Any, dict[str, Any]]) -> list[Tensor]:
-    if not isinstance(one, FlatShard):
-        return [one]
+def take_pieces(one: FlatShard, state: dict[Any, dict[str, Any]]) -> list[nn.Parameter]:
+    """Return the pieces of a shard with their gradients; what `state` has of them by name is theirs now.
+
+    Shapes: [L] -> [stop - start] each
+    """
     early = {key: _cut(value, one) for key, value in state.pop(one, {}).items()}  # Adagrad makes it when it is built
     gradients = [None] * len(one.pieces) if one.grad is None else one.cut(plain(one.grad))
     for index, (piece, gradient) in enumerate(zip(one.pieces, gradients, strict=True)):
@@ -125,9 +133,17 @@ def _take_shards(optimizer: Optimizer, before: list[list[Any]]) -> None:
         group["params"] = parameters
         for one in parameters:
             if isinstance(one, FlatShard):
-                plain(one)[:0].zero_()  # counts as a change of the shard: units gather it anew
-                for piece in one.pieces:
-                    piece.settle()
-                    piece.parameter.grad = None
-                    if piece.parameter in state:
-                        state[piece.name] = state.pop(piece.parameter)
+                give_back(one, state)
+
+
+def give_back(one: FlatShard, state: dict[Any, dict[str, Any]]) -> None:
+    """Take what a step has made of a shard's pieces; what is kept of them stands under the names of tensors.
+
+    Shapes: [L]
+    """
+    plain(one)[:0].zero_()  # counts as a change of the shard: units gather it anew
+    for piece in one.pieces:
+        piece.settle()
+        piece.parameter.grad = None
+        if piece.parameter in state:
+            state[piece.name] = state.pop(piece.parameter)

@@ -12,17 +12,16 @@ tell the others. Read from top to bottom:
 3. The same with stage=2: once a bucket's sum has arrived, its gradients are not needed any more. They are freed
    during backward, so whole gradients are never in memory at once.
 
-Then `group_pieces` (the optimizer of pieces), `scatter_in_backward` (when buckets go), `shard_bucket` (how).
+Then `of_pieces` (the optimizer of pieces), `scatter_in_backward` (when buckets go), `shard_bucket` (how).
 Symbols: n ranks, Psi bytes of parameters (and of gradients).
 Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,17 +30,13 @@ from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradients.flat_gradients import refuse_second
 from distlab.blocks.gradients.gradient_status import TOUCHED, find_faults
-from distlab.blocks.modules.moved import NotCopied
-from distlab.blocks.modules.named_parts import SavedShard, apart, per_element, whole_shard
+from distlab.blocks.modules.named_parts import SavedShard
 from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.collectives import DirectGather
-from distlab.comm import agree
 from distlab.plan.require import chosen
-from distlab.sharding.by_element import what_it_needs
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import CutLayers, OwnPieces, clip_shards_
-from distlab.sharding.part import SCALER, OwnPiece
-from distlab.sharding.state.parts import SavedInShards, by_names, prepare, save_parts
+from distlab.sharding.of_pieces import OptimizerOfPieces, give_pieces, names_of_groups, needs_by_name, owners_of
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.trace import SpanWriter
 
@@ -80,7 +75,7 @@ class PlainSharded:
             dist.broadcast(parameter.detach(), group_src=index % num_ranks, group=self.group)
 
 
-class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
+class ShardedOptimizer(OptimizerOfPieces):
     """ZeRO-1 and ZeRO-2 for real models: average, update and exchange, each rank for its own part.
 
         optimizer = ShardedOptimizer(module, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), stage=2)
@@ -105,14 +100,13 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         stage: 1 keeps whole gradients until the update, 2 frees them as soon as they are summed.
         bucket_bytes: capacity of a bucket.
         split: "elements" cuts equal shards, wherever the cut falls, for optimizers that update element by element
-            (SGD, Adam); "tensors" gives whole parameters to ranks, for any other (LAMB, LARS).
+            (SGD, Adam); "tensors" gives whole parameters to ranks, for any other (LAMB, LARS, Muon), balanced by work.
         unused: what to do when a parameter got no gradient on some rank: "error" names it on every rank; "zeros"
             counts it as zeros, and leaves a parameter that no rank used without a gradient.
         check_finite: refuse NaN and infinite gradients, by name; a loss scaler wants to see them.
         spans: draws each bucket's way, on the lanes "scatter" and "gather".
 
     Attributes:
-        optimizer: of this rank's pieces. Schedules of the learning rate take it, or the ShardedOptimizer itself.
         step_number: of the next `step()`, from 0, for the text of errors.
 
     Cost: a reduce-scatter and an all-gather per bucket: each (n-1)/n Psi sent per rank, 2 Psi (n-1)/n together, padding
@@ -156,35 +150,23 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         if not trained:
             raise ValueError("no parameter of the module requires a gradient; there is nothing to update")
         refuse_second(one for _, one in trained)
-        self.buckets = make_buckets(trained, bucket_bytes, group, whole_tensors=split == "tensors", keep=stage == 1)
+        broadcast_start(module, group)
+        self.optimizer = make_optimizer([one for _, one in trained])
+        self.group_names = names_of_groups(self.optimizer, trained, group)
+        needs = needs_by_name(self.optimizer, self.group_names, self.cut)
+        if split == "elements" and "tensors" in needs.values():
+            kind = type(self.optimizer).__name__
+            raise ValueError(f'{kind} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
+        owners = owners_of(self.optimizer, needs, trained, dist.get_world_size(group)) if split == "tensors" else None
+        self.buckets = make_buckets(trained, bucket_bytes, group, owners=owners, keep=stage == 1)
         self._names = [name for bucket in self.buckets for name in bucket.names]
-        broadcast_start(module, self.buckets, group)
-        self.optimizer = self._make(trained, make_optimizer)
+        pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
+        give_pieces(self.optimizer, trained, self.group_names, pieces)
         self._registered = Registered(module, "ShardedOptimizer")
         self._note_values()
         self.register_step_pre_hook = self.optimizer.register_step_pre_hook  # type: ignore[method-assign]
         self.register_step_post_hook = self.optimizer.register_step_post_hook  # type: ignore[method-assign]
         self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Parameter groups of this rank's pieces, with their learning rates."""
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Options that a group has where it sets none."""
-        return self.optimizer.defaults
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """What the optimizer keeps of this rank's pieces."""
-        return self.optimizer.state
-
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        """Refuse torch.amp.GradScaler on every rank, also on one that owns no gradient: it asks for this first."""
-        raise ValueError(f"rank {dist.get_rank()}: torch.amp.GradScaler on shards: {SCALER}")
 
     @property
     def num_bytes(self) -> int:
@@ -287,35 +269,9 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         """Scale mean gradients so that the norm of all is at most `max_norm`; return it (see `clip_shards_`)."""
         return clip_shards_(self.named_pieces(), max_norm, self.group, self.cut, check_finite=self.check_finite)
 
-    def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
-        """Refuse: buckets are fixed.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("ShardedOptimizer has fixed buckets, and takes no further parameters; build it again")
-
     def close(self) -> None:
         """Remove the hooks from the module; its backward passes are no longer watched."""
         self._scattering.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, in host memory; every rank saves its own, and nothing is sent."""
-        return SavedShard.from_dict(self.shard_state()).copied().to_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned on this rank.
-
-        Raises:
-            ValueError: it is of a different model, or does not hold this rank's elements.
-        """
-        self.load_shards([state_dict])
-
-    def shard_state(self) -> dict[str, Any]:
-        """Return this rank's shard, for a checkpoint: views, to save or copy before the next update."""
-        first = self.buckets[0]
-        parts, groups = save_parts(self._pieces(), self.optimizer, parameters=False)
-        return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
 
     def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
         """Assemble this rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
@@ -323,18 +279,8 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         Raises:
             ValueError: they do not fit, or shards are missing.
         """
-        return self._taking(prepare(self._pieces(), self.optimizer, saved, parameters=False))
+        take = super().prepare_shards(saved)
 
-    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a whole optimizer's state by names, such as `distlab.checkpoint.read_dcp` returns under "optimizer".
-
-        Raises:
-            ValueError: it does not fit; nothing has changed.
-        """
-        shapes = {name: shape for name, (shape, _) in self._pieces().tensors.items()}
-        self.load_shards([whole_shard(*by_names(state), shapes).to_dict()])
-
-    def _taking(self, take: Callable[[], None]) -> Callable[[], None]:
         def taking() -> None:
             take()
             self._note_values()  # whoever loads a state loads the parameters too, on all ranks
@@ -345,55 +291,7 @@ class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
         """Take what the buckets hold now for equal on all ranks: only `step` sends what changes."""
         self._versions = [bucket.whole._version for bucket in self.buckets]
 
-    def _pieces(self) -> OwnPieces:
+    def own_pieces(self) -> OwnPieces:
+        """Return what this rank owns of the buckets."""
         held = [(bucket.layout, bucket.kind[0], bucket.pieces) for bucket in self.buckets]
         return OwnPieces.of(held, self.cut, self.group)
-
-    def _make(self, trained: list[tuple[str, nn.Parameter]], make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """Build the optimizer of the own pieces, and make sure that all ranks built the same."""
-        pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
-        optimizer, self.group_names = group_pieces(trained, pieces, make_optimizer)
-        options = sorted(f"{key}={value}" for key, value in optimizer.defaults.items())
-        agree([type(optimizer).__name__, options, self.group_names], self.group, what="optimizer")
-        name, needs = type(optimizer).__name__, what_it_needs(optimizer)
-        if self.split == "elements" and needs == "tensors":
-            raise ValueError(f'{name} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
-        if needs == "all":
-            raise ValueError(f"{name} looks at all parameters at once, and each rank has some; use it without sharding")
-        return optimizer
-
-
-def group_pieces(
-    named: Sequence[tuple[str, nn.Parameter]], pieces: Sequence[OwnPiece], make_optimizer: MakeOptimizer
-) -> tuple[torch.optim.Optimizer, list[list[str]]]:
-    """Build the optimizer of whole parameters, then give it the pieces in their place.
-
-    Shapes: parameters of any shape -> pieces of [stop - start], or of the parameter's shape
-
-    Returns:
-        The optimizer of this rank's pieces; the names of all parameters in each of its groups, in the order in which
-        they were given: the same on all ranks.
-
-    Raises:
-        ValueError: the optimizer is of other parameters.
-    """
-    optimizer = make_optimizer([parameter for _, parameter in named])
-    known, own = {id(parameter): name for name, parameter in named}, {piece.name: piece for piece in pieces}
-    groups = [group["params"] for group in optimizer.param_groups]
-    if any(id(parameter) not in known for group in groups for parameter in group):
-        raise ValueError(
-            "make_optimizer made an optimizer of other parameters; build it of those that it is called with, or of "
-            "the module's own that require a gradient"
-        )
-    names = [[known[id(parameter)] for parameter in group] for group in groups]
-    shapes = {name: parameter.shape for name, parameter in named}
-    early = {name: optimizer.state.pop(one) for name, one in named if one in optimizer.state}  # Adagrad's, once built
-    keys = per_element(early, shapes)
-    for name, state in early.items():
-        if name in own:
-            piece, (rows, numbers) = own[name], apart(state, shapes[name], keys)
-            cut = {key: row[piece.start : piece.stop].view_as(piece.parameter).clone() for key, row in rows.items()}
-            optimizer.state[piece.parameter] = cut | numbers
-    for group, members in zip(groups, names, strict=True):
-        group[:] = [own[name].parameter for name in members if name in own]
-    return optimizer, names

@@ -6,11 +6,10 @@ a slow link would let buffers pile up until, with ZeRO-2 too, whole gradients we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -116,7 +115,12 @@ def _make_way(bucket: ShardBucket, slot: int) -> Callable[[Tensor], None]:
 
 
 def make_buckets(
-    named: Sequence[Named], bucket_bytes: int, group: ProcessGroup | None, *, whole_tensors: bool, keep: bool
+    named: Sequence[Named],
+    bucket_bytes: int,
+    group: ProcessGroup | None,
+    *,
+    owners: Mapping[str, int] | None,
+    keep: bool,
 ) -> list[ShardBucket]:
     """Put parameters into buckets of one dtype and device, last first, since backward ends with the first.
 
@@ -128,36 +132,18 @@ def make_buckets(
     kinds: dict[Kind, list[Named]] = {}
     for name, parameter in named:
         kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-    load = [0] * dist.get_world_size(group)
     for same in kinds.values():
         sizes = [parameter.numel() * parameter.element_size() for _, parameter in same]
-        owners = owners_of(sizes, load) if whole_tensors else None
         for planned in assign_buckets(sizes, bucket_bytes):
             members = [same[index] for index in planned.parameters]
-            own = None if owners is None else [owners[index] for index in planned.parameters]
+            own = None if owners is None else [owners[name] for name, _ in members]
             buckets.append(ShardBucket(len(buckets), members, own, group, keep=keep, pool=pool))
     return buckets
 
 
-def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
-    """Give each tensor to the rank that has least, the largest first; `load` is what ranks have, and grows.
-
-    Error: the fullest rank has at most 4/3 of what the best assignment would give it.
-    Source: Graham 1969, Bounds on multiprocessing timing anomalies: longest processing time first.
-    """
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = min(range(len(load)), key=lambda rank: load[rank])
-        load[owners[index]] += sizes[index]
-    return owners
-
-
-def broadcast_start(module: nn.Module, buckets: Sequence[ShardBucket], group: ProcessGroup | None) -> None:
+def broadcast_start(module: nn.Module, group: ProcessGroup | None) -> None:
     """Give every rank the parameters and buffers of the group's first rank.
 
-    Cost: one broadcast per bucket, and one per frozen parameter and buffer.
+    Cost: one broadcast per parameter and buffer.
     """
-    in_buckets = {parameter for bucket in buckets for parameter in bucket.parameters}
-    every = [*(parameter for _, parameter in every_parameter(module)), *module.buffers()]
-    others = [tensor for tensor in every if tensor not in in_buckets]
-    broadcast_each([*(bucket.whole for bucket in buckets), *others], group)
+    broadcast_each([*(parameter for _, parameter in every_parameter(module)), *module.buffers()], group)

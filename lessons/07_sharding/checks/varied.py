@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from distlab_lesson_07.checks.owners import use_by_owners, use_owners
 from distlab_lesson_07.checks.rows import use_step
-from distlab_lesson_07.checks.state import use_clip, use_state
+from distlab_lesson_07.checks.state import use_state
 from torch import Tensor
 
 from distlab.course.grading.variation.draw import Draw, Name, Vary
@@ -93,27 +94,19 @@ def _use_backward(
     return {"the gradients": fn(shards, inputs, grad, compute), "units and their parameters": seen}
 
 
-def _draw_clip(draw: Draw) -> tuple[Any, ...]:
-    dtype, zero = draw.dtype("float64", "bfloat16", "float32"), draw.one_of("none", "none", "all", "one rank")
-    max_norm = draw.one_of(draw.number(0.1, 2.0), draw.number(1e5, 1e6))
-    num_shards = draw.one_of("any", "none on one rank", "any")
-    size = 1 if dtype == torch.bfloat16 else 100  # squares of a few small whole numbers are exact in 16 bits
+def _draw_owners(draw: Draw) -> tuple[Any, ...]:
+    sides = (1, 8, 24, 32, 64, 96)
+    shapes = [
+        (sides[draw.integer(0, 5)], sides[draw.integer(0, 5)])
+        for _ in range(draw.one_of(7, 1, 0, 4, draw.integer(5, 9)))
+    ]
+    return shapes, draw.one_of(2, 1, 3, draw.integer(4, 5))
 
-    def one(*, same: bool) -> Tensor:
-        shape = draw.shape()
-        shape = (draw.integer(1, 3),) if dtype == torch.bfloat16 else shape
-        return size * draw.tensor(*shape, dtype=dtype, strided=True, same=same)
 
-    fewest = 1 if num_shards == "none on one rank" else 0  # a rank without any gradient cannot know their type
-    replicated = [one(same=True) for _ in range(draw.integer(fewest, 3))]
-    is_chosen = draw.rank == draw.integer(0, 11) % draw.world_size
-    count = 0 if num_shards == "none on one rank" and is_chosen else draw.own(1, 3)
-    shards = [one(same=False) for _ in range(count)]
-    if zero == "all" or (zero == "one rank" and is_chosen):
-        shards = [torch.zeros_like(shard) for shard in shards]
-    if zero == "all":
-        replicated = [torch.zeros_like(gradient) for gradient in replicated]
-    return shards, replicated, max_norm
+def _draw_by_owners(draw: Draw) -> tuple[Any, ...]:
+    dtype, count = draw.dtype(*_FLOATS), draw.one_of(3, 1, 2, draw.integer(4, 6))
+    owners = [draw.integer(0, 11) % draw.world_size for _ in range(count)]
+    return [draw.tensor(draw.integer(1, 3), draw.integer(1, 5), dtype=dtype) for _ in range(count)], owners
 
 
 def _draw_state(draw: Draw) -> tuple[Any, ...]:
@@ -135,13 +128,11 @@ vary_pieces = Vary(_draw_pieces, num_calls=24)  # a call costs nothing
 vary_step = Vary(_draw_step, use=use_step, left_out=ROWS | {"empty": "a shard holds elements"})
 vary_forward = vary_ahead = Vary(_draw_forward, use=_use_forward, left_out={"sub-group": TAKES_NO_GROUP})
 vary_backward = Vary(_draw_backward, use=_use_backward, left_out={"sub-group": TAKES_NO_GROUP})
-vary_clip = Vary(
-    _draw_clip,
-    use=use_clip,
-    scale=0.0,
-    scratch=frozenset({"shards", "replicated"}),
-    least_bytes=0.5,
-    left_out={"bytes": "a square may travel as float32", "sub-group": TAKES_NO_GROUP},
+vary_owners = Vary(_draw_owners, use=use_owners, num_calls=12)
+vary_by_owners = Vary(
+    _draw_by_owners,
+    use=use_by_owners,
+    left_out=ROWS | {"dims": "the text asks for matrices", "empty": "an optimizer has matrices"},
 )
 _ON_0 = {"bytes": "rank 0 alone may be sent the shards"}
 vary_repair = Vary(_draw_state, use=use_state, least_bytes=0.25, left_out=ROWS | _ON_0)
@@ -149,7 +140,6 @@ vary_repair = Vary(_draw_state, use=use_state, least_bytes=0.25, left_out=ROWS |
 _MEAN = "mean = torch.empty_like(own)"
 _MEANS = "means = [torch.empty_like(shard) for shard in shards]"
 _ROW = "row = shard.new_empty(shard.numel() * dist.get_world_size())"
-_SQUARE = "square = sum((gradient.square().sum() for gradient in shards), torch.zeros((), dtype=torch.float64))"
 
 WRONG_PIECES = (
     Mutant("always one more", "values", "expected", seen="sizes that divide").edit(
@@ -179,12 +169,14 @@ WRONG_BACKWARD = (
         _MEANS, "means = [shard for shard in shards]"
     ),
 )
-WRONG_CLIP = (
-    Mutant("zero gradients", "nan", "NaN of", seen="zero gradients").edit(
-        "gradient *= factor", "gradient.copy_(gradient / norm * norm.clamp(max=max_norm))"
+WRONG_OWNERS = (
+    Mutant("a matrix at least", "raised", "max()", seen="empty lists").edit(
+        "[0] * num_ranks", "[0 * max(work)] * num_ranks"
     ),
-    Mutant("a shard at least", "raised", "non-empty TensorList", seen="empty lists").edit(
-        _SQUARE, "square = torch.stack([gradient.square().sum().double() for gradient in shards]).sum()"
+)
+WRONG_BY_OWNERS = (
+    Mutant("float64 written down", "raised", "dtype", 2, "one dtype").edit(
+        "[torch.empty_like(piece) for piece in pieces]", "[torch.empty(piece.shape).double() for piece in pieces]"
     ),
 )
 WRONG_REPAIR = (

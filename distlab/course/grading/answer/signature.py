@@ -20,7 +20,7 @@ TAUGHT = {  # by lesson, the packages of this library that an answer may not tak
     "04": ("distlab.large_batch.", "distlab.blocks.clip."),
     "05": ("distlab.compression.",),
     "06": ("distlab.precision.",),
-    "07": ("distlab.sharding.", "distlab.blocks.clip."),
+    "07": ("distlab.sharding.", "distlab.plan.owners."),
     "08": ("distlab.tensor_parallel.",),
     "09": ("distlab.pipeline.", "distlab.plan.schedules."),
     "10": ("distlab.hybrid.", "distlab.plan.mesh."),
@@ -29,7 +29,7 @@ TAUGHT = {  # by lesson, the packages of this library that an answer may not tak
     "13": ("distlab.profile.",),
 }
 # Calls of these packages that the lesson gives to its other exercises: an answer may call them here, too.
-TOOLS = {"07.clip": {"gather_into"}, "08.cross_entropy": {"copy_to_ranks"}, "08.repair": {"copy_to_ranks"}}
+TOOLS = {"08.cross_entropy": {"copy_to_ranks"}, "08.repair": {"copy_to_ranks"}}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
