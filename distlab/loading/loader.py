@@ -91,9 +91,9 @@ class Loader:
         self.end, self._order, self._group = num_samples * num_epochs, SampleOrder(num_samples, seed), group
         self._lengths = np.ones(num_samples, np.int64) if lengths is None else np.asarray(lengths)
         self._work = self._lengths if work is None else np.asarray(work, np.float64)
-        self._is_balanced = lengths is not None
+        self._is_balanced, self._is_shared = lengths is not None, self.world_size > 1
         self._facts = {"samples": num_samples, "seed": seed, "identity": getattr(dataset, "identity", "")}
-        if self.world_size > 1:
+        if self._is_shared:
             digest = hashlib.sha256(self._lengths.tobytes() + self._work.tobytes()).hexdigest()
             agree([self._facts, batch_size, num_epochs, digest], group, what="the loader's arguments")
         if not self.world_size <= batch_size <= self.end or num_samples < self.world_size:
@@ -144,7 +144,7 @@ class Loader:
         return source
 
     def __iter__(self) -> Iterator[Any]:
-        if self.world_size > 1:
+        if self._is_shared:
             agree(self.position, self._group, what="the loader's position")
         source, position = self.batches(self.position), self.position
         while position < self.end:
@@ -167,14 +167,15 @@ class Loader:
             try:
                 return next(source)
             except Exception as error:  # a rank that left here would leave the others waiting
-                faults.append((str(error).strip() or type(error).__name__).splitlines()[-1])
+                text = (str(error).strip() or type(error).__name__).splitlines()[-1]
+                faults.append(f"a worker died ({text})" if isinstance(error, ConnectionError | EOFError) else text)
 
         def tell() -> None:
             if faults:
                 raise RuntimeError(f"{faults[0]} (the position is {self.position})")
 
         batch, count = get(), len(faults)
-        if self.world_size > 1 and group_device(self._group).type == "cpu":
+        if self._is_shared and group_device(self._group).type == "cpu":
             dist.all_reduce(total := torch.tensor(count, dtype=torch.int32), group=self._group)
             count = int(total)
             if count:

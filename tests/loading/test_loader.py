@@ -1,0 +1,217 @@
+"""Each sample on one rank once, in one process's batches: over kills, more and fewer ranks, and workers that die."""
+
+import os
+import random
+import re
+import signal
+from functools import partial
+from itertools import chain, islice
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from refused import message
+
+from distlab.checkpoint import load, save
+from distlab.comm import RankError, recorded, run
+from distlab.data import SampleOrder
+from distlab.loading import Loader, PlainLoader, loader_rate, open_tokens, write_tokens
+
+NUMBERS = list(range(101))
+
+
+def loaders_of(num_ranks, state=None, **options):
+    """Return what each of some ranks has, without processes."""
+    made = [Loader(NUMBERS, 12, num_epochs=3, collate_fn=list, **options) for _ in range(num_ranks)]
+    for rank, loader in enumerate(made):
+        loader.rank, loader.world_size = rank, num_ranks
+        if state:
+            loader.load_state_dict(state)
+    return made
+
+
+@pytest.mark.parametrize("lengths", [None, np.random.default_rng(0).integers(1, 50, 101)], ids=["slices", "by length"])
+def test_over_a_thousand_kills_and_resizes_each_sample_is_trained_on_once_an_epoch(lengths, record_property):
+    chance, kills, runs = random.Random(0), 0, 0
+    expected = SampleOrder(101).samples(0, 303).tolist()
+    alone = [sorted(batch) for batch in loaders_of(1)[0]]
+    assert [len(batch) for batch in alone] == [12] * 24 + [15]
+    while kills < 500:
+        saved, trained, runs = None, [], runs + 1
+        while True:  # a life of the run, on as many ranks as there are
+            loaders = loaders_of(chance.randint(1, 8), saved, lengths=lengths)
+            trained = trained[: loaders[0].position // 12]  # what was done since the checkpoint is done again
+            steps = chance.randint(0, 9)
+            for shares in islice(zip(*loaders, strict=True), steps):
+                weights = [loader.weight for loader in loaders]
+                counts = [sum(1 if lengths is None else lengths[i] for i in share) for share in shares]
+                np.testing.assert_allclose(weights, np.array(counts) * len(loaders) / sum(counts))
+                trained.append(list(chain(*shares)))
+                assert len({str(loader.state_dict()) for loader in loaders}) == 1
+                if chance.random() < 0.6:
+                    saved = chance.choice(loaders).state_dict()
+            ahead = chance.choice(loaders)
+            list(islice(ahead.batches(ahead.position), chance.randint(0, 4)))  # made ahead: it does not count
+            if ahead.position == ahead.end:
+                break
+            kills += 1
+        assert [sorted(batch) for batch in trained] == alone
+        if lengths is None:
+            assert list(chain(*trained)) == expected
+        for epoch in range(3):
+            assert sorted(chain(*trained))[epoch::3] == NUMBERS
+    record_property("tried", kills)
+    record_property("held", kills)
+    assert runs > 20
+
+
+def written(directory, num_documents=40, **how):
+    draws = np.random.default_rng(1)
+    documents = [draws.integers(0, 500, draws.integers(2, 90)) for _ in range(num_documents)]
+    write_tokens(directory, documents, vocab_size=500, **{"shard_tokens": 128, **how})
+    return documents
+
+
+def life(directory, folder, chance, end):
+    """Run on each rank: go on from the newest checkpoint, note what was trained on, and die or come to the end."""
+    loader = Loader(open_tokens(directory, context=8), 12, num_epochs=2, num_workers=2)
+    resumed = load(folder / "saved", parts={"loader": loader}, reshard=True)
+    assert loader.position == (resumed.data_position if resumed else 0)
+    before = torch.get_rng_state()
+    for number, batch in enumerate(loader):
+        begin = loader.position - loader.size_at(loader.position - 12)
+        torch.save(batch, folder / f"{begin:05}-{loader.rank}-of-{loader.world_size}.pt")
+        for old in folder.glob(f"{begin:05}-*.pt"):  # of a life with more or fewer ranks
+            if not old.stem.endswith(f"of-{loader.world_size}"):
+                old.unlink(missing_ok=True)
+        dist.barrier()
+        save(folder / "saved", loader.position, parts={"loader": loader}, data_position=loader.position)
+        if number == end and loader.rank == chance:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+    assert torch.equal(torch.get_rng_state(), before)  # so that dropout is the uninterrupted run's
+
+
+def test_killed_ranks_with_workers_go_on_where_the_checkpoint_stands(tmp_path):
+    written(tmp_path / "tokens")
+    (tmp_path / "run").mkdir()
+    for world_size, victim, end in ((2, 1, 3), (3, 0, 4), (1, 0, 5), (4, 3, 2)):
+        with pytest.raises(RankError, match="SIGKILL"):
+            run(partial(life, tmp_path / "tokens", tmp_path / "run", victim, end), world_size)
+    run(partial(life, tmp_path / "tokens", tmp_path / "run", None, None), 2)
+    files = open_tokens(tmp_path / "tokens", context=8)
+    seen = torch.cat([torch.load(path) for path in sorted((tmp_path / "run").glob("*.pt"))])
+    order = SampleOrder(len(files)).samples(0, 2 * len(files))
+    assert torch.equal(seen, torch.stack([files[i] for i in order.tolist()]))
+
+
+def test_the_plain_loader_has_the_same_samples_as_a_file_without_shards(tmp_path):
+    written(tmp_path, shard_tokens=2**20)
+    files = open_tokens(tmp_path, context=8)
+    plain = [PlainLoader(tmp_path / "tokens-00000.bin", 8, 12, rank=rank, world_size=2) for rank in range(2)]
+    for batch in islice(Loader(files, 12), 5):
+        assert torch.equal(torch.cat([next(loader) for loader in plain]), batch)
+    again = PlainLoader(tmp_path / "tokens-00000.bin", 8, 12)
+    again.position = plain[0].position
+    assert torch.equal(next(again), torch.cat([next(loader) for loader in plain]))
+
+
+@pytest.mark.on_ranks(2)
+def test_a_worker_that_dies_is_an_error_on_every_rank_and_nothing_is_lost():
+    loader = Loader(torch.arange(200), 10, num_workers=1)
+    seen, batches = [], iter(loader)
+    seen += next(batches).tolist()
+    if dist.get_rank() == 1:
+        psutil.Process().children()[-1].kill()
+    error = message(lambda: seen.extend(chain(*(batch.tolist() for batch in batches))))
+    assert re.match(r"RuntimeError: cannot load the next batch: rank 1: .*worker.*\(the position is \d+\)", error), (
+        error
+    )
+    position = loader.position
+    for batch in loader:
+        seen += batch.tolist()
+    everyone = [None, None]
+    dist.all_gather_object(everyone, seen)
+    assert sorted(chain(*everyone)) == list(range(200))
+    assert 0 < position < 200
+    assert len(seen) == 100
+
+
+class Unreadable(list):
+    def __getitem__(self, index):
+        if index == 7:
+            raise OSError(5, "Input/output error", "shard 3")
+        return index
+
+
+@pytest.mark.on_ranks(2)
+def test_what_ranks_say_and_what_it_costs():
+    rank = dist.get_rank()
+    with recorded() as seen:
+        loader = Loader(NUMBERS, 12)
+        list(loader)
+    agreed, told = seen.records.num_calls("all_gather"), seen.records.num_calls("all_reduce")
+    assert (agreed, told) == (2, 8)
+    assert seen.records.payload_bytes(rank) <= 2 * 40 * 2 + 8 * 4 * 2
+    differs = message(lambda: Loader(NUMBERS, 12 + rank))
+    assert "ranks disagree on the loader's arguments: rank 0 has" in differs
+    loader.position = 12 * rank
+    assert "ranks disagree on the loader's position" in message(lambda: next(iter(loader)))
+    broken = Loader(Unreadable(range(20)), 10)
+    error = message(lambda: list(broken))
+    assert error.startswith("RuntimeError: cannot load the next batch: rank ")
+    assert "Input/output error: 'shard 3' (the position is " in error
+    assert "each rank needs a sample" in message(lambda: Loader([0], 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"position": 304}, "the loader's state stands at 304, this run ends at 303"),
+        ({"position": -1}, "stands at -1"),
+        ({"position": None}, "stands at None"),
+        ({"seed": 1}, "taken with seed 1, this one has 0: samples would be lost and repeated; restore the data"),
+        ({"samples": 100}, "taken with samples 100, this one has 101"),
+        ({"identity": "changed"}, "taken with identity 'changed', this one has ''"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change, text):
+    (loader,) = loaders_of(1)
+    assert text in message(loader.load_state_dict, {**loader.state_dict(), **change})
+    assert loader.position == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_size": 0}, "101 samples in 1 epochs and batches of 0 on 1 ranks; each rank needs a sample"),
+        ({"batch_size": 102}, "the run at least one batch"),
+        ({"num_epochs": 0}, "in 0 epochs"),
+        ({"lengths": [1] * 100}, "must be 101 numbers above 0"),
+        ({"lengths": [1] * 101, "work": [0] * 101}, "must be 101 numbers above 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, text):
+    assert text in message(Loader, NUMBERS, **{"batch_size": 12, **options})
+
+
+def test_a_loader_that_is_moved_in_a_loop_says_so():
+    (loader,) = loaders_of(1)
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict({**loader.state_dict(), "position": 48})
+    assert "was moved from sample 12 to 48 in a loop" in message(next, batches)
+
+
+def test_a_rate_is_that_of_the_loader_alone_and_moves_nothing():
+    class Slow(list):
+        def __getitem__(self, index):
+            return index if signal.sigtimedwait([], 0.002) is None else index  # 2 ms, also where sleep is patched
+
+    loader = Loader(Slow(range(50)), 5)
+    rate = loader_rate(loader, 0.3)
+    assert 50 < rate.samples_per_s < 500
+    assert rate.low <= rate.samples_per_s <= rate.high
+    assert loader.position == 0
