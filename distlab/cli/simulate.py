@@ -108,8 +108,8 @@ def _facts(step: Step) -> dict[str, object]:
     rates are over `duration_s`. All ranks at one place in the pipeline send the same.
     """
     names = ("duration_s", "steady_s", "samples_per_s", "bubble_fraction", "mfu", "exposed_communication_s")
-    names += ("loader_wait_s",) if step.loader_wait_s else ()
-    found = {name: getattr(step, name) for name in names} | {"utilization_of_achieved_rate": step.utilization}
+    found = {name: getattr(step, name) for name in (*names, *["loader_wait_s"][: step.loader_wait_s > 0])}
+    found |= {"utilization_of_achieved_rate": step.utilization}
     found |= {"exposed_s_by_axis": dict(step.exposed_by_axis), "sent_bytes_by_axis": dict(step.sent_bytes_by_axis)}
     return found | {"sent_bytes_by_pipeline_rank": list(step.sent_bytes_by_pipeline_rank)}
 

@@ -16,7 +16,6 @@ from distlab.loading.packing import (
 )
 from distlab.loading.plain import PlainLoader as PlainLoader
 from distlab.loading.token_files import (
-    Documents as Documents,
     TokenFiles as TokenFiles,
     open_tokens as open_tokens,
     write_tokens as write_tokens,

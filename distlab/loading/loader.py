@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset
 
 from distlab.blocks.data import SampleOrder
-from distlab.comm import device
-from distlab.comm.agree import agree, group_device
+from distlab.comm import agree, device
+from distlab.comm.agree import group_device
 from distlab.comm.together import place_in, together
 from distlab.loading.balance import balance
 from distlab.plan import split_evenly

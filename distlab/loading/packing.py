@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from distlab.loading.balance import attention_work
-from distlab.loading.token_files import Documents
+from distlab.loading.token_files import TokenFiles
 
 
 class PackedRow(NamedTuple):
@@ -100,7 +100,7 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 class PackedDocuments(Dataset[PackedRow]):
-    """Rows of packed documents.
+    """Rows of packed documents, from files opened without a context.
 
     Attributes:
         rows: which documents share each row.
@@ -114,7 +114,7 @@ class PackedDocuments(Dataset[PackedRow]):
         ValueError: a document is longer than the context.
     """
 
-    def __init__(self, documents: Documents, context: int, *, in_order: bool = False) -> None:
+    def __init__(self, documents: TokenFiles, context: int, *, in_order: bool = False) -> None:
         self._documents, self._context, self._sizes = documents, context, documents.lengths - 1
         self.rows = pack(self._sizes, context, in_order=in_order)
         self.lengths = np.array([self._sizes[row].sum() for row in self.rows])

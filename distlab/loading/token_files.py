@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset
 
-from distlab.comm.agree import agree
+from distlab.comm import agree
 from distlab.comm.together import place_in, together
 
 INDEX, ENDS, KIND = "index.json", "documents.bin", "tokens of distlab, version 1"
@@ -82,29 +82,35 @@ def write_tokens(
 
 
 class TokenFiles(Dataset[Tensor]):
-    """Shards of tokens, mapped into memory: sample i is the `context` tokens from i x context on, and one more.
+    """Shards of tokens, mapped into memory: its items are the documents, or samples of one length.
 
-    Shapes: item -> [context + 1], int64
+    Args:
+        directory: as given to `write_tokens`.
+        context: sample i is the `context` tokens from i x context on, and the one behind them; None: items are
+            documents.
+
+    Shapes: item -> [context + 1], or [tokens of the document], int64
 
     Attributes:
+        lengths: tokens of each document [documents].
         identity: the index's checksum: the same for the same tokens in the same shards.
 
     Raises:
         ValueError: there is no index, a file is missing, cut short or longer, or there are too few tokens.
     """
 
-    def __init__(self, directory: str | Path, context: int) -> None:
+    def __init__(self, directory: str | Path, context: int | None = None) -> None:
         self.directory, self.context = Path(directory), context
         try:
             data = (self.directory / INDEX).read_bytes()
             index = json.loads(data)
-            self._files = [(str(name), int(size), str(digest)) for name, size, digest in index["files"]]
+            self.files = [(str(name), int(size), str(digest)) for name, size, digest in index["files"]]
             self._type = np.dtype({"<u2": "<u2", "<u4": "<u4"}[index["dtype"]])
-            sizes = [(self.directory / name).stat().st_size for name, _, _ in self._files]
+            sizes = [(self.directory / name).stat().st_size for name, _, _ in self.files]
         except (OSError, ValueError, TypeError, KeyError) as error:
             text = f"cannot open tokens in {str(directory)!r}: {type(error).__name__}: {error}"
             raise ValueError(f"{text}; restore the files, or write them with write_tokens") from error
-        for (name, expected, _), size in zip(self._files, sizes, strict=True):
+        for (name, expected, _), size in zip(self.files, sizes, strict=True):
             if size != expected:
                 how = "cut short" if size < expected else "longer"
                 text = f"{str(self.directory / name)!r} is {how}: {size} bytes, the index says {expected}"
@@ -112,21 +118,23 @@ class TokenFiles(Dataset[Tensor]):
         self.identity = hashlib.sha256(data).hexdigest()
         self._starts = np.cumsum([0, *(size // self._type.itemsize for size in sizes[:-1])]).tolist()
         self._maps: dict[str, NDArray[Any]] = {}
-        if not 0 < context < self._starts[-1]:
+        if context is not None and not 0 < context < self._starts[-1]:
             raise ValueError(f"context is {context}, and {str(directory)!r} has {self._starts[-1]} tokens; pass less")
 
     @property
-    def document_ends(self) -> NDArray[np.int64]:
-        """Where each document ends [documents]."""
-        return self._map(self._files[-1][0], np.dtype("<i8"))
+    def lengths(self) -> NDArray[np.int64]:  # noqa: D102, of the class
+        return np.diff(self._map(ENDS, np.dtype("<i8")), prepend=0)
 
     def __len__(self) -> int:
-        return int(self._starts[-1] - 1) // self.context
+        return int(self._starts[-1] - 1) // self.context if self.context else self.files[-1][1] // 8
 
     def __getitem__(self, index: int) -> Tensor:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}; the first is 0")
-        return self.read(index * self.context, (index + 1) * self.context + 1)
+            raise IndexError(f"item {index} of {len(self)}; the first is 0")
+        if self.context:
+            return self.read(index * self.context, (index + 1) * self.context + 1)
+        ends = self._map(ENDS, np.dtype("<i8"))
+        return self.read(int(ends[index - 1]) if index else 0, int(ends[index]))
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return tokens start to stop - 1 of the row.
@@ -135,22 +143,10 @@ class TokenFiles(Dataset[Tensor]):
         """
         parts = [
             self._map(name, self._type)[max(start - begin, 0) : stop - begin]
-            for (name, _, _), begin, end in zip(self._files[:-1], self._starts[:-1], self._starts[1:], strict=True)
+            for (name, _, _), begin, end in zip(self.files[:-1], self._starts[:-1], self._starts[1:], strict=True)
             if begin < stop and start < end
         ]
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
-
-    def verify(self, rank: int = 0, world_size: int = 1) -> None:
-        """Read this rank's share of the files whole, and compare their checksums.
-
-        Raises:
-            ValueError: a file was changed since it was written.
-        """
-        for name, _, expected in self._files[rank::world_size]:
-            with (self.directory / name).open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != expected:
-                    text = f"{str(self.directory / name)!r} was changed since it was written"
-                    raise ValueError(f"{text}: its checksum is not the index's; restore the file")
 
     def _map(self, name: str, kind: np.dtype[Any]) -> NDArray[Any]:
         if name not in self._maps:
@@ -161,7 +157,7 @@ class TokenFiles(Dataset[Tensor]):
         return {**vars(self), "_maps": {}}
 
 
-def open_tokens(directory: str | Path, context: int, group: ProcessGroup | None = None) -> TokenFiles:
+def open_tokens(directory: str | Path, context: int | None = None, *, group: ProcessGroup | None = None) -> TokenFiles:
     """Open files of tokens on every rank, and compare checksums; every rank of the group calls this.
 
     Cost: each file is read once, by one of the ranks.
@@ -170,30 +166,17 @@ def open_tokens(directory: str | Path, context: int, group: ProcessGroup | None 
         ValueError: on every rank, when one cannot open a file or finds it changed, or ranks see different tokens.
     """
     rank, world_size = place_in(group)
-    together(lambda: TokenFiles(directory, context).verify(rank, world_size), group, what="open tokens")
+
+    def verify() -> None:
+        files = TokenFiles(directory, context)
+        for name, _, expected in files.files[rank::world_size]:
+            with (files.directory / name).open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != expected:
+                    text = f"{str(files.directory / name)!r} was changed since it was written"
+                    raise ValueError(f"{text}: its checksum is not the index's; restore the file")
+
+    together(verify, group, what="open tokens")
     files = TokenFiles(directory, context)
     if world_size > 1:
         agree(files.identity, group, what=f"the checksum of the index in {str(directory)!r}")
     return files
-
-
-class Documents(Dataset[Tensor]):
-    """The documents of token files, one by one.
-
-    Shapes: item -> [tokens of the document], int64
-
-    Attributes:
-        lengths: tokens of each [documents].
-        identity: the files'.
-    """
-
-    def __init__(self, files: TokenFiles) -> None:
-        self._files, self.identity = files, files.identity
-        self.lengths: NDArray[np.int64] = np.diff(files.document_ends, prepend=0)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Tensor:
-        end = int(self._files.document_ends[index])
-        return self._files.read(end - int(self.lengths[index]), end)

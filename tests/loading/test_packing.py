@@ -13,7 +13,6 @@ from torch import nn
 
 from distlab.comm import recorded
 from distlab.loading import (
-    Documents,
     Loader,
     PackedDocuments,
     TokenFiles,
@@ -61,7 +60,7 @@ def drawn(num_documents, seed=0, longest=CONTEXT):
 @pytest.fixture
 def documents(tmp_path):
     write_tokens(tmp_path, drawn(30), vocab_size=VOCAB, shard_tokens=100)
-    return Documents(TokenFiles(tmp_path, 1))
+    return TokenFiles(tmp_path)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -143,7 +142,7 @@ def test_balanced_batches_have_the_gradient_of_one_process(tmp_path):
     if dist.get_rank() == 0:
         write_tokens(tmp_path, drawn(40, seed=3), vocab_size=VOCAB, shard_tokens=100)
     dist.barrier()
-    documents = Documents(open_tokens(tmp_path, 1))
+    documents = open_tokens(tmp_path)
     lengths = documents.lengths - 1
     loader = Loader(documents, 10, lengths=lengths, work=attention_work(lengths, HIDDEN), collate_fn=join)
     with recorded() as seen:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from refused import message
 
-from distlab.loading import Documents, Loader, TokenFiles, open_tokens, write_tokens
+from distlab.loading import Loader, TokenFiles, open_tokens, write_tokens
 
 
 @settings(max_examples=60)
@@ -34,10 +34,10 @@ def test_what_was_written_is_read_wherever_it_was_cut(tmp_path_factory, document
     files = pickle.loads(pickle.dumps(open_tokens(folder, context)))
     windows = row[: len(files) * context + 1].unfold(0, context + 1, context)
     assert torch.equal(torch.stack([files[i] for i in range(len(files))]), windows)
-    assert [document.tolist() for document in map(Documents(files).__getitem__, range(len(documents)))] == documents
-    assert Documents(files).lengths.tolist() == [len(document) for document in documents]
+    assert [document.tolist() for document in map(TokenFiles(folder).__getitem__, range(len(documents)))] == documents
+    assert files.lengths.tolist() == [len(document) for document in documents]
     assert len(pickle.dumps(files)) < 4000 + 200 * len(shards)
-    assert message(files.__getitem__, len(files)) == f"IndexError: sample {len(files)} of {len(files)}; the first is 0"
+    assert message(files.__getitem__, len(files)) == f"IndexError: item {len(files)} of {len(files)}; the first is 0"
 
 
 def damage(folder, kind):
