@@ -13,6 +13,7 @@ import hashlib
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -127,13 +128,18 @@ class Loader:
             return [samples[own] for own in balance(self._work[samples], self.world_size)]
         return [samples[start:stop] for start, stop in split_evenly(len(samples), self.world_size)]
 
-    def batches(self, position: int) -> Iterator[Any]:
-        """Return this rank's batches from a position on; the loader's own stays."""
+    def batches(self, position: int) -> tuple[Iterator[Any], deque[list[NDArray[np.int64]]]]:
+        """Return this rank's batches from a position on, and whose samples they have, batch by batch and rank by rank.
+
+        The second grows as workers read ahead; the loader's own position stays.
+        """
+        shares: deque[list[NDArray[np.int64]]] = deque()
 
         def samples() -> Iterator[list[int]]:
             begin = position
             while begin < self.end:
-                yield self.shares_at(begin)[self.rank].tolist()
+                shares.append(self.shares_at(begin))
+                yield shares[-1][self.rank].tolist()
                 begin += self.size_at(begin)
 
         # A generator of its own: torch's draws from the process's, so that dropout would differ after a resume.
@@ -141,12 +147,12 @@ class Loader:
         source = iter(self._torch_loader(batch_sampler=samples(), generator=draws))
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, handler)  # torch's raises wherever the program is; here next() finds out
-        return source
+        return source, shares
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_shared:
             agree(self.position, self._group, what="the loader's position")
-        source, position = self.batches(self.position), self.position
+        (source, shares), position = self.batches(self.position), self.position
         while position < self.end:
             batch = self._next(source)
             if self.position != position:
@@ -154,9 +160,10 @@ class Loader:
                     f"rank {self.rank}: the loader was moved from sample {position} to {self.position} in a loop; load "
                     "its state before the loop, and make one loop at a time"
                 )
-            tokens = [int(self._lengths[own].sum()) for own in self.shares_at(position)]
+            share = shares.popleft()
+            tokens = [int(self._lengths[own].sum()) for own in share]
             self.weight = tokens[self.rank] * self.world_size / sum(tokens)
-            self.position = position = position + self.size_at(position)
+            self.position = position = position + sum(map(len, share))
             yield batch
 
     def _next(self, source: Iterator[Any]) -> Any:
@@ -225,16 +232,15 @@ def loader_rate(loader: Loader, seconds: float = 2.0) -> LoaderRate:
     """
     loader = copy.copy(loader)
     loader.end = 2**62  # as many epochs as it takes
-    source, position, rates = loader.batches(loader.position), loader.position, list[float]()
+    (source, shares), rates = loader.batches(loader.position), list[float]()
     for _ in range(1 + loader.num_ahead):
         next(source)
-        position += loader.batch_size
+        shares.popleft()
     while len(rates) < 10:
         begin, count = time.perf_counter(), 0
         while not count or time.perf_counter() - begin < seconds / 10:
             next(source)
-            count += len(loader.shares_at(position)[loader.rank])
-            position += loader.batch_size
+            count += len(shares.popleft()[loader.rank])
         rates.append(count / (time.perf_counter() - begin))
     low, middle, high = np.quantile(rates, (0.25, 0.5, 0.75)).tolist()
     return LoaderRate(middle, low, high)
