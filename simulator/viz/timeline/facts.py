@@ -60,8 +60,8 @@ def covered_ns(rank: NDArray[np.int32], start_ns: NDArray[np.int64], end_ns: NDA
 
 
 def computes(trace: Trace) -> NDArray[np.bool_]:
-    """Mark the spans in which a rank computes: those on the compute lane that are not waits."""
-    return trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait")
+    """Mark the spans in which a rank computes: those on the compute lane that wait for nothing, samples included."""
+    return trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait", "data")
 
 
 def facts_of(trace: Trace) -> Facts:
