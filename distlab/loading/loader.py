@@ -38,7 +38,7 @@ class Loader:
     """This rank's batches of a dataset, over all epochs of a run.
 
         loader = Loader(open_tokens("tokens", context=1024), 64, num_workers=2)
-        load(directory, parts={"model": model, "optimizer": optimizer, "loader": loader})
+        load(directory, parts={"model": model, "optimizer": optimizer, "loader": loader}, reshard=True)
         for batch in loader:
             (loss_of(model, batch) * loader.weight).backward()
 
@@ -98,23 +98,15 @@ class Loader:
             digest = hashlib.sha256(self._lengths.tobytes() + self._work.tobytes()).hexdigest()
             agree([self._facts, batch_size, num_epochs, digest], group, what="the loader's arguments")
         if not self.world_size <= batch_size <= self.end or num_samples < self.world_size:
-            text = (
-                f"{num_samples} samples in {num_epochs} epochs and batches of {batch_size} on {self.world_size} ranks"
-            )
+            text = f"{num_samples} samples in {num_epochs} epochs and batches of {batch_size}, {self.world_size} ranks"
             raise ValueError(f"{text}; each rank needs a sample in each batch, and the run at least one batch")
-        if {self._lengths.shape, self._work.shape} != {(num_samples,)} or not min(
-            self._lengths.min(), self._work.min()
-        ) > 0:
-            raise ValueError(f"lengths and work must be {num_samples} numbers above 0, one for each sample")
+        for each in (self._lengths, self._work):
+            if each.shape != (num_samples,) or not (each > 0).all():
+                raise ValueError(f"lengths and work must be {num_samples} numbers above 0, one for each sample")
         self.num_ahead = num_workers * prefetch_factor
-        self._torch_loader = partial(
-            DataLoader,
-            dataset,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            collate_fn=collate_fn,
-            pin_memory=device.is_available(),
-        )
+        how: dict[str, Any] = {"num_workers": num_workers, "prefetch_factor": prefetch_factor if num_workers else None}
+        how |= {"collate_fn": collate_fn, "pin_memory": device.is_available()}
+        self._torch_loader = partial(DataLoader, dataset, **how)
 
     def size_at(self, position: int) -> int:
         """Return the samples of the global batch that begins at a position."""
@@ -129,9 +121,9 @@ class Loader:
         return [samples[start:stop] for start, stop in split_evenly(len(samples), self.world_size)]
 
     def batches(self, position: int) -> tuple[Iterator[Any], deque[list[NDArray[np.int64]]]]:
-        """Return this rank's batches from a position on, and whose samples they have, batch by batch and rank by rank.
+        """Return this rank's batches from a position on, and all ranks' samples of those that were begun.
 
-        The second grows as workers read ahead; the loader's own position stays.
+        The loader's own position stays.
         """
         shares: deque[list[NDArray[np.int64]]] = deque()
 
@@ -156,10 +148,8 @@ class Loader:
         while position < self.end:
             batch = self._next(source)
             if self.position != position:
-                raise RuntimeError(
-                    f"rank {self.rank}: the loader was moved from sample {position} to {self.position} in a loop; load "
-                    "its state before the loop, and make one loop at a time"
-                )
+                text = f"rank {self.rank}: the loader was moved from sample {position} to {self.position} in a loop"
+                raise RuntimeError(f"{text}; load its state before the loop, and make one loop at a time")
             share = shares.popleft()
             tokens = [int(self._lengths[own].sum()) for own in share]
             self.weight = tokens[self.rank] * self.world_size / sum(tokens)
@@ -168,26 +158,25 @@ class Loader:
 
     def _next(self, source: Iterator[Any]) -> Any:
         """Return a batch, or raise on every rank where one has none."""
-        faults = list[str]()
-
-        def get() -> Any:
-            try:
-                return next(source)
-            except Exception as error:  # a rank that left here would leave the others waiting
-                text = (str(error).strip() or type(error).__name__).splitlines()[-1]
-                faults.append(f"a worker died ({text})" if isinstance(error, ConnectionError | EOFError) else text)
+        batch, fault = None, ""
+        try:
+            batch = next(source)
+        except Exception as error:  # a rank that left here would leave the others waiting
+            text = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            fault = f"a worker died ({text})" if isinstance(error, ConnectionError | EOFError) else text
 
         def tell() -> None:
-            if faults:
-                raise RuntimeError(f"{faults[0]} (the position is {self.position})")
+            if fault:
+                raise RuntimeError(f"{fault} (the position is {self.position})")
 
-        batch, count = get(), len(faults)
         if self._is_shared and group_device(self._group).type == "cpu":
-            dist.all_reduce(total := torch.tensor(count, dtype=torch.int32), group=self._group)
-            count = int(total)
-            if count:
+            dist.all_reduce(count := torch.tensor(bool(fault), dtype=torch.int32), group=self._group)
+            if int(count):
                 together(tell, self._group, what="load the next batch")
-        tell()
+        if fault:
+            raise RuntimeError(
+                f"rank {self.rank}: cannot load the next batch: {fault} (the position is {self.position})"
+            )
         return batch
 
     def state_dict(self) -> dict[str, Any]:

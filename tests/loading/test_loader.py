@@ -174,8 +174,12 @@ def test_a_loader_that_is_moved_in_a_loop_says_so():
     assert "was moved from sample 12 to 48 in a loop" in message(next, batches)
 
 
-def test_a_rate_is_that_of_the_loader_alone_and_moves_nothing():
+def test_one_process_names_its_fault_and_a_rate_moves_nothing():
     loader = Loader(Items(range(50)), 5)
+    text = (
+        "RuntimeError: rank 0: cannot load the next batch: [Errno 5] Input/output error: 'shard 3' (the position is 0)"
+    )
+    assert message(lambda: next(iter(Loader(Items(range(80)), 80)))) == text
     rate = loader_rate(loader, 0.3)
     assert 50 < rate.samples_per_s < 500
     assert rate.low <= rate.samples_per_s <= rate.high
