@@ -163,7 +163,7 @@ class Loader:
             batch = next(source)
         except Exception as error:  # a rank that left here would leave the others waiting
             text = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            fault = f"a worker died ({text})" if isinstance(error, ConnectionError | EOFError) else text
+            fault = f"a worker died ({text})" if self.num_ahead and "DataLoader worker" not in str(error) else text
 
         def tell() -> None:
             if fault:
