@@ -165,18 +165,18 @@ class Loader:
             text = (str(error).strip() or type(error).__name__).splitlines()[-1]
             fault = f"a worker died ({text})" if self.num_ahead and "DataLoader worker" not in str(error) else text
 
+        where = f"the loader stands at sample {self.position}, and a new loop goes on there"
+
         def tell() -> None:
             if fault:
-                raise RuntimeError(f"{fault} (the position is {self.position})")
+                raise RuntimeError(f"{fault}; {where}")
 
         if self._is_shared and group_device(self._group).type == "cpu":
             dist.all_reduce(count := torch.tensor(bool(fault), dtype=torch.int32), group=self._group)
             if int(count):
                 together(tell, self._group, what="load the next batch")
         if fault:
-            raise RuntimeError(
-                f"rank {self.rank}: cannot load the next batch: {fault} (the position is {self.position})"
-            )
+            raise RuntimeError(f"rank {self.rank}: cannot load the next batch: {fault}; {where}")
         return batch
 
     def state_dict(self) -> dict[str, Any]:

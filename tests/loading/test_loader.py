@@ -120,7 +120,9 @@ def test_a_worker_that_dies_is_an_error_on_every_rank_and_nothing_is_lost():
     if dist.get_rank() == 1:
         psutil.Process().children()[-1].kill()
     error = message(lambda: seen.extend(chain(*(batch.tolist() for batch in batches))))
-    assert re.match(r"RuntimeError: cannot load the next batch: rank 1: .*worker.* \(the position is \d+\)", error)
+    assert re.match(
+        r"RuntimeError: cannot load the next batch: rank 1: .*worker.*; the loader stands at sample \d+, and a", error
+    )
     assert 0 < loader.position < 200
     seen += chain(*(batch.tolist() for batch in loader))
     everyone = [None, None]
@@ -150,7 +152,7 @@ def test_what_ranks_say_and_what_it_costs():
     loader.position = 12 * rank
     assert "ranks disagree on the loader's position" in message(lambda: next(iter(loader)))
     error = message(lambda: list(Loader(Items(range(80)), 40)))
-    assert re.match(r"RuntimeError: cannot load the next batch: rank [01]: .*Input/output error: 'shard 3' \(", error)
+    assert re.match(r"RuntimeError: cannot load the next batch: rank [01]: .*Input/output error: 'shard 3'; ", error)
     assert "each rank needs a sample" in message(lambda: Loader([0], 1))
 
 
@@ -177,9 +179,9 @@ def test_a_loader_that_is_moved_in_a_loop_says_so():
 def test_one_process_names_its_fault_and_a_rate_moves_nothing():
     loader = Loader(Items(range(50)), 5)
     text = (
-        "RuntimeError: rank 0: cannot load the next batch: [Errno 5] Input/output error: 'shard 3' (the position is 0)"
+        "RuntimeError: rank 0: cannot load the next batch: [Errno 5] Input/output error: 'shard 3'; the loader stands"
     )
-    assert message(lambda: next(iter(Loader(Items(range(80)), 80)))) == text
+    assert message(lambda: next(iter(Loader(Items(range(80)), 80)))).startswith(text)
     rate = loader_rate(loader, 0.3)
     assert 50 < rate.samples_per_s < 500
     assert rate.low <= rate.samples_per_s <= rate.high
