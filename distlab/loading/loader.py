@@ -62,8 +62,8 @@ class Loader:
         weight: what to multiply this rank's mean loss by, so that the ranks' mean is that over the batch's samples, or
             over its tokens if there are `lengths`.
 
-    Cost: agreement (40 bytes) at construction and when a loop begins, and an all-reduce of 4 bytes with each batch
-        where the group's messages are not on GPUs.
+    Cost: one permutation of the dataset an epoch; agreement (40 bytes) at construction and when a loop begins, and an
+        all-reduce of 4 bytes with each batch where the group's messages are not on GPUs.
     Error: none: each sample is handed out once an epoch, and the batches are one process's, also over kills and
         changes of n.
 
@@ -108,14 +108,10 @@ class Loader:
         how |= {"collate_fn": collate_fn, "pin_memory": device.is_available()}
         self._torch_loader = partial(DataLoader, dataset, **how)
 
-    def size_at(self, position: int) -> int:
-        """Return the samples of the global batch that begins at a position."""
-        rest = self.end - position
-        return self.batch_size if rest >= 2 * self.batch_size else rest
-
     def shares_at(self, position: int) -> list[NDArray[np.int64]]:
         """Return the samples of the global batch that begins at a position, rank by rank."""
-        samples = self._order.samples(position, position + self.size_at(position))
+        end = self.end if self.end - position < 2 * self.batch_size else position + self.batch_size
+        samples = self._order.samples(position, end)
         if self._is_balanced:
             return [samples[own] for own in balance(self._work[samples], self.world_size)]
         return [samples[start:stop] for start, stop in split_evenly(len(samples), self.world_size)]
@@ -130,9 +126,9 @@ class Loader:
         def samples() -> Iterator[list[int]]:
             begin = position
             while begin < self.end:
-                shares.append(self.shares_at(begin))
-                yield shares[-1][self.rank].tolist()
-                begin += self.size_at(begin)
+                shares.append(share := self.shares_at(begin))
+                yield share[self.rank].tolist()
+                begin += sum(map(len, share))
 
         # A generator of its own: torch's draws from the process's, so that dropout would differ after a resume.
         draws, handler = generator(self._order.seed, self.rank, "workers"), signal.getsignal(signal.SIGCHLD)

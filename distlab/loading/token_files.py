@@ -109,7 +109,7 @@ class TokenFiles(Dataset[Tensor]):
             self._type = np.dtype({"<u2": "<u2", "<u4": "<u4"}[index["dtype"]])
             sizes = [(self.directory / name).stat().st_size for name, _, _ in self.files]
         except (OSError, ValueError, TypeError, KeyError) as error:
-            text = f"cannot open tokens in {str(directory)!r}: {type(error).__name__}: {error}"
+            text = f"{str(directory)!r} holds no whole files of tokens ({type(error).__name__}: {error})"
             raise ValueError(f"{text}; restore the files, or write them with write_tokens") from error
         for (name, expected, _), size in zip(self.files, sizes, strict=True):
             if size != expected:

@@ -90,6 +90,6 @@ def test_each_file_is_read_once_and_other_files_than_the_checkpoints_or_than_oth
 @pytest.mark.parametrize(("documents", "text"), REFUSALS["documents"].values(), ids=REFUSALS["documents"])
 def test_what_cannot_be_written_is_refused_and_leaves_no_index(documents, text, tmp_path):
     assert text in message(write_tokens, tmp_path, documents, vocab_size=10)
-    assert "cannot open tokens" in message(TokenFiles, tmp_path, 1)
+    assert "holds no whole files of tokens (FileNotFoundError" in message(TokenFiles, tmp_path, 1)
     write_tokens(tmp_path, [[1, 2, 3]], vocab_size=10)
     assert "a directory without an index.json" in message(write_tokens, tmp_path, [[1, 2]], vocab_size=10)
