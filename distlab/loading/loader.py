@@ -147,9 +147,11 @@ class Loader:
                 text = f"rank {self.rank}: the loader was moved from sample {position} to {self.position} in a loop"
                 raise RuntimeError(f"{text}; load its state before the loop, and make one loop at a time")
             share = shares.popleft()
-            tokens = [int(self._lengths[own].sum()) for own in share]
+            counts = tokens = [len(own) for own in share]
+            if self._is_balanced:
+                tokens = [int(self._lengths[own].sum()) for own in share]
             self.weight = tokens[self.rank] * self.world_size / sum(tokens)
-            self.position = position = position + sum(map(len, share))
+            self.position = position = position + sum(counts)
             yield batch
 
     def _next(self, source: Iterator[Any]) -> Any:
@@ -160,19 +162,18 @@ class Loader:
         except Exception as error:  # a rank that left here would leave the others waiting
             text = (str(error).strip() or type(error).__name__).splitlines()[-1]
             fault = f"a worker died ({text})" if self.num_ahead and "DataLoader worker" not in str(error) else text
-
-        where = f"the loader stands at sample {self.position}, and a new loop goes on there"
+            fault += f"; the loader stands at sample {self.position}, and a new loop goes on there"
 
         def tell() -> None:
             if fault:
-                raise RuntimeError(f"{fault}; {where}")
+                raise RuntimeError(fault)
 
         if self._is_shared and group_device(self._group).type == "cpu":
             dist.all_reduce(count := torch.tensor(bool(fault), dtype=torch.int32), group=self._group)
             if int(count):
                 together(tell, self._group, what="load the next batch")
         if fault:
-            raise RuntimeError(f"rank {self.rank}: cannot load the next batch: {fault}; {where}")
+            raise RuntimeError(f"rank {self.rank}: cannot load the next batch: {fault}")
         return batch
 
     def state_dict(self) -> dict[str, Any]:
