@@ -46,8 +46,8 @@ Pool = tuple[str | None, int]  # what a set of living ranks is known by: the bac
 # What ranks of tests import. Loaded where they are forked, it takes its second once, not in each of a thousand ranks.
 TECHNIQUES = (
     *(f"distlab.{name}" for name in ("checkpoint", "collectives", "compression", "context_parallel", "data_parallel")),
-    *(f"distlab.{name}" for name in ("data", "elastic", "expert_parallel", "hybrid", "large_batch", "models")),
-    *(f"distlab.{name}" for name in ("pipeline", "profile", "sharding", "tensor_parallel")),
+    *(f"distlab.{name}" for name in ("data", "elastic", "expert_parallel", "hybrid", "large_batch", "loading")),
+    *(f"distlab.{name}" for name in ("models", "pipeline", "profile", "sharding", "tensor_parallel")),
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     "torch.distributed.optim",  # it compiles optimizers for TorchScript: half a second
 )

@@ -107,7 +107,8 @@ def _facts(step: Step) -> dict[str, object]:
     rates are over `duration_s`. All ranks at one place in the pipeline send the same.
     """
     names = ("duration_s", "steady_s", "samples_per_s", "bubble_fraction", "mfu", "exposed_communication_s")
-    found = {name: getattr(step, name) for name in names} | {"utilization_of_achieved_rate": step.utilization}
+    found = {name: getattr(step, name) for name in (*names, *["loader_wait_s"][: step.loader_wait_s > 0])}
+    found |= {"utilization_of_achieved_rate": step.utilization}
     found |= {"exposed_s_by_axis": dict(step.exposed_by_axis), "sent_bytes_by_axis": dict(step.sent_bytes_by_axis)}
     return found | {"sent_bytes_by_pipeline_rank": list(step.sent_bytes_by_pipeline_rank)}
 
@@ -151,7 +152,7 @@ def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:
     """Return what to know of the plan's figures; see `simulator.step.timed.notes_on`."""
     from simulator.step.timed import notes_on
 
-    notes = list(notes_on(plan, found.get("mfu", 0.0), workload))
+    notes = list(notes_on(plan, found.get("mfu", 0.0), workload, found.get("loader_wait_s", 0.0)))
     if found["verdict"] == "tight":
         how = "and 20 to 36 % in FSDP without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         notes.append(f"near the device's memory: published runs reserved 3 to 19 % more than their tensors took, {how}")

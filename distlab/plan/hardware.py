@@ -26,6 +26,7 @@ class Device:
         host_memory_bytes_per_s: what a node's host streams when it updates parameters, its arithmetic included; the
             node's ranks share it. 50e9: 72B on 32 A100 took some 10 s (deepspeedai/DeepSpeed issue 6834, 2024).
         host_memory_bytes: of the host's memory, what one device may use to offload to; None: not known, not checked.
+        loader_samples_per_s: what a rank's loader makes beside its steps; None: it keeps up with them.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Device:
     multiprocessors: int | None = None
     float8_flops_per_s: float | None = None
     float4_flops_per_s: float | None = None
+    loader_samples_per_s: float | None = None
 
     def __post_init__(self) -> None:
         owner, known = f"Device {self.name!r}", {name: each for name, each in vars(self).items() if each is not None}

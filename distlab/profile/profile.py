@@ -19,7 +19,7 @@ from distlab.trace.span import RECEIVES, TOGETHER, noted_twice, number_calls
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-NOT_CALLS = ("compute", "wait", "step", "host")
+NOT_CALLS = ("compute", "wait", "step", "host", "loader")
 """Lanes that hold no calls."""
 
 

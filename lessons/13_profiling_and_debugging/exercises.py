@@ -9,7 +9,7 @@ MINUTES = 90
 NEEDS = ("01", "03", "12")
 AIMS = (
     "Read a trace of several ranks: what is exposed, who is late, and what each of them costs.",
-    "Bring traces of several machines to one clock, and say how far it can be off.",
+    "Say whether a step waits for its loader, for computing or for the wire, and feed it data that arrives in time.",
     "Read a hang: who waits for whom, and the first call in which a rank does what the others do not.",
     "Find a flipped bit in replicas that should be equal, with few comparisons.",
 )
@@ -45,34 +45,45 @@ EXERCISES = (
         worlds=(1,),
     ),
     Exercise(
-        name="13.clocks",
-        title="clocks brought together by collectives",
-        minutes=10,
+        name="13.limit",
+        title="loader, step or wire: what a step waits for",
+        minutes=7,
         difficulty=2,
-        source="solutions:clock_offsets",
-        imports=("import statistics",),
+        source="solutions:limit_of_step",
         hints=(
-            "Which moment do all ranks share: when they come to a call, or when they leave it?",
-            "ends[0][k] - ends[r][k], for all calls k: the median of these is the offset, most of the time.",
-            "Bounds: the offset is at least starts[0][k] - ends[r][k] and at most ends[0][k] - starts[r][k], for every "
-            "k. Take the median, then the larger of it and the largest lower bound, then the smaller of that and the "
-            "smallest upper bound.",
+            "The step waits for one rank: the one whose sync begins last. Look at its time alone.",
+            "Wire: from then to the last end of a sync. Step: what its spans of computing cover, each moment once.",
+            "Loader: cut its loads off where its sync begins; what they and computing cover, less what computing "
+            "covers. Divide the largest of the three by the time from the first start to the last end.",
         ),
         worlds=(1,),
     ),
     Exercise(
-        name="13.dearest",
-        title="loader, uneven ranks or network: what costs most",
-        minutes=9,
+        name="13.resume",
+        title="on in the middle of a shard, with more ranks or fewer",
+        minutes=8,
         difficulty=2,
-        source="solutions:dearest",
-        imports=("import statistics",),
+        source="solutions:next_reads",
+        imports=("from bisect import bisect_right", "from itertools import accumulate"),
         hints=(
-            "First the step as it is: the longest data + compute, plus the shortest sync. Then without one thing.",
-            "Without loading: the longest compute, plus the network. Without the network: the same step less the "
-            "shortest sync.",
-            "With even ranks: the longest data + min(compute, statistics.median_low of all computes), plus the "
-            "network. Return the name with the largest saving.",
+            "The position is one number: what all old ranks together have used up. How many samples are left?",
+            "With `each, more = divmod(batch, num_ranks)`, rank r begins at position + r * each + min(r, more).",
+            "ends = list(accumulate(files)). The token's file is bisect_right(ends, token), past empty files. The "
+            "offset is the token less ends[file] - files[file].",
+        ),
+        worlds=(1,),
+    ),
+    Exercise(
+        name="13.balance",
+        title="samples of unequal lengths, shared so that no rank is late",
+        minutes=6,
+        difficulty=2,
+        source="solutions:share_by_length",
+        hints=(
+            "One long sample at the end spoils any share. In which order do you hand samples out?",
+            "Longest first, each to the rank with the fewest tokens so far.",
+            "sorted(range(len(lengths)), key=lambda sample: -lengths[sample]). With same_count, a rank takes "
+            "len(lengths) // num_ranks samples at most.",
         ),
         worlds=(1,),
     ),

@@ -194,19 +194,8 @@ def look(lab: Lab[Settings], seen: Seen, hidden: Hidden) -> None:
         costs = late([[start / 1e9 for start, _ in own] for own in last])
         for rank, cost in zip(ranks, costs, strict=True):
             lab.report.measured(f"rank {rank}: cost of its lateness per step", cost / len(last[0]), "s")
-        starts, ends = ([[call[side] for call in own] for own in last] for side in (0, 1))
-        apart = max(abs(offset) for offset in lab.function("13.clocks")(starts, ends))
-        lab.report.measured("clocks apart, by their calls", apart / 1e9, "s")
-    table = [
-        {
-            "data": row["data"],
-            "compute": row["forward"] + row["backward"] + row["optimizer"],
-            "sync": row["sync"] + row["idle"],
-        }
-        for row in seen.profile.mean_s().values()
-    ]
-    cause, seconds = lab.function("13.dearest")(table)
-    lab.report.measured("costs most", f"{cause}, {1e3 * seconds:.0f} ms")
+    what, share = lab.function("13.limit")([spans_of(step.select(step.rank == rank)) for rank in ranks])
+    lab.report.measured("the step waits for", f"{what}, {share:.0%} of it")
     if len(ranks) > 2:
         found = lab.function("13.flip")(seen.sums)
         lab.report.measured(
@@ -214,6 +203,12 @@ def look(lab: Lab[Settings], seen: Seen, hidden: Hidden) -> None:
         )
         wanted = (hidden.step, 0, hidden.rank) if hidden.kind == "flipped bit" else None
         lab.report.fact("replicas that differ are found", lab.everywhere(found == wanted), True)
+
+
+def spans_of(own: Trace) -> dict[str, list[tuple[int, int]]]:
+    """Return when a rank loads, computes and waits in sync, in nanoseconds."""
+    names = {"load": ("data",), "compute": ("forward", "backward", "optimizer"), "sync": ("sync",)}
+    return {name: pairs(own.select(own.is_word("name", *sections))) for name, sections in names.items()}
 
 
 def pairs(spans: Trace) -> list[tuple[int, int]]:

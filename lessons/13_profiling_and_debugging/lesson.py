@@ -19,7 +19,7 @@
 # Afterwards you can
 #
 # - read a [trace](../GLOSSARY.md#trace) of several ranks: what is exposed, who is late, and what each of them costs;
-# - bring traces of several machines to one clock, and say how far it can be off;
+# - say whether a step waits for its loader, for computing or for the wire, and feed it data that arrives in time;
 # - read a hang: who waits for whom, and the first call in which a rank does what the others do not;
 # - find a flipped bit in replicas that should be equal, with few comparisons.
 
@@ -67,10 +67,10 @@ def backward(gradients, layer_s, overlap):
 
 
 # %%
-def train(slow=(), load=(), overlap=True):
+def train(slow=(), load=(), overlap=True, wire=WIRE):
     rank, profiler = dist.get_rank(), Profiler(skip=2)
     layer_s, gradients = LAYER_S * dict(slow).get(rank, 1), [torch.zeros(50_000) for _ in range(NUM_LAYERS)]
-    with throttled(WIRE):
+    with throttled(wire):
         for _ in profiler.steps(batches(dict(load).get(rank, 0.001))):
             with profiler.section("forward"):
                 time.sleep(NUM_LAYERS * layer_s)
@@ -289,88 +289,285 @@ print(report(sick))
 # ## Machines have clocks of their own
 #
 # Here all ranks read one clock. On several machines each has its own, and clocks are milliseconds apart: more than a
-# collective takes. So let us take the common clock away: each rank's times are moved by a number that you do not know.
+# collective takes. But ranks leave a collective at nearly the same time. So what a rank must add to its times is the
+# median difference of ends. (Starts do not help: they cannot tell a late rank from a clock that is ahead.) And no rank
+# leaves before a different one has come: that bounds each offset from both sides. `distlab profile` does this with
+# files of several machines. Here each rank's times are moved by a number that it does not know.
 
 # %%
+from distlab.profile.read import align
 from distlab.trace import Trace
 
-rng = random.Random(5)
+rng, whole = random.Random(5), sick.trace
 hidden_ns = [0] + [rng.randrange(-40_000_000, 40_000_000) for _ in range(3)]
-step = sick.middle_step()
-moved = Trace.concatenate(step.select(step.rank == rank).shifted(by) for rank, by in enumerate(hidden_ns))
-show_step(moved, "With the clocks of four machines, a call is over on one rank before a different one has made it")
+moved = Trace.concatenate(whole.select(whole.rank == rank).shifted(by) for rank, by in enumerate(hidden_ns))
+for rank, found in align(moved)[1].items():
+    text = f"rank {rank}: clock moved by {hidden_ns[rank] / 1e6:+7.2f} ms, found {-found.add_ns / 1e6:+7.2f} ms"
+    print(f"{text}; off by {abs(found.add_ns + hidden_ns[rank]) / 1e3:.0f} us, at most {found.error_ns / 1e3:.0f}")
 
 # %% [markdown]
-# Ranks leave a collective at nearly the same time. That moment is in every trace, on every clock. Arrivals do not
-# help: they cannot tell a late rank from a clock that is ahead.
-#
-# ### Exercise: clocks
-#
-# Find for each rank what to add to its times. Ends are sometimes seen late (a rank looks when it has time), so take
-# the median over calls. And no rank leaves before a different one has come: that bounds every offset, from both sides.
-
-# %% exercise="13.clocks"
-
-# %%
-calls = nth_calls(sick, NUM_LAYERS)  # the norm: every rank waits in it, so its end is seen at once
-starts, ends = (
-    [[call[side] + by for call in own] for own, by in zip(calls, hidden_ns, strict=True)] for side in (0, 1)
-)
-found_ns = clock_offsets(starts, ends)
-for rank, (found, by) in enumerate(zip(found_ns, hidden_ns, strict=True)):
-    text = f"rank {rank}: clock moved by {by / 1e6:+7.2f} ms, found {-found / 1e6:+7.2f} ms"
-    print(f"{text}: off by {abs(found + by) / 1e3:.0f} us")
-
-# %% [markdown]
-# That is good enough to see who is late by milliseconds, and it took no protocol: only calls that were made anyway.
-# What it cannot do: see lateness that is shorter than its own error. `distlab profile` aligns files like this, and
-# says by how much it may be wrong.
+# Good enough to see who is late by milliseconds, and it took no protocol: only calls that were made anyway. Lateness
+# that is shorter than its error it cannot see. In lesson 14 ranks ask each other's clock directly.
 #
 # ## What costs most?
 #
-# A slow loader, a slow rank, a slow network: in a profile each of them is a longer step, and other ranks that wait. To
-# tell them apart, ask of each: *how long would the step be without it?* The next picture cuts "sync" in two: blue while
-# bytes travel, grey while the rank waits for others.
-
-# %%
-sections = {"well": well, "sick": sick, "apart": apart, "loader": ranks.run(train, (), {1: 0.03})[0]}
-
-
-def rows_of(profile):
-    """Of each rank the seconds of data, compute and sync; sync as the rank itself sees it, waiting included."""
-    rows = []
-    for row in profile.mean_s().values():
-        compute = row["forward"] + row["backward"] + row["optimizer"]
-        rows.append({"data": row["data"], "compute": compute, "sync": row["sync"] + row["idle"]})
-    return rows
-
-
-for number, row in enumerate(rows_of(sections["loader"])):
-    print(f"rank {number}: " + ", ".join(f"{name} {1e3 * seconds:5.1f} ms" for name, seconds in row.items()))
+# A slow loader, a slow rank, a slow wire: in a profile each of them is a longer step, and other ranks that wait. To
+# tell them apart, look at the rank that comes last. All others wait for that one, whatever they do meanwhile. The next
+# picture cuts "sync" in two: blue while bytes travel, grey while the rank waits for others.
 
 # %%
 from simulator.viz import draw_sections
 
-words = "Rank 1 loads 30 ms longer: the three others wait for it at the end of the step"
-show(draw_sections(sections["loader"].mean_s(), title=words))
+runs = {"well": well, "sick": sick, "loader": ranks.run(train, (), {1: 0.1})[0]}
+runs["wire"] = ranks.run(train, (), (), True, WIRE / 4)[0]
+words = "Rank 1 loads 100 ms longer: the three others wait for it at the end of the step"
+show(draw_sections(runs["loader"].mean_s(), title=words))
 
 # %% [markdown]
-# ### Exercise: dearest
+# ### Exercise: limit
 #
-# From three numbers per rank, say which of three things costs most, and how much. Take care with "sync": it is waiting
-# *and then* the network. Only the rank that comes last does not wait, so the shortest sync is the network's.
+# From the spans of all ranks, say which of three a step waits for: its loader, its own computing ("step"), or the wire.
+# Two traps. A loader may read *while* the rank computes: that costs nothing. And who comes early waits long in its
+# sync: that is not the wire.
 
-# %% exercise="13.dearest"
+# %% exercise="13.limit"
+
 
 # %%
-for name, profile in sections.items():
-    cause, seconds = dearest(rows_of(profile))
-    print(f"{name:8} a step of {1e3 * sorted(profile.step_s)[3]:4.0f} ms; dearest: {cause:13} {1e3 * seconds:5.1f} ms")
+def step_spans(profile):
+    """Of each rank the spans of the middle step: loads, computing, sync; in nanoseconds."""
+    kinds = {"data": "load", "forward": "compute", "backward": "compute", "optimizer": "compute", "sync": "sync"}
+    found = [{"load": [], "compute": [], "sync": []} for _ in profile.ranks]
+    for span in profile.middle_step():
+        if span.name in kinds:
+            found[span.rank][kinds[span.name]].append((span.start_ns, span.end_ns))
+    return found
+
+
+found = {name: limit_of_step(step_spans(profile)) for name, profile in runs.items()}
+shown = {f"{name}: {what}": 100 * share for name, (what, share) in found.items()}
+show_bars(shown, "%", "The sick run waits for a rank that computes, not for the wire", "share of the step")
 
 # %% [markdown]
-# Every step has a dearest part, the healthy one too. What to do depends on which part it is. The loader: load ahead,
-# with more workers or less work per sample. A slow rank: give that machine back, or give its rank less to do. The
-# network: send during backward, send fewer bytes (lesson 5), or use a different wire (lesson 10).
+# Begin with what it names: to make the rest faster wins little. The *step*: give a slow machine back, or compute less.
+# The *wire*: send during backward, send fewer bytes (lesson 5), or use a different one (lesson 10). The *loader*: the
+# next part. (`limit_of` of `distlab.profile` judges a whole trace.)
+#
+# ## Data that arrives in time
+#
+# A rank takes b samples a step from a loader that makes r a second. Then no step is shorter than b / r, however fast
+# its GPU. Text is cheap to *read*: a token has 2 bytes, so 64 GPUs at 10,000 tokens a second read 1.3 MB/s. *Making*
+# samples is what costs: a tokenizer, a decoder of images, a disk behind a network. So make tokens once, before
+# training. The next cell writes Python's documentation as *shards*: files of tokens, and an index with their sizes and
+# checksums. (A token is a byte here, a document a paragraph of at most 1,025 bytes.)
+
+# %%
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from distlab.data import python_documentation
+from distlab.loading import TokenFiles, write_tokens
+
+CONTEXT, folder = 256, tempfile.TemporaryDirectory()
+tokens = Path(folder.name, "tokens")
+parts = [np.frombuffer(part[:1025], np.uint8) for part in python_documentation().split(b"\n\n") if len(part) > 1]
+write_tokens(tokens, parts, vocab_size=256, shard_tokens=2**17)
+files = TokenFiles(tokens, CONTEXT)
+shards = [path.stat().st_size // 2 for path in sorted(tokens.glob("tokens-*.bin"))]
+print(f"{len(parts)} documents, {sum(shards):,} tokens in shards of {shards}: {len(files)} samples of {CONTEXT}")
+
+# %% [markdown]
+# Files are *mapped* into memory: the system reads a page when it is touched, and all ranks of a node share it. A sample
+# is found by its number. So a checkpoint needs one number, the **position**: the samples that all ranks together have
+# used up. `distlab/loading/plain.py` is such a loader on one screen. (The exercise leaves the shuffle out.)
+#
+# ### Exercise: resume
+#
+# A run of some ranks was killed in the middle of a shard, and goes on with more of them, or fewer. Where does each rank
+# read its next samples? Each sample once, none lost.
+
+# %% exercise="13.resume"
+
+# %%
+from distlab.loading import PlainLoader
+
+plain = PlainLoader(tokens / "tokens-00000.bin", CONTEXT, 8, rank=1, world_size=4)  # of the first shard
+plain.position = 120  # where a checkpoint stood
+print(f"rank 1 of 4 reads a batch {tuple(next(plain).shape)}; then the position is {plain.position}")
+reads = next_reads([130] * 4, shards, CONTEXT, 7, 3)
+for rank, own in enumerate(reads):
+    print(f"rank {rank} of 3 reads", ", ".join(f"shard {shard} from token {start:,}" for shard, start in own))
+for sample, (shard, start) in enumerate(sum(reads, []), 4 * 130):
+    raw = np.fromfile(tokens / f"tokens-{shard:05}.bin", np.uint16)[start : start + CONTEXT + 1]
+    assert (raw == files[sample][: len(raw)].numpy()).all()
+
+# %% [markdown]
+# The library's [loader](../GLOSSARY.md#loader) is torch's DataLoader with a position. Its workers read ahead: what they
+# have read and nobody trained on is not counted, so it is read again after a kill. Four ranks take 5 steps; three go on
+# for 5 more. A resume on files that were changed meanwhile is refused.
+
+# %%
+from itertools import islice
+
+from distlab.loading import Loader, open_tokens
+
+
+def some_steps(state):
+    loader = Loader(open_tokens(tokens, CONTEXT), 24, num_workers=1)
+    loader.load_state_dict(state or loader.state_dict())
+    batches = list(islice(loader, 5))
+    return loader.state_dict(), batches
+
+
+before, three = ranks.run(some_steps, None), Ranks(3, echo=False)
+after = three.run(some_steps, before[0][0])
+three.close()
+got = [torch.cat([own[step] for _, own in life]) for life in (before, after) for step in range(5)]
+alone = list(islice(Loader(files, 24), 10))
+assert all(map(torch.equal, got, alone))
+print(f"position {before[0][0]['position']}, then {after[0][0]['position']}: ten batches, those of one process")
+
+# %% [markdown]
+# ### Measure the loader alone
+#
+# Before anyone blames a GPU: how many samples does the loader make when nobody computes? torch's DataLoader has two
+# means: processes that make samples (`num_workers`), and [prefetch](../GLOSSARY.md#prefetch): batches that each of them
+# makes ahead (`prefetch_factor`).
+
+# %%
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+class FarAway(TokenFiles):
+    def __getitem__(self, sample):
+        time.sleep(0.01)  # a disk behind a network
+        return super().__getitem__(sample)
+
+
+far = FarAway(tokens, CONTEXT)
+mine = DistributedSampler(far, num_replicas=4, rank=0)  # without it each rank has all samples
+theirs = DataLoader(far, batch_size=8, sampler=mine, num_workers=2, prefetch_factor=2)
+print(f"{len(theirs)} batches for rank 0; the first: {tuple(next(iter(theirs)).shape)}")
+
+# %%
+from distlab.loading import loader_rate
+
+rates = {count: loader_rate(Loader(far, 8, num_workers=count), seconds=0.5) for count in (0, 1, 2)}
+for count, rate in rates.items():
+    print(f"num_workers={count}: {rate.samples_per_s:4.0f} samples/s ({rate.low:.0f} to {rate.high:.0f})")
+
+# %% [markdown]
+# One worker makes no more than none: it needs 10 ms as well. But it works *while* the rank computes. A step takes 8
+# samples and computes for 50 ms. How long is it with one worker, once what was made ahead is used up?
+
+# %%
+guess_3 = predict("How long is a step with one worker?", unit="ms")
+guess_3
+
+
+# %%
+def measured_ms(count):
+    times = []
+    for _ in islice(Loader(far, 8, num_workers=count), 16):
+        time.sleep(0.05)  # computes
+        times.append(time.perf_counter())
+    return 1e3 * np.median(np.diff(times[5:]))  # the first batches were made ahead
+
+
+batch_ms = {count: 8e3 / rate.samples_per_s for count, rate in rates.items()}
+foretold = {count: max(50, batch_ms[count]) if count else 50 + batch_ms[0] for count in rates}
+measured = {count: measured_ms(count) for count in rates}
+print(guess_3.compare(measured[1]))
+
+# %%
+guess_3.lock()
+shown = {f"num_workers={count}": {"predicted": foretold[count], "measured": measured[count]} for count in rates}
+show_bars(shown, "ms", "Enough workers hide the loader", "8 samples of 10 ms and 50 ms of computing a step")
+
+# %% [markdown]
+# Without workers the two add up. With workers the longer one counts: $\max(\text{computing}, b / r)$. (A cluster file
+# gives r to the simulator, as `loader_samples_per_s`.) With two, b / r is below 50 ms: more of them would win nothing.
+# And workers share a node's cores: where samples cost computing and not waiting, r stops growing when cores run out.
+#
+# ### Unequal lengths
+#
+# Documents have unequal lengths, and a batch is a rectangle. *Padding* fills each row up to the longest: computed, and
+# thrown away. [Packing](../GLOSSARY.md#packing) lays several documents in a row, until nothing more fits. How much of a
+# batch is padding?
+
+# %%
+from distlab.loading import PackedDocuments
+
+ROW, texts = 1024, TokenFiles(tokens)  # without a context its items are the documents
+inputs = texts.lengths - 1  # the last token of a document is a target alone
+drawn = np.random.default_rng(0).permutation(inputs)[: len(inputs) // 8 * 8].reshape(-1, 8)
+waste = {"padded to the longest of 8": 1 - inputs.mean() / drawn.max(1).mean()}
+waste |= {"packed in order": PackedDocuments(texts, ROW, in_order=True).waste}
+waste |= {"packed, longest first": PackedDocuments(texts, ROW).waste}
+show_bars({name: 100 * one for name, one in waste.items()}, "%", "Packed, a batch has next to no padding")
+
+# %% [markdown]
+# But now a token could attend to a different document. A mask forbids that: each token sees its own document up to
+# itself. With positions that begin at 0 in each document, each of them gets what it would get alone.
+
+# %% tags=["nbval-check-output"]
+from torch.nn.functional import scaled_dot_product_attention as attention
+
+from distlab.loading import document_mask, join
+
+row = join([torch.arange(4), torch.arange(3), torch.arange(4)], 9)  # three documents, and one place left
+mask = document_mask(row.documents)
+for line, place in zip(mask[0].int().tolist(), row.positions.tolist(), strict=True):
+    print(f"position {place} sees", " ".join("#" if seen else "." for seen in line))
+x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(0))
+packed = attention(x, x, x, attn_mask=mask)
+for own in (slice(0, 3), slice(3, 5), slice(5, 8)):
+    torch.testing.assert_close(packed[:, own], attention(x[:, own], x[:, own], x[:, own], is_causal=True))
+
+# %% [markdown]
+# Where nothing is packed, ranks have unequal numbers of tokens, and the slowest decides. Four ranks share 16 documents
+# and need 50 us per token.
+
+# %%
+guess_4 = predict("How many times the mean rank's tokens has the slowest of four, each with 4 documents?", unit="times")
+guess_4
+
+# %% [markdown]
+# ### Exercise: balance
+#
+# Which samples are in the batch is the order's business. Who takes which is free: the gradient is a sum. So share them
+# out such that no rank is late. With `same_count` ranks also take equally many, as where rows must fill a tensor.
+
+# %% exercise="13.balance"
+
+
+# %%
+def work_on(shares):
+    dist.barrier()
+    start = time.perf_counter()
+    time.sleep(5e-5 * sum(lengths[sample] for sample in shares[dist.get_rank()]))
+    dist.barrier()
+    return 1e3 * (time.perf_counter() - start)
+
+
+lengths = drawn[26:28].flatten().tolist()
+ways = {"slices": [list(range(4 * rank, 4 * rank + 4)) for rank in range(4)]}
+ways |= {"equal counts": share_by_length(lengths, 4, True), "balanced": share_by_length(lengths, 4, False)}
+most = {name: max(sum(lengths[sample] for sample in own) for own in shares) for name, shares in ways.items()}
+steps_ms = {name: min(max(ranks.run(work_on, shares)) for _ in range(3)) for name, shares in ways.items()}
+print(guess_4.compare(4 * most["slices"] / sum(lengths), how="counted"))
+
+# %%
+guess_4.lock()
+shown = {name: {"predicted": 5e-2 * most[name], "measured": steps_ms[name]} for name in ways}
+show_bars(shown, "ms", "Who takes which decides how long all four wait", "16 documents on 4 ranks, 50 us per token")
+
+# %% [markdown]
+# Tokens are still not equal, so mean losses do not count alike: weigh each rank's by its share of the tokens (lesson 3;
+# `Loader(lengths=...)` shares out and has the `weight`). And a token of a long document costs attention more: then
+# work, not length, is what to balance. `attention_work` of `distlab.loading` counts both.
 #
 # ## A profiler that lies: spot the bug
 #
@@ -527,8 +724,8 @@ show_bars(far, "%", "After 64 steps one replica is a different model", "distance
 # machine back. How many comparisons does it take to find the step among 64?
 
 # %%
-guess_3 = predict("How many comparisons find the first wrong step among 64?", unit="comparisons")
-guess_3
+guess_5 = predict("How many comparisons find the first wrong step among 64?", unit="comparisons")
+guess_5
 
 # %% [markdown]
 # ### Exercise: flip
@@ -551,7 +748,7 @@ names = [name for name, _ in new_model().named_parameters()]
 step, tensor, rank = found[0]
 print(f"flipped: step {flip[0]}, rank {flip[1]}; found: step {step}, rank {rank}, in {names[tensor]}")
 looks = ranks.records().rank(0).num_calls("all_gather") - 1
-print(guess_3.compare(looks))
+print(guess_5.compare(looks))
 
 # %% [markdown]
 # `distlab.elastic.votes.ReplicaVotes` does it in training: a vote every k steps, less than 1 % of a step. Its limit is
@@ -568,10 +765,8 @@ print(guess_3.compare(looks))
 # rank with Nsight, and record all ranks with `torch.profiler`, each in a run of its own. Here is a small model that
 # really computes; rank 1 gets a batch three times as large.
 
+
 # %%
-import tempfile
-
-
 def with_torch_profiler(folder):
     from torch.profiler import ProfilerActivity, profile
 
@@ -682,8 +877,8 @@ print(f"a section that is marked takes {1e6 * min(ranks.run(cost_of_a_mark)):.1f
 # 1. Four ranks come to a call at 10, 12, 30 and 13 ms. How much earlier would it begin without the last, and how long
 #    do all four wait together?
 # 2. A rank computes from 0 to 50 ms. Calls of it are under way from 30 to 60 and from 40 to 55 ms. What is exposed?
-# 3. Rank 0 is in a call from 100 to 140, rank 1 in the same call from 730 to 741, each on its own clock. Between what
-#    bounds is the offset of rank 1, and what do the ends say?
+# 3. A step computes for 120 ms. 16 samples go into it, and a worker needs 30 ms to make one. How long is a step with
+#    no worker, with two and with four, and how many are enough?
 # 4. Checksums of 100,000 steps: how many comparisons find the first wrong one?
 # 5. A hang of 64 GPUs at 2.50 dollars an hour, with nccl's timeout of 10 minutes: what does it cost before anyone is
 #    told?
@@ -692,7 +887,7 @@ print(f"a section that is marked takes {1e6 * min(ranks.run(cost_of_a_mark)):.1f
 waits = [30 - arrival for arrival in (10, 12, 30, 13)]
 print(f"1. {30 - 13} ms earlier; together they wait {sum(waits)} ms")
 print(f"2. {exposed_ns([(0, 50)], [(30, 60), (40, 55)])} ms")
-print(f"3. from {100 - 741} to {140 - 730}; the ends say {140 - 741}")
+print(f"3. {120 + 16 * 30}, {max(120, 16 * 30 // 2)} and {max(120, 16 * 30 // 4)} ms: four are enough")
 print(f"4. {1 + (100_000 - 1).bit_length()}: one look at the last step, and one for each halving")
 print(f"5. {64 * 2.5 * 10 / 60:.0f} dollars, each time")
 
@@ -715,7 +910,7 @@ ranks.close()
 #   silent data corruption; slow ranks found by comparing groups.
 # - Jiang et al. 2024, *MegaScale* (arXiv:2402.15627), section 5: stragglers, hangs and their diagnosis on 10,000 GPUs.
 # - Dixit et al. 2021, *Silent Data Corruptions at Scale* (arXiv:2102.11245).
-# - Documentation of torch.profiler, of PyTorch's flight recorder, and of NCCL's environment variables; arguments of
+# - Graham 1969, *Bounds on Multiprocessing Timing Anomalies*: the longest first is within 4/3 of the best share.
+# - Documentation of torch.profiler, DataLoader, the flight recorder and NCCL's environment variables; arguments of
 #   Megatron-LM and DeepSpeed. Read 2026-11.
-# - In this repository: `distlab/profile/` (its `__init__` says in which order), `distlab/comm/where/`,
-#   `distlab/elastic/votes.py`.
+# - In this repository: `distlab/profile/`, `distlab/loading/`, `distlab/comm/where/`, `distlab/elastic/votes.py`.

@@ -1,12 +1,12 @@
 """Reference solutions of lesson 13: what a trace, a hang and a table of checksums say, as functions of plain lists.
 
-The library's versions are in `distlab.profile` (sections, clocks, findings), `distlab.comm.record` (calls that do not
-meet) and `distlab.elastic.votes` (flipped bits).
+The library's versions are in `distlab.profile` (sections, findings), `distlab.loading` (batches, lengths),
+`distlab.comm.record` (calls that do not meet) and `distlab.elastic.votes` (flipped bits).
 """
 
-import statistics
+from bisect import bisect_right
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -42,40 +42,75 @@ def cost_of_lateness(arrivals: list[list[float]]) -> list[float]:
     return costs
 
 
-def clock_offsets(starts: list[list[int]], ends: list[list[int]]) -> list[float]:
-    """Return for each rank what to add to its times, to bring them to rank 0's clock.
+def limit_of_step(ranks: list[dict[str, list[tuple[float, float]]]]) -> tuple[str, float]:
+    """Return what a step waits for longest, "loader", "step" or "wire", and which share of the step that is.
 
-    `starts[rank][call]` is when the rank came to a collective, `ends[rank][call]` when it left, on its own clock. Ranks
-    leave a collective at nearly the same time, so the median difference of ends counts. But no rank leaves before
-    a different one has come: where the median would say so, the nearest offset that does not counts.
+    `ranks[rank]` has spans of one step, pairs of start and end, in any order: "load" (its loader reads, perhaps ahead),
+    "compute", and "sync": the one span in which the rank waits for the sums of all ranks. Those travel when the last
+    rank has begun its sync. That rank decides. All its computing is the step's time. What it loads before its sync,
+    while it computes nothing, is the loader's. From the start of its sync to the last end of a sync it is the wire's.
+    A step lasts from the first start of any span to the last end of computing or sync.
     """
-    offsets = []
-    for own_starts, own_ends in zip(starts, ends, strict=True):
-        apart = statistics.median(there - here for there, here in zip(ends[0], own_ends, strict=True))
-        least = max(there - here for there, here in zip(starts[0], own_ends, strict=True))
-        most = min(there - here for there, here in zip(ends[0], own_starts, strict=True))
-        offsets.append(min(max(apart, least), most))
-    return offsets
 
+    def covered(spans: list[tuple[float, float]]) -> float:
+        total, reached = 0.0, float("-inf")
+        for start, end in sorted(spans):
+            total, reached = total + max(0.0, end - max(start, reached)), max(reached, end)
+        return total
 
-def dearest(sections: list[dict[str, float]]) -> tuple[str, float]:
-    """Return what makes a step longest, and how many seconds it would be shorter without that.
-
-    `sections[rank]` has the seconds of "data", "compute" and "sync". A rank's sync is waiting for the others and then
-    the network, so the shortest sync of all ranks is the network. A step is the longest data and compute of a rank,
-    and the network. Answers: "loader" (data would take no time), "uneven ranks" (no rank would compute longer than the
-    lower median of all ranks) or "network" (it would take no time).
-    """
-    network = min(each["sync"] for each in sections)
-    usual = statistics.median_low([each["compute"] for each in sections])
-    work = max(each["data"] + each["compute"] for each in sections)
-    shorter = {
-        "loader": work - max(each["compute"] for each in sections),
-        "uneven ranks": work - max(each["data"] + min(each["compute"], usual) for each in sections),
-        "network": network,
+    last = max(ranks, key=lambda rank: rank["sync"][0][0])
+    came, over = last["sync"][0][0], max(rank["sync"][0][1] for rank in ranks)
+    loads = [(start, min(end, came)) for start, end in last["load"] if start < came]
+    parts = {
+        "loader": covered(loads + last["compute"]) - covered(last["compute"]),
+        "step": covered(last["compute"]),
+        "wire": over - came,
     }
-    cause = max(shorter, key=lambda name: shorter[name])
-    return cause, shorter[cause]
+    first = min(start for rank in ranks for spans in rank.values() for start, _ in spans)
+    until = max(end for rank in ranks for _, end in rank["compute"] + rank["sync"])
+    longest = max(parts, key=lambda name: parts[name])
+    return longest, parts[longest] / (until - first)
+
+
+def next_reads(
+    used: list[int], files: list[int], context: int, batch: int, num_ranks: int
+) -> list[list[tuple[int, int]]]:
+    """Return where each of num_ranks reads in the first step after a resume: file and token of each of its samples.
+
+    `used` says how many samples each rank of the run before has used up since the epoch began: its length is how many
+    ranks there were. `files` are the tokens of each file, some 0; together they are one long row. Sample i begins at
+    token i x context of that row, and is context tokens and the one behind them, its last target.
+
+    A step takes the next `batch` samples of all ranks, or those that are left in the epoch, and the ranks share them as
+    evenly as it goes: rank 0 has the first ones, and the first ranks have one more.
+    """
+    ends, position = list(accumulate(files)), sum(used)
+    batch = min(batch, (ends[-1] - 1) // context - position)
+    each, more = divmod(batch, num_ranks)
+    reads = []
+    for rank in range(num_ranks):
+        start = position + rank * each + min(rank, more)
+        tokens = [sample * context for sample in range(start, start + each + (rank < more))]
+        inside = [bisect_right(ends, token) for token in tokens]
+        reads.append([(file, token - ends[file] + files[file]) for file, token in zip(inside, tokens, strict=True)])
+    return reads
+
+
+def share_by_length(lengths: list[int], num_ranks: int, same_count: bool) -> list[list[int]]:
+    """Return the samples that each rank takes of a batch, by their numbers, so that no rank has far more tokens.
+
+    Each sample goes to one rank. The rank with the most tokens has at most 4/3 of what it has when they are shared in
+    the best way. With `same_count` all ranks take equally many samples (num_ranks divides their number), and then two
+    ranks differ by no more tokens than the longest sample and the shortest.
+    """
+    most = len(lengths) // num_ranks if same_count else len(lengths)
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    tokens = [0] * num_ranks
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        rank = min((rank for rank in range(num_ranks) if len(shares[rank]) < most), key=lambda rank: tokens[rank])
+        shares[rank].append(sample)
+        tokens[rank] += lengths[sample]
+    return shares
 
 
 def first_divergence(calls: list[list[tuple[str, str]]]) -> tuple[int, int, str] | None:

@@ -117,7 +117,7 @@ def beside(found: Search, best: Choice) -> dict[str, list[str]]:
         told["other way out"] = [str(way) for way in ways_out(replace(question, offloads=OFFLOADS[1:]))]
     keeps = any(layer.score_bytes for layer in best.step.workload.layers)
     told["not searched"] = [_not_searched(question) + ", attention that keeps no scores (--attention flash)" * keeps]
-    notes = list(notes_on(plan, best.step.mfu, best.step.workload))
+    notes = list(notes_on(plan, best.step.mfu, best.step.workload, best.step.loader_wait_s))
     if not is_even(best.step.workload, plan.pipeline * plan.stages_per_rank):
         notes.append(
             "stages have unequal numbers of blocks, which Megatron-LM does not run; --cut blocks makes them equal"

@@ -278,6 +278,7 @@ class OwnDevice(_Figures):
     host_link_bytes_per_s: float | None = None
     float8_flops_per_s: float | None = None
     float4_flops_per_s: float | None = None
+    loader_samples_per_s: float | None = None
 
 
 @dataclass(frozen=True)

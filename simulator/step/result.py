@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from distlab.plan import AXES, Cluster, Plan, Workload
-from distlab.trace import Trace
+from distlab.trace import Span, Trace
 from simulator.hardware.rank_layout import RankLayout
 from simulator.memory.memory import Memory, step_memory
 from simulator.pipeline.compiled import CompiledSchedule
@@ -16,7 +16,7 @@ from simulator.stage.step_times import Timing
 from simulator.step.step_graph import time_layer_by_layer
 from simulator.step.timed import sums_each_pass
 from simulator.step.trace import data_wait_s, exposed_inside_s, layer_trace, message_wait_s, sent_inside, step_trace
-from simulator.units import format_bytes, format_s, to_s
+from simulator.units import format_bytes, format_s, to_ns, to_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +46,21 @@ class Step:
 
     @property
     def duration_s(self) -> float:
-        """Seconds of one step alone: from its start to the end of the last rank's update, and of gathers after it."""
-        return to_s(max(self._rank_end_ns(rank) for rank in range(self.num_pipeline_ranks)))
+        """Seconds of one step alone: from its start, or its wait for samples, to the last update or gather after it."""
+        return self.loader_wait_s + to_s(max(self._rank_end_ns(rank) for rank in range(self.num_pipeline_ranks)))
 
-    @cached_property
+    @property
+    def loading_s(self) -> float:
+        """Seconds in which a rank's loader makes the samples of its replica's step; 0 where it keeps up anyway."""
+        samples, rate = self.workload.samples * self.plan.num_microbatches, self.cluster.device.loader_samples_per_s
+        return samples / rate if rate else 0.0
+
+    @property
+    def loader_wait_s(self) -> float:
+        """Seconds that each of many steps waits for its samples, once those that were made ahead are used up."""
+        return max(0.0, self.loading_s - self._computing_s)
+
+    @property
     def steady_s(self) -> float:
         """Seconds of each of many equal steps in a row: from a rank's own first action to its own end, the longest.
 
@@ -59,6 +70,11 @@ class Step:
             check. Otherwise a step of a run takes up to `duration_s`.
         Source: Qi et al. 2023 (2401.10241), section 4: updates are checked afterwards, not waited for.
         """
+        return self.loader_wait_s + self._computing_s
+
+    @cached_property
+    def _computing_s(self) -> float:
+        """Return `steady_s` with a loader that keeps up."""
         starts = self.timing.start_ns[self.timing.order.offsets[:-1]].tolist()
         firsts = [min([start, *spans]) for start, spans in zip(starts, self.timing.spans_ns, strict=True)]
         return to_s(max(self._rank_end_ns(rank) - start for rank, start in enumerate(firsts)))
@@ -191,12 +207,21 @@ class Step:
     def trace(self) -> Trace:
         """The step as a measured one looks: whole passes, the wait for gradients, all-reduces and messages."""
         timing = self._in_layers if any(stage.calls for stage in self.stages) else self.timing
-        return step_trace(self.stages, timing, self.layout.ranks)
+        return self._after_loading(step_trace(self.stages, timing, self.layout.ranks))
 
     @cached_property
     def layer_trace(self) -> Trace:
         """The same step in detail: each layer's pass, each bucket's copies."""
-        return layer_trace(self.stages, self._in_layers, self.layout.ranks)
+        return self._after_loading(layer_trace(self.stages, self._in_layers, self.layout.ranks))
+
+    def _after_loading(self, trace: Trace) -> Trace:
+        """Return a step's trace behind its wait for samples; meanwhile the loader makes the next step's."""
+        if not self.loading_s:
+            return trace
+        wait_ns, loading_ns = to_ns(self.loader_wait_s), to_ns(self.loading_s)
+        spans = [Span(rank, "loader", "load", "data", 0, loading_ns) for rank in trace.ranks]
+        spans += [Span(rank, "compute", "data", "data", 0, wait_ns) for rank in trace.ranks if wait_ns]
+        return Trace.concatenate([Trace.from_spans(spans), trace.shifted(wait_ns)])
 
     def __str__(self) -> str:
         return (

@@ -13,6 +13,7 @@ from distlab.plan.schedules.families import TIMED
 from simulator.pipeline.compiled import CompiledSchedule
 from simulator.pipeline.schedule_arrays import W, arrays_of
 from simulator.stage.stage import Stage, check_enough_layers
+from simulator.units import format_s
 
 NOTES = tomllib.loads(Path(__file__).with_name("notes.toml").read_text("utf-8"))
 
@@ -48,7 +49,9 @@ def why_not_timed(plan: Plan, schedule: Schedule | None = None) -> str:
     return ""
 
 
-def notes_on(plan: Plan, mfu: float = 0.0, workload: Workload | None = None) -> tuple[str, ...]:
+def notes_on(
+    plan: Plan, mfu: float = 0.0, workload: Workload | None = None, loader_wait_s: float = 0.0
+) -> tuple[str, ...]:
     """Return notes on a plan's figures, a sentence each: what other libraries refuse, and what is not modelled."""
     rest = plan.num_microbatches % plan.pipeline
     layers = workload.layers if workload else ()
@@ -63,8 +66,10 @@ def notes_on(plan: Plan, mfu: float = 0.0, workload: Workload | None = None) -> 
         "float8": plan.float8 != "none",
         "type": plan.precision is not None and plan.precision.compute in ("float32", "float64"),
         "pairs": mfu > 1,
+        "loader": loader_wait_s,
     }
-    return tuple(NOTES[name].format(plan=plan, experts=experts) for name, is_so in told.items() if is_so)
+    values = {"plan": plan, "experts": experts, "wait": format_s(loader_wait_s)}
+    return tuple(NOTES[name].format(**values) for name, is_so in told.items() if is_so)
 
 
 def ranks_of_stages(workload: Workload, plan: Plan, schedule: Schedule | None) -> tuple[int, ...]:

@@ -10,9 +10,12 @@ from gpu_traces import seeded_gpu
 from seeded import FAULTS, KIND, draw, seeded, simulate_job
 from test_live import profile_fault
 
-from distlab.profile import Finding, Profile, find, read_files
+from distlab.plan import Plan
+from distlab.profile import Finding, Profile, find, limit_of, read_files
 from distlab.profile.read import align
 from distlab.trace import Span, Trace
+from simulator import simulate
+from tests.simulator.step_cases import DEVICE, WORKLOAD, cluster_of
 
 Run = tuple[str, str, tuple[int, ...], list[Finding]]  # a name, the fault, the ranks that have it, and what was found
 
@@ -121,3 +124,30 @@ def test_of_a_pipeline_the_rank_with_the_longest_stages_is_named():
     (finding,) = find(Profile.of(longer))
     assert (finding.kind, finding.ranks) == ("imbalance", (1,))
     assert "the stages of rank 1 take 1.1x the mean" in finding.text
+
+
+@pytest.mark.parametrize("number", range(0, 70, 7))
+def test_the_limit_is_what_made_faster_makes_steps_shorter(number):
+    """The engine says what helps: the same healthy run with half the work, or with half the bytes."""
+    random = np.random.default_rng(number)
+    job = replace(draw(random), noise=0.0, latency_ns=0)
+    job = replace(job, ns_per_byte=job.ns_per_byte * (8 if number % 2 else 0.5))
+    faster = {"step": {"forward_ns": tuple(each // 2 for each in job.forward_ns), "update_ns": job.update_ns // 2}}
+    faster["wire"] = {"ns_per_byte": job.ns_per_byte / 2}
+    lasts = {what: simulate_job(replace(job, **change), random).duration_s for what, change in faster.items()}
+    limit = limit_of(Profile.of(simulate_job(job, random)))
+    assert limit.what == min(lasts, key=lasts.get) == ("wire" if number % 2 else "step")
+    assert max(limit.step, limit.wire) > 0.5 > limit.loader
+    waits = replace(job, slow_data_ns=sum(job.forward_ns), slow_data_ranks=(0,))
+    limit = limit_of(Profile.of(simulate_job(waits, random)))
+    assert limit.what == "loader"
+    assert limit.loader > 0.05
+
+
+def test_of_a_simulated_step_the_limit_is_the_loader_where_it_waits():
+    for samples_per_s, expected in ((1e9, "step"), (100.0, "loader")):
+        device = replace(DEVICE, loader_samples_per_s=samples_per_s)
+        step = simulate(WORKLOAD, replace(cluster_of(2), device=device), Plan(data=2))
+        limit = limit_of(Profile.of(step.trace))
+        assert limit.loader == pytest.approx(step.loader_wait_s / step.duration_s)
+        assert limit.what == (expected if step.loader_wait_s else "wire" if limit.wire > limit.step else "step")

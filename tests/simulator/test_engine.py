@@ -12,10 +12,10 @@ from distlab import plan as plans
 from distlab.plan.records import GRADIENT_SYNCS
 from simulator import all_reduce_s, closed_form_bubble, gpt_workload, simulate
 from simulator.engine import event_engine as engine
-from simulator.engine.event_engine import SharedCores
+from simulator.engine.event_engine import SharedCores, run
 from simulator.engine.task_graph import COMMUNICATION, COMPUTE, Graph
 from simulator.step.step_graph import time_layer_by_layer, time_whole_passes
-from simulator.step.timed import compile_schedule_of
+from simulator.step.timed import compile_schedule_of, notes_on
 from simulator.units import to_ns
 from tests.simulator import sharding_cases as blocks
 from tests.simulator.step_cases import EACH, LINK, cluster_of, workload_of
@@ -258,3 +258,26 @@ def test_free_communication_gives_the_textbook_bubble(schedule, stages, microbat
     workload = replace(blocks.workload_of([1.0] * stages), optimizer=plans.Work())
     step = simulate(workload, machine, plans.Plan(1, stages, microbatches, schedule=schedule))
     assert step.bubble_fraction == pytest.approx(closed_form_bubble(stages, microbatches), abs=1e-9)
+
+
+@pytest.mark.parametrize("samples_per_s", [None, 1e3, 140.0, 110.0, 7.0])
+@pytest.mark.parametrize("num_ahead", [1, 4])
+def test_a_loader_that_works_ahead_limits_many_steps_as_the_engine_says(samples_per_s, num_ahead):
+    workload = replace(workload_of(*[((50_000,), (10,))] * 4), samples=2)
+    cluster, plan = cluster_of(2), plans.Plan(data=2, num_microbatches=3)
+    alone = simulate(workload, cluster, plan)
+    slow = replace(cluster, device=replace(cluster.device, loader_samples_per_s=samples_per_s))
+    step, graph, steps, loads = simulate(workload, slow, plan), Graph(), [], []
+    for number in range(200):
+        needs = steps[number - num_ahead - 1 : number - num_ahead] if number > num_ahead else []  # a batch was taken
+        loads.append(graph.add(0, 1, to_ns(step.loading_s), needs=needs))
+        steps.append(graph.add(0, 0, to_ns(alone.steady_s), needs=[loads[-1]]))
+    ends = run(graph).end_ns[steps]
+    expected_s = (ends[-1] - ends[99]) / 100 / 1e9
+    assert step.steady_s == pytest.approx(expected_s, rel=1e-6)
+    assert step.duration_s - alone.duration_s == pytest.approx(step.loader_wait_s)
+    assert step.trace.duration_s == pytest.approx(max(step.duration_s, step.loading_s))
+    spans = [span for span in step.trace if span.lane == "loader"]
+    assert [span.duration_s for span in spans] == ([] if samples_per_s is None else [pytest.approx(step.loading_s)] * 2)
+    noted = [note for note in notes_on(plan, loader_wait_s=step.loader_wait_s) if "loader limits" in note]
+    assert len(noted) == (step.loader_wait_s > 0) == (samples_per_s in (110.0, 7.0))

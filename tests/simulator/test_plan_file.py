@@ -50,6 +50,7 @@ DEVICE = {
     "launch_s": (None, None, 0.0, 1e-6, 0.1),
     "host_memory_bytes": (None, None, 0.0, 1e12),
     "host_link_bytes_per_s": (None, 1e9),
+    "loader_samples_per_s": (None, None, 1.0, 1e6),
 }
 WIRE = {"latency_s": (0.0, 1e-9, 1e-5, 1.0), "bytes_per_s": NUMBER[1:]}
 CLUSTER = {"name": presets.names("clusters"), "stack": (None, *presets.names("stacks"))}

@@ -1,6 +1,6 @@
 """Right answers to lesson 13, written in other ways than the reference."""
 
-import statistics
+import heapq
 from collections import Counter
 from itertools import pairwise, zip_longest
 
@@ -54,44 +54,104 @@ def late_by_beginnings(arrivals):
     return [whole - begins(arrivals[:rank] + arrivals[rank + 1 :]) for rank in range(len(arrivals))]
 
 
-def clocks_by_numpy(starts, ends):
-    came, left = np.array(starts), np.array(ends)
-    middle = np.median(left[0] - left, axis=1)
-    return np.clip(middle, (came[0] - left).max(1), (left[0] - came).min(1)).tolist()
+def limit_by_pieces(ranks):
+    came, last = max((rank["sync"][0][0], place) for place, rank in enumerate(ranks))
+    cuts = sorted({cut for rank in ranks for spans in rank.values() for span in spans for cut in span})
+    parts = {"loader": 0, "step": 0, "wire": max(rank["sync"][0][1] for rank in ranks) - came}
+    for a, b in pairwise(cuts):
+        inside = [name for name in ranks[last] if any(start <= a and b <= end for start, end in ranks[last][name])]
+        if "compute" in inside or ("load" in inside and b <= came):
+            parts["step" if "compute" in inside else "loader"] += b - a
+    name, longest = max(parts.items(), key=lambda item: item[1])
+    return name, longest / (max(end for rank in ranks for _, end in rank["compute"] + rank["sync"]) - cuts[0])
 
 
-def clocks_by_sorting(starts, ends):
-    found = []
-    for came, left in zip(starts, ends, strict=True):
-        calls = range(len(came))
-        least = max(starts[0][call] - left[call] for call in calls)
-        most = min(ends[0][call] - came[call] for call in calls)
-        found.append(sorted((least, statistics.median([ends[0][call] - left[call] for call in calls]), most))[1])
-    return found
+def limit_by_unions(ranks):
+    last = sorted(ranks, key=lambda rank: rank["sync"][0])[-1]
+    works, came = last["compute"], last["sync"][0][0]
+    loads = [(min(start, came), min(end, came)) for start, end in last["load"]]
+    over, updates = (np.array([span for rank in ranks for span in rank[name]]).max() for name in ("sync", "compute"))
+    first = min(start for rank in ranks for spans in rank.values() for start, _ in spans)
+    seconds = exposed_by_unions(works, loads), exposed_by_unions([], works), over - came
+    return ("loader", "step", "wire")[int(np.argmax(seconds))], float(max(seconds) / (max(over, updates) - first))
 
 
-def clocks_by_torch(starts, ends):
-    came, left = torch.tensor(starts), torch.tensor(ends)
-    middle = (left[:1] - left).double().quantile(0.5, dim=1)
-    low, high = (came[:1] - left).max(1).values, (left[:1] - came).min(1).values
-    return torch.minimum(torch.maximum(middle, low), high).tolist()
+def limit_by_moments(ranks):
+    last = max(ranks, key=lambda rank: rank["sync"][0][0])
+    came = last["sync"][0][0]
+    events = [(at, kind, by) for kind in ("load", "compute") for a, b in last[kind] for at, by in ((a, 1), (b, -1))]
+    busy, loader, step = Counter(), 0.0, 0.0
+    for (now, kind, by), (later, *_) in pairwise(sorted([*events, (came, "sync", 0)])):
+        busy[kind] += by
+        step += (later - now) * bool(busy["compute"])
+        loader += (later - now) * (bool(busy["load"]) and not busy["compute"] and later <= came)
+    wire = max(end for rank in ranks for _, end in rank["sync"]) - came
+    begins = min(spans[0][0] for rank in ranks for spans in map(sorted, rank.values()) if spans)
+    whole = max(end for rank in ranks for name in ("compute", "sync") for _, end in rank[name]) - begins
+    return max((("loader", loader / whole), ("step", step / whole), ("wire", wire / whole)), key=lambda pair: pair[1])
 
 
-def dearest_by_numpy(sections):
-    data, compute, sync = (np.array([each[name] for each in sections]) for name in ("data", "compute", "sync"))
-    usual = np.sort(compute)[(len(compute) - 1) // 2]
-    longest = (data + compute).max()
-    saved = [longest - compute.max(), longest - (data + compute.clip(max=usual)).max(), sync.min()]
-    return ["loader", "uneven ranks", "network"][int(np.argmax(saved))], float(max(saved))
+def resume_by_rows(used, files, context, batch, num_ranks):
+    places = [(file, token) for file, tokens in enumerate(files) for token in range(tokens)]
+    left = places[: (len(places) - 1) // context * context : context][sum(used) :][:batch]
+    cuts = [len(left) // num_ranks * rank + min(rank, len(left) % num_ranks) for rank in range(num_ranks + 1)]
+    return [left[start:stop] for start, stop in pairwise(cuts)]
 
 
-def dearest_by_changes(sections):
-    usual = statistics.median_low(each["compute"] for each in sections)
-    longest = lambda changed: max(each["data"] + each["compute"] for each in changed)  # noqa: E731
-    even = [each | {"compute": min(each["compute"], usual)} for each in sections]
-    saved = {"network": min(each["sync"] for each in sections), "uneven ranks": longest(sections) - longest(even)}
-    saved["loader"] = longest(sections) - longest([each | {"data": 0.0} for each in sections])
-    return max(saved.items(), key=lambda item: item[1])
+def resume_by_numpy(used, files, context, batch, num_ranks):
+    begins = np.cumsum([0, *files])
+    tokens = np.arange(sum(used), min(sum(used) + batch, (begins[-1] - 1) // context)) * context
+    inside = np.searchsorted(begins, tokens, side="right") - 1
+    pairs = np.stack([inside, tokens - begins[inside]], axis=1)
+    return [[(int(file), int(token)) for file, token in own] for own in np.array_split(pairs, num_ranks)]
+
+
+def resume_by_walking(used, files, context, batch, num_ranks):
+    at, reads = sum(used) * context, [[] for _ in range(num_ranks)]
+    left = min(batch, (sum(files) - 1) // context - sum(used))
+    for rank, own in enumerate(reads):
+        for _ in range(left // num_ranks + (rank < left % num_ranks)):
+            file, token, at = 0, at, at + context
+            while token >= files[file]:
+                file, token = file + 1, token - files[file]
+            own.append((file, token))
+    return reads
+
+
+def balance_by_heap(lengths, num_ranks, same_count):
+    heap, shares = [(0, rank) for rank in range(num_ranks)], [[] for _ in range(num_ranks)]
+    for sample in np.argsort(-np.array(lengths, dtype=int), kind="stable").tolist():
+        tokens, rank = heapq.heappop(heap)
+        shares[rank].append(sample)
+        if not same_count or len(shares[rank]) < len(lengths) // num_ranks:
+            heapq.heappush(heap, (tokens + lengths[sample], rank))
+    return shares
+
+
+def balance_by_rows(lengths, num_ranks, same_count):
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    wide, state = num_ranks if same_count else 1, [(0, [])] * num_ranks
+    for start in range(0, len(order), wide):
+        state.sort(key=lambda one: one[0])
+        for place, sample in enumerate(order[start : start + wide]):
+            state[place] = state[place][0] + lengths[sample], [*state[place][1], sample]
+    return [own for _, own in state]
+
+
+def balance_by_room(lengths, num_ranks, same_count):
+    order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+    if same_count:  # there and back
+        turns = [order[at : at + num_ranks] for at in range(0, len(order), num_ranks)]
+        return [[turn[r if odd % 2 else -1 - r] for odd, turn in enumerate(turns)] for r in range(num_ranks)]
+    for room in range(max(lengths, default=0), sum(lengths) + 1):  # first fit: the least room in which all have a place
+        shares, tokens = [[] for _ in range(num_ranks)], [0] * num_ranks
+        for sample in order:
+            rank = next((rank for rank in range(num_ranks) if tokens[rank] + lengths[sample] <= room), 0)
+            shares[rank].append(sample)
+            tokens[rank] += lengths[sample]
+        if max(tokens) <= room:
+            return shares
+    return None
 
 
 def cause_of(mine, theirs):

@@ -1,34 +1,36 @@
-"""What costs most, and the call in which ranks part: cases on which every usual mistake gives another answer."""
+"""What a step waits for, and the call in which ranks part: cases on which every usual mistake gives another answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from distlab.course.grading.cases import Cases, Given
 from distlab.grading import Mutant
 
 
-def _ranks(*rows: tuple[float, float, float]) -> tuple[list[dict[str, float]]]:
-    return ([dict(zip(("data", "compute", "sync"), row, strict=True)) for row in rows],)
+def _ranks(*rows: tuple[Any, Any, tuple[float, float]]) -> tuple[list[dict[str, list[tuple[float, float]]]]]:
+    return ([{"load": load, "compute": compute, "sync": [sync]} for load, compute, sync in rows],)
 
 
-def use_dearest(fn: Callable[..., Any], sections: list[dict[str, float]]) -> list[Any]:
-    """Return the cause and the seconds as a float."""
-    cause, seconds = fn(sections)
-    return [cause, float(seconds)]
-
-
-SECTIONS: Given = {
-    "rank 1 computes longer": _ranks((0.01, 0.10, 0.07), (0.01, 0.16, 0.01), (0.01, 0.10, 0.07)),
-    "rank 0 loads longer": _ranks((0.09, 0.10, 0.02), (0.01, 0.10, 0.10), (0.01, 0.10, 0.10)),
-    "the network is slow": _ranks((0.01, 0.10, 0.20), (0.02, 0.11, 0.18), (0.01, 0.10, 0.20)),
-    "a rank that loads longer and computes less": _ranks((0.05, 0.10, 0.02), (0.01, 0.16, 0.005), (0.01, 0.11, 0.06)),
-    "every rank loads long": _ranks((0.08, 0.10, 0.05), (0.09, 0.10, 0.04), (0.08, 0.10, 0.05)),
-    "one rank is fast": _ranks((0.01, 0.10, 0.03), (0.01, 0.10, 0.03), (0.01, 0.02, 0.11)),
-    "two of four ranks compute longer": _ranks(
-        (0.0, 0.10, 0.10), (0.0, 0.15, 0.05), (0.0, 0.19, 0.01), (0.0, 0.10, 0.10)
+# Of each rank: loads, computing, sync.
+STEPS: Given = {
+    "all ranks alike": _ranks(([(0, 2)], [(2, 12)], (12, 16)), ([(0, 2)], [(2, 12)], (12, 16))),
+    "rank 1 computes longer: the others wait in sync": _ranks(
+        ([(0, 1)], [(1, 6)], (6, 21)), ([(0, 1)], [(1, 18)], (18, 21)), ([(0, 1)], [(1, 6)], (6, 20.5))
     ),
+    "rank 2 loads longer": _ranks(
+        ([(0, 2)], [(2, 9)], (9, 22)), ([(0, 1)], [(1, 8)], (8, 22)), ([(0, 11)], [(11, 18)], (18, 22))
+    ),
+    "the wire is slow": _ranks(([(0, 1)], [(1, 6)], (6, 20)), ([(0, 2)], [(2, 7)], (7, 21))),
+    "computing hides most of a load": _ranks(([(0, 12)], [(4, 14)], (14, 17)), ([(0, 9)], [(4, 12)], (12, 17))),
+    "the next batch is read in sync": _ranks(([(0, 2), (8, 19)], [(2, 8)], (8, 12)), ([(0, 2)], [(2, 7)], (7, 12))),
+    "a rank loads long and computes little": _ranks(([(0, 8)], [(8, 11)], (11, 20)), ([(0, 1)], [(1, 15)], (15, 20))),
+    "forward inside a longer span": _ranks(
+        ([(0, 9)], [(9, 16), (9, 12), (12, 16)], (16, 18)), ([(0, 1)], [(1, 7)], (7, 18))
+    ),
+    "rank 1 begins later": _ranks(([(1, 3)], [(3, 9)], (9, 20.5)), ([(2, 4)], [(4, 11)], (11, 19))),
+    "an update after sync": _ranks(([(0, 1)], [(1, 5), (11, 14)], (5, 11)), ([(0, 2)], [(2, 6), (11, 16)], (6, 11))),
+    "one rank": _ranks(([(0, 7)], [(7, 12)], (12, 13))),
 }
 
 A, B, C = ("all_reduce", "float32[64]"), ("all_reduce", "float32[128]"), ("broadcast", "int64[1]")
@@ -56,42 +58,46 @@ CALLS: Given = {
     "rank 2 swaps calls 0 and 1, then gives another shape": _calls([B, A, ("broadcast", "int64[9]")], 2, 3),
 }
 
-_UNEVEN = 'work - max(each["data"] + min(each["compute"], usual) for each in sections)'
+_LAST, _WIRE = 'max(ranks, key=lambda rank: rank["sync"][0][0])', '"wire": over - came'
+_LOADER = 'covered(loads + last["compute"]) - covered(last["compute"])'
 
-WRONG_DEAREST = (
-    Mutant(
-        "longest sync", "waiting is no network", "a long sync is waiting; the shortest of all ranks is the network", 1
-    ).edit('min(each["sync"]', 'max(each["sync"]'),
-    Mutant("mean sync", "mean sync", "the mean of sync has the waiting in it; take the shortest of all ranks", 1).edit(
-        'min(each["sync"] for each in sections)', 'statistics.fmean(each["sync"] for each in sections)'
+WRONG_LIMIT = (
+    Mutant("longest sync", "waiting is no wire", "a long sync is waiting; the last rank does not wait", 1).edit(
+        _WIRE, '"wire": max(rank["sync"][0][1] - rank["sync"][0][0] for rank in ranks)'
     ),
-    Mutant(
-        "all of the data", "data alone", "that is all of the data's time; without it the longest compute is left", 1
-    ).edit('work - max(each["compute"] for each in sections)', 'max(each["data"] for each in sections)'),
-    Mutant("data of all ranks", "data added up", "ranks load at the same time: their seconds do not add up", 1).edit(
-        'work - max(each["compute"] for each in sections)', 'sum(each["data"] for each in sections)'
+    Mutant("mean sync", "mean sync", "the mean of sync has the waiting of all others in it", 1).edit(
+        _WIRE, '"wire": sum(rank["sync"][0][1] - rank["sync"][0][0] for rank in ranks) / len(ranks)'
     ),
-    Mutant("against the fastest", "fastest", "one fast rank makes no other rank slow: take the lower median", 1).edit(
-        "statistics.median_low(", "min("
+    Mutant("rank 0", "rank 0", "rank 0 may wait: look at the rank that comes last", 1).edit(_LAST, "ranks[0]"),
+    Mutant("slowest loader", "longest load", "the rank that loads longest may come early", 1).edit(
+        _LOADER, 'max(covered(rank["load"]) for rank in ranks)'
     ),
-    Mutant("compute alone", "data left out", "data comes before compute: a rank that loads longer ends later too", 1)
-    .edit('each["data"] + min(each["compute"], usual)', 'min(each["compute"], usual)')
-    .edit("work - max(min(", 'max(each["compute"] for each in sections) - max(min('),
-    Mutant("a share", "share", "return seconds, not a share of the step", 1).edit(
-        "return cause, shorter[cause]", "return cause, shorter[cause] / (work + network)"
+    Mutant("longest computing", "longest computing", "the rank that computes longest may come early", 1).edit(
+        _LAST, 'max(ranks, key=lambda rank: covered(rank["compute"]))'
     ),
-    Mutant("mean compute", "mean compute", "a slow rank is in the mean; compare with the lower median", 1).edit(
-        "statistics.median_low(", "statistics.fmean("
+    Mutant("hidden loads", "hidden counted", "a load that computing hides costs nothing", 1).edit(
+        _LOADER, "covered(loads)"
     ),
-    Mutant("means", "means", "a step waits for its slowest rank: a mean over ranks is no part of it", 1).body("""
-        means = [statistics.fmean(each[name] for each in sections) for name in ("data", "compute", "sync")]
-        return ("loader", "uneven ranks", "network")[means.index(max(means))], max(means)
-    """),
-    Mutant("left", "left", "that is how long the step is without it; return by how much it is shorter", 1).edit(
-        "cause, shorter[cause]", "cause, work + network - shorter[cause]"
+    Mutant("loads in sync", "loads in sync", "what is read during sync is for a later step", 1).edit(
+        '[(start, min(end, came)) for start, end in last["load"] if start < came]', 'last["load"]'
     ),
-    Mutant("all usual", "all usual", "ranks below the median stay as they are: min(compute, median)", 1).edit(
-        'min(each["compute"], usual) for', "usual for"
+    Mutant("added up", "counted twice", "time that two spans cover counts once", 1).edit(
+        "total + max(0.0, end - max(start, reached))", "total + end - start"
+    ),
+    Mutant("means", "means", "a step waits for its last rank: a mean over ranks is no part of it", 1)
+    .edit(_LOADER, 'sum(covered(rank["load"]) for rank in ranks) / len(ranks)')
+    .edit('"step": covered(last["compute"])', '"step": sum(covered(rank["compute"]) for rank in ranks) / len(ranks)'),
+    Mutant("seconds", "no share", "return the share of the step, not its time", 1).edit(
+        "parts[longest] / (until - first)", "parts[longest]"
+    ),
+    Mutant("of the parts", "share of parts", "divide by the whole step: from its first start to its last end", 1).edit(
+        "(until - first)", "sum(parts.values())"
+    ),
+    Mutant("until sync ends", "end of sync", "a step ends with its last computing, which may come after sync", 1).edit(
+        "(until - first)", "(over - first)"
+    ),
+    Mutant("own end", "own end", "the sum is there when the last rank leaves, not when this one does", 1).edit(
+        'max(rank["sync"][0][1] for rank in ranks)', 'last["sync"][0][1]'
     ),
 )
 
@@ -139,4 +145,4 @@ WRONG_DIVERGENCE = (
     ),
 )
 
-drive_dearest, drive_divergence = Cases(SECTIONS, use_dearest), Cases(CALLS)
+drive_limit, drive_divergence = Cases(STEPS), Cases(CALLS)

@@ -1,9 +1,6 @@
-"""Spans of one rank, arrivals of all ranks, clocks: cases on which every usual mistake gives another number."""
+"""Spans of one rank, arrivals of all ranks: cases on which every usual mistake gives another number."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 from distlab.course.grading.cases import Cases, Given
 from distlab.grading import Evidence, Mutant
@@ -25,31 +22,6 @@ LATE: Given = {
     "two ranks": ([[2.0, 5.0, 9.0], [2.5, 4.0, 9.0625]],),
     "no call": ([[], []],),
 }
-
-MS = 1_000_000
-CLOCKS: Given = {
-    "rank 1's clock is 100 behind, and nobody is late": (
-        [[0, 50, 90], [-100, -50, -10]],
-        [[9, 60, 99], [-91, -40, -1]],
-    ),
-    "rank 1 comes 30 late to each call": ([[0, 100, 200], [530, 630, 730]], [[40, 140, 241], [540, 640, 740]]),
-    "one end is seen 5 ms late": (
-        [[0, 8 * MS, 16 * MS], [70, 8 * MS + 70, 16 * MS + 70]],
-        [[10, 8 * MS + 10, 16 * MS + 12], [81, 13 * MS, 16 * MS + 82]],
-    ),
-    "most ends of rank 1 are seen late": ([[0, 100, 200], [5, 105, 205]], [[20, 110, 210], [25, 160, 270]]),
-    "three ranks": (
-        [[0, 100, 200], [1000, 1100, 1200], [-2000, -1900, -1800]],
-        [[5, 106, 204], [1006, 1105, 1205], [-1995, -1896, -1794]],
-    ),
-    "most ends of rank 0 are seen late": ([[0, 100, 200], [5, 105, 205]], [[11, 160, 270], [10, 110, 210]]),
-    "two calls": ([[0, 100], [5, 105]], [[10, 111], [11, 109]]),
-}
-
-
-def use_clocks(fn: Callable[..., Any], starts: list[list[int]], ends: list[list[int]]) -> list[float]:
-    """Return the offsets as floats, whole numbers or not."""
-    return [float(offset) for offset in fn(starts, ends)]
 
 
 def budget_exposed(evidence: Evidence) -> list[str]:
@@ -144,49 +116,4 @@ WRONG_LATE = (
     ).edit("zip(*arrivals, strict=True)", "[[sum(own) for own in arrivals]]"),
 )
 
-_MEDIAN = "statistics.median("
-WRONG_CLOCKS = (
-    Mutant(
-        "starts", "starts", "a rank that comes late has no other clock: compare ends, at which all leave together", 1
-    ).edit("zip(ends[0], own_ends, strict=True)", "zip(starts[0], own_starts, strict=True)"),
-    Mutant("sign", "sign", "that is by how much the rank is ahead; return what to add to its times", 1).edit(
-        "append(min(max(apart, least), most))", "append(-min(max(apart, least), most))"
-    ),
-    Mutant("mean", "mean", "one end that is seen late moves the mean; take the median", 1).edit(
-        _MEDIAN, "statistics.fmean("
-    ),
-    Mutant("first call", "one call", "one call says little; take the median of all", 1).edit(_MEDIAN, "next("),
-    Mutant(
-        "no bounds", "effect before cause", "a rank would leave a call before another came: keep to the bounds", 1
-    ).edit("min(max(apart, least), most)", "apart"),
-    Mutant(
-        "middle of the bounds", "middle", "bounds are wide where a rank comes late; the median of ends is nearer", 1
-    ).edit("min(max(apart, least), most)", "(least + most) / 2"),
-    Mutant(
-        "least difference", "smallest", "ends are seen late on both ranks: neither extreme is right, the median is", 1
-    ).edit(_MEDIAN, "min("),
-    Mutant(
-        "no upper bound", "effect before cause", "no rank leaves before another has come: there is a bound above too", 1
-    ).edit("min(max(apart, least), most)", "max(apart, least)"),
-    Mutant(
-        "lower of two", "lower median", "of an even number of differences the median is the mean of the middle two", 1
-    ).edit(_MEDIAN, "statistics.median_low("),
-    Mutant("whole numbers", "rounded", "return the offset as it is: rounding moves each time", 1).edit(
-        "append(min(max(apart, least), most))", "append(int(min(max(apart, least), most)))"
-    ),
-    Mutant("middles", "middles", "a rank that comes late has a later middle: compare ends", 1).edit(
-        "there - here for there, here in zip(ends[0], own_ends, strict=True)",
-        "(sum(there) - sum(here)) / 2 for there, here in zip(zip(starts[0], ends[0]), zip(own_starts, own_ends))",
-    ),
-    Mutant("of each", "of each", "two ranks' medians may be of different calls: subtract call by call first", 1).edit(
-        "append(min(max(apart, least), most))", "append(statistics.median(ends[0]) - statistics.median(own_ends))"
-    ),
-    Mutant("neighbour", "neighbour", "that is the clock of the rank before; rank 0's is asked of all ranks", 1)
-    .edit("(ends[0]", "(ends[max(len(offsets) - 1, 0)]", times=2)
-    .edit("(starts[0]", "(starts[max(len(offsets) - 1, 0)]"),
-    Mutant("bounds", "bounds", "a bound is a start of one rank and an end of the other", 1)
-    .edit("starts[0], own_ends", "starts[0], own_starts")
-    .edit("ends[0], own_starts", "ends[0], own_ends"),
-)
-
-drive_exposed, drive_late, drive_clocks = Cases(EXPOSED), Cases(LATE), Cases(CLOCKS, use_clocks)
+drive_exposed, drive_late = Cases(EXPOSED), Cases(LATE)

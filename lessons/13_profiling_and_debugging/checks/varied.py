@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distlab_lesson_13.checks.causes import use_dearest
-from distlab_lesson_13.checks.spans import use_clocks
+from distlab_lesson_13.checks.loading import use_balance, use_resume
 from torch import Tensor
 
 from distlab.course.grading.variation.draw import Draw, Vary
@@ -30,26 +29,38 @@ def _draw_late(draw: Draw) -> tuple[Any, ...]:
     return ([[draw.integer(0, most) / 1024 + 128 * call for call in range(num_calls)] for _ in range(num_ranks)],)
 
 
-def _draw_clocks(draw: Draw) -> tuple[Any, ...]:
-    """Draw what real clocks show: no rank leaves before the last has come, some ends are seen late."""
-    num_ranks, num_calls = draw.one_of(1, 2, 3, draw.integer(4, 6)), draw.one_of(1, 2, 3, 6, 9)
-    behind = [draw.integer(-(10**6), 10**6) for _ in range(num_ranks)]
-    came = [[1000 * call + draw.integer(0, 400) for call in range(num_calls)] for _ in range(num_ranks)]
-    over = [max(each) for each in zip(*came, strict=True)]
-    late = draw.one_of(3, 300)
-    left = [[end + draw.integer(0, late) for end in over] for _ in range(num_ranks)]
-    moved = [[[at - clock for at in own] for own, clock in zip(each, behind, strict=True)] for each in (came, left)]
-    return tuple(moved)
-
-
-def _draw_dearest(draw: Draw) -> tuple[Any, ...]:
-    heavy, size, rows = draw.one_of("data", "compute", "sync", ""), draw.one_of(1, 100), []
+def _draw_limit(draw: Draw) -> tuple[Any, ...]:
+    heavy, slow, size, ranks = draw.one_of("load", "compute", "wire"), draw.integer(0, 1), draw.one_of(1, 0.001), []
     for rank in range(draw.one_of(1, 2, 3, draw.integer(4, 8))):
-        row = {name: draw.number(0.01, 0.1) for name in ("data", "compute", "sync")}
-        if heavy and (rank == 1 or heavy == "sync"):
-            row[heavy] += 0.2
-        rows.append({name: size * seconds for name, seconds in row.items()})
-    return (rows,)
+        begins, load, compute = draw.number(3, 5), draw.number(1, 9), draw.number(2, 9)
+        load += 40 * (heavy == "load" and rank == slow)
+        compute += 40 * (heavy == "compute" and rank == slow)
+        start = begins + load * draw.one_of(1, draw.number(0, 1))
+        ranks.append([(begins, begins + load), (start, start + compute), (start + 0.5, start + compute - 0.5)])
+    over = max(own[1][1] for own in ranks) + draw.number(1, 9) + 60 * (heavy == "wire")
+    ahead, update = draw.one_of([], [(over - 1, over + 5)]), draw.one_of([], [(over, over + draw.number(1, 5))])
+    spans = [
+        {"load": [load, *ahead], "compute": [work, inner, *update], "sync": [(work[1], over + draw.number(0, 1))]}
+        for load, work, inner in ranks
+    ]
+    return ([{name: [(size * a, size * b) for a, b in own[name]] for name in own} for own in spans],)
+
+
+def _draw_resume(draw: Draw) -> tuple[Any, ...]:
+    context, files = draw.integer(1, 9), [draw.one_of(0, 1, draw.integer(2, 200)) for _ in range(draw.integer(1, 5))]
+    files.append(draw.integer(60, 200))
+    samples = (sum(files) - 1) // context
+    used = [draw.integer(0, samples // 8) for _ in range(draw.one_of(1, 2, draw.integer(3, 6)))]
+    return used, files, context, draw.one_of(8, samples, draw.integer(1, 30)), draw.one_of(1, 2, draw.integer(3, 9))
+
+
+def _draw_balance(draw: Draw) -> tuple[Any, ...]:
+    num_ranks, same = draw.one_of(1, 2, 3, draw.integer(4, 6)), draw.one_of(False, True)
+    tokens, count, lengths = draw.integer(60, 200), draw.integer(1, 6), []
+    for _ in range(num_ranks):  # a batch that can be shared out evenly
+        cuts = sorted(draw.integer(1, tokens - 1) for _ in range((count if same else draw.integer(1, 6)) - 1))
+        lengths += [end - start for start, end in zip([0, *cuts], [*cuts, tokens], strict=True) if same or end > start]
+    return sorted(lengths, key=lambda _: draw.number(0, 1)), num_ranks, same
 
 
 def _draw_divergence(draw: Draw) -> tuple[Any, ...]:
@@ -105,8 +116,8 @@ _SUMS = {"dtype": "checksums are whole numbers", "dims": "the text asks for [S, 
 _ALIKE = {"sub-group": "takes no group", "unequal ranks": "replicas have equal tables, and gradients of equal shapes"}
 _draws = (_draw_exposed, _draw_late, _draw_divergence)
 vary_exposed, vary_late, vary_divergence = (Vary(draw, num_calls=24) for draw in _draws)  # a call costs nothing
-vary_clocks = Vary(_draw_clocks, use=use_clocks, num_calls=24)
-vary_dearest = Vary(_draw_dearest, use=use_dearest, num_calls=24)
+vary_limit, vary_resume = Vary(_draw_limit, num_calls=24), Vary(_draw_resume, use=use_resume, num_calls=24)
+vary_balance = Vary(_draw_balance, use=use_balance, num_calls=24)
 vary_flip = Vary(
     _draw_flip, least_bytes=0.2, left_out={"bytes": "one rank may compare, and send what it finds", **_SUMS, **_ALIKE}
 )

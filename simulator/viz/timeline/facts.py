@@ -60,8 +60,8 @@ def covered_ns(rank: NDArray[np.int32], start_ns: NDArray[np.int64], end_ns: NDA
 
 
 def computes(trace: Trace) -> NDArray[np.bool_]:
-    """Mark the spans in which a rank computes: those on the compute lane that are not waits."""
-    return trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait")
+    """Mark the spans in which a rank computes: those on the compute lane that wait for nothing, samples included."""
+    return trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait", "data")
 
 
 def facts_of(trace: Trace) -> Facts:
@@ -73,7 +73,7 @@ def facts_of(trace: Trace) -> Facts:
     if not len(trace):
         raise ValueError("the trace has no spans; record or simulate at least one step, then draw it")
     compute = computes(trace)
-    moves = ~trace.is_word("lane", "compute") & ~trace.is_word("kind", "wait")
+    moves = ~trace.is_word("lane", "compute", "loader") & ~trace.is_word("kind", "wait")
 
     def covered(mask: NDArray[np.bool_]) -> int:
         return covered_ns(trace.rank[mask], trace.start_ns[mask], trace.end_ns[mask])
