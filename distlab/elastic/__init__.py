@@ -11,7 +11,7 @@ Begin with `plain`, the whole idea on one screen. What a cluster asks for stands
 
 from distlab.elastic.agents import Agent as Agent, Agents as Agents
 from distlab.elastic.faults import Fault as Fault, Faults as Faults, plan_faults as plan_faults
-from distlab.elastic.plain import plain_train as plain_train
+from distlab.elastic.plain import plain_average as plain_average, plain_train as plain_train
 from distlab.elastic.quorum import Arrival as Arrival, Quorum as Quorum, quorum as quorum
 from distlab.elastic.replicas import Replicas as Replicas, run_replicas as run_replicas
 from distlab.elastic.roster import Seat as Seat

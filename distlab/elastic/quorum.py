@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
         line: the epoch that its state comes from; -1: its state is that of a new process.
         step: updates made.
         deal: the replicas among which the samples of the step were dealt that it is in; () between two steps.
-        facts: the model and the work, in words; equal on all.
+        facts: stands for the model and the work; equal on all.
     """
 
     line: int

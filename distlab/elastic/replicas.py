@@ -12,6 +12,7 @@ lives). A replica that is stopped, not dead, costs the others `timeout_s`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import warnings
@@ -32,7 +33,7 @@ from distlab.blocks.replicate import every_parameter, parameter_facts
 from distlab.checkpoint.parts import Parts, refuse_shards, shared_state, take_up
 from distlab.comm import Nodes, RankError, Ranks
 from distlab.comm.agree import all_gather_bytes
-from distlab.comm.checks import CPU, check_world_size
+from distlab.comm.checks import CPU, check_timeout, check_world_size
 from distlab.comm.groups import init_group
 from distlab.comm.launch.pool import show
 from distlab.comm.rendezvous import loopback_store
@@ -70,13 +71,13 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
     Attributes:
         step: updates made so far.
         position: samples of the run used up so far.
-        history: of each update, among whom its samples were dealt, and who finished it.
+        history: each change, as (update, among whom its samples were dealt, who finished it).
 
     Cost: a step sends its gradients, 2 bytes per replica for the vote, and asks the store once.
     Error: none: the bits are those of a run that was told from its start who makes which step.
 
     Raises:
-        ValueError: this replica has a different model or work, or its number is taken.
+        ValueError: an argument cannot be; this replica has a different model or work, or its number is taken.
         NotFiniteError: in `commit`, on every replica: a gradient is NaN or infinite; nothing is changed.
         RuntimeError: the store is gone, too few replicas live, or those with the newest state are gone.
     """
@@ -92,12 +93,18 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
         timeout_s: float = 600.0,
     ) -> None:
         refuse_shards(parts)
+        if not 1 <= min_replicas <= seat.num_replicas:
+            raise ValueError(
+                f"min_replicas is {min_replicas}; pass 1 to {seat.num_replicas}, with which the run begins"
+            )
+        check_timeout(timeout_s)
         self.seat, self.work, self.step, self.position = seat, work, 0, 0
-        self.history: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.history: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         self._parts, self._min_replicas, self._backend, self._timeout_s = parts, min_replicas, backend, timeout_s
         named = {p: name for part in parts.values() if isinstance(part, nn.Module) for name, p in every_parameter(part)}
         self._flats = [(same, FlatBuffer(same)) for same in same_kind(p for p in named if p.requires_grad)]
-        self._facts = json.dumps([work.facts(), parameter_facts((name, p) for p, name in named.items())])
+        facts = json.dumps([work.facts(), parameter_facts((name, p) for p, name in named.items())])
+        self._facts = hashlib.sha256(facts.encode()).hexdigest()
         self._order = SampleOrder(work.num_samples, work.seed)
         self._quorum, self._line = Quorum(-1, tuple(range(seat.num_replicas))), -1
         self._deal: tuple[int, ...] = ()  # among whom the samples of the step were dealt that this replica is in
@@ -194,7 +201,9 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
             self._update()
         if self.step == 0:
             self._roster.begin()
-        self.history.append((self._deal, self._quorum.members))
+        who = (self._deal, self._quorum.members)
+        if not self.history or self.history[-1][1:] != who:
+            self.history.append((self.step, *who))
         self.step, self.position = self.step + 1, self.position + batch
         self._deal, self._next_deal = (), self._quorum.members
 

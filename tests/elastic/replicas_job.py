@@ -5,17 +5,20 @@ A plan is a list of (moment, number, step): what happens once, to the replica wi
 - "step": it is killed when the step begins. "reduced", "voted": killed with the sum, and with the vote's result.
 - "forming", "formed": killed before and after it makes its part of a new group. "giving": when it gives its state.
 - "sum lost", "vote lost": it fails as if a connection broke when it has the result, and lives.
-- "raise": it raises. "nan": its gradient is NaN. "kill store": it kills the process that serves the store.
+- "stop": it is stopped for 2.5 s. "raise": it raises. "nan": its gradient is NaN.
+- "kill store": it kills the process that serves the store.
 - A number in place of a name: it is killed so many seconds after the step's begin.
 """
 
 import hashlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -91,6 +94,9 @@ class Trouble:
             self.kill()
         if self.is_due("kill store"):
             os.kill(self.store, signal.SIGKILL)
+        if self.is_due("stop"):
+            subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.is_due("raise"):
             raise OSError("no such sample")
 
@@ -105,7 +111,7 @@ def train(
     with Replicas(seat, parts, work=work, backend=backend, **{"timeout_s": 30, **options}) as replicas:
         for step in replicas:
             trouble.begin(step.number)
-            is_whole = not replicas.history or len(replicas.history[-1][1]) == seat.num_replicas
+            is_whole = not replicas.history or len(replicas.history[-1][2]) == seat.num_replicas
             time.sleep(pause_s if is_whole else 15 * pause_s)  # a new process takes some time
             update.zero_grad()
             loss_of(model, step.samples).backward()
@@ -113,7 +119,9 @@ def train(
                 model[0].weight.grad[0, 0] = float("nan")
             replicas.commit(update.step)
             times.append(time.monotonic())
-    return bits_of(model, update), replicas.history, times
+    changes = [*replicas.history, (replicas.step, (), ())]
+    steps = [who for (first, *who), (last, *_) in pairwise(changes) for _ in range(last - first)]
+    return bits_of(model, update), [tuple(who) for who in steps], times
 
 
 def in_words(seat, folder, plan, as_number=None, store=None, model_of=None, **options):

@@ -7,12 +7,13 @@ from functools import partial
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from replicas_job import GROWING, WORK, calls_of, in_words, told, train
 
-from distlab.comm import run
+from distlab.comm import recorded, run
 from distlab.comm.launch.fork_client import fork_server
-from distlab.elastic import replicas, run_replicas
+from distlab.elastic import plain_average, replicas, run_replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore:replica")
 
@@ -69,6 +70,36 @@ def test_deaths_that_come_together(tmp_path, num_replicas, plan, optimizer, work
     assert history[-1][0] == tuple(range(num_replicas)), "who was lost is back at the end"
 
 
+def test_one_that_is_taken_for_dead_takes_a_state_when_it_is_back(tmp_path):
+    found = run_replicas(train, 3, args=(tmp_path, [STEP, ("stop", 2, 4)], "adamw", "shared"), timeout_s=60)
+    history = require_told_bits(found, 3, "adamw", "shared")
+    assert history[4] == ((0, 1, 2), (0,))
+    assert 2 in found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_the_plainest_average_is_that_of_those_that_are_left(tmp_path, backend):
+    def average(folder):
+        rank, backend = dist.get_rank(), dist.get_backend()
+
+        def regroup():
+            dist.destroy_process_group()
+            store = dist.FileStore(f"{folder}/store", 2)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+
+        if rank == 2:
+            dist.destroy_process_group()
+            return None, 0
+        with recorded(rank) as records:
+            found = plain_average(torch.tensor([1.0, 10.0]) * (rank + 1), 3 + 2 * rank, regroup)
+        return found, [call.op for call in records.records.calls(rank)][-3:]
+
+    found = run(average, 3, args=(tmp_path,), backend=backend, record=False)[:2]
+    for mean, calls in found:
+        torch.testing.assert_close(mean, torch.tensor([13.0, 130.0]) / 8)
+        assert calls == ["all_reduce", "all_reduce", "barrier"]
+
+
 def test_a_step_sends_its_gradients_and_a_vote():
     for few, many in zip(*(run_replicas(calls_of, 2, args=(number,)).values() for number in (8, 12)), strict=True):
         gradients = 4 * (8 * 16 + 16 + 16 * 3 + 3)
@@ -115,6 +146,11 @@ def test_too_few_that_live_are_told_after_the_limit(tmp_path):
 
 SERVE = """import time; from distlab.comm.rendezvous import loopback_store
 store, port = loopback_store(); print(port, flush=True); time.sleep(99)"""
+
+
+def test_more_at_least_than_there_are_is_refused(tmp_path):
+    said = words_of(tmp_path, [], 2, min_replicas=3)
+    assert {*said.values()} == {"ValueError: min_replicas is 3; pass 1 to 2, as many as begin"}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
