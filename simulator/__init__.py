@@ -89,6 +89,7 @@ from simulator.runs.failures import (
     draw_runs as draw_runs,
     goodput as goodput,
     goodput_by_trial as goodput_by_trial,
+    regroup_goodput as regroup_goodput,
     young_s as young_s,
 )
 from simulator.runs.local_sgd import LocalRound as LocalRound, local_sgd_round as local_sgd_round

@@ -149,6 +149,16 @@ def make_store(address: Address, timeout_s: float) -> dist.Store:  # type: ignor
     return dist.PrefixStore(f"restart{address.restart}", store) if address.uses_agent_store else store  # type: ignore[attr-defined]
 
 
+def loopback_store() -> tuple[dist.Store, int]:  # type: ignore[name-defined]
+    """Serve a store in this process, on loopback alone, and return it with its port."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
+    port = int(listener.getsockname()[1])
+    served: Any = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore("127.0.0.1", port, **served), port  # type: ignore[attr-defined]
+
+
 def _listen(address: Address, where: str) -> int | None:
     """Listen on the named address alone; None lets torch listen, where the name is not an address of this machine."""
     try:

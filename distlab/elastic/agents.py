@@ -20,7 +20,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,11 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from distlab.comm.checks import check_timeout
 from distlab.comm.launch.forkserver import PR_SET_CHILD_SUBREAPER, children, kill_group, prctl
-from distlab.comm.rendezvous import own_environment
+from distlab.comm.rendezvous import loopback_store, own_environment
 
 LOOPBACK = "127.0.0.1"
 
@@ -93,13 +90,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
     """
 
     def __init__(self) -> None:
-        listener = socket.socket()
-        listener.bind((LOOPBACK, 0))
-        listener.listen(64)
-        self.port = int(listener.getsockname()[1])
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store, self.port = loopback_store()
         self._folder = tempfile.TemporaryDirectory(prefix="distlab-agents-")
         self._started: list[Agent] = []
 

@@ -275,11 +275,7 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
         batch = self.work.batch_at(self.position, self._world_size)
         start, stop = rank_slice(batch, self._rank, self._world_size)
         samples = torch.from_numpy(self._order.samples(self.position + start, self.position + stop))
-        lr = self.work.lr_at(self.position, self._world_size)
-        for part in self._parts.values():
-            if lr is not None and isinstance(part, torch.optim.Optimizer):
-                for group in part.param_groups:
-                    group["lr"] = lr * group.get("lr_scale", 1.0)
+        lr = self.work.set_lr(self._parts.values(), self.position, self._world_size)
         return Step(self.number, self.position, batch, samples, loss_weight(stop - start, batch, self._world_size), lr)
 
     def _is_any_asked(self) -> bool:

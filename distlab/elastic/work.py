@@ -17,11 +17,12 @@ Scaling Rules for Adaptive Gradient Algorithms" (root).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from distlab.large_batch import LearningRateSchedule, linear_scaled_lr, sqrt_scaled_lr
 from distlab.plan.require import require_count
@@ -138,6 +139,14 @@ class Work:
         schedule = self.lr
         base = schedule.at(position // self.rule.batch) if isinstance(schedule, LearningRateSchedule) else schedule
         return self.rule.scaled_lr(base, world_size)
+
+    def set_lr(self, parts: Iterable[object], position: int, world_size: int) -> float | None:
+        """Give the optimizers among some parts the rate of the step that begins at a position, and return it."""
+        lr = self.lr_at(position, world_size)
+        for group in [one for part in parts if isinstance(part, Optimizer) for one in part.param_groups]:
+            if lr is not None:
+                group["lr"] = lr * group.get("lr_scale", 1.0)
+        return lr
 
     def facts(self) -> dict[str, Any]:
         """Return what may not change during a run, or samples would be taken twice and others never."""

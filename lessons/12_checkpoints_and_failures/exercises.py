@@ -11,6 +11,7 @@ AIMS = (
     "Save a sharded checkpoint so that a kill at any moment does no harm, and find out when one is damaged.",
     "Resume a run so that it equals the one that did not fail, bit for bit.",
     "Go on with more or fewer ranks: shards cut anew, no sample twice or lost, batch and rate by a rule.",
+    "Go on without a restart when a rank dies: settle who is in the quorum.",
     "Choose how often to save from the time of a save and the time between failures, and check it by trial.",
 )
 
@@ -21,7 +22,7 @@ EXERCISES = (
     Exercise(
         name="12.save",
         title="whole at every moment",
-        minutes=12,
+        minutes=11,
         difficulty=2,
         source="solutions:save",
         imports=(*_SAVE, "from distlab.checkpoint.files import flush_directory"),
@@ -37,7 +38,7 @@ EXERCISES = (
     Exercise(
         name="12.resume",
         title="all that the rest of a run depends on",
-        minutes=10,
+        minutes=9,
         difficulty=2,
         source="solutions:resumable",
         imports=(
@@ -75,7 +76,7 @@ EXERCISES = (
     Exercise(
         name="12.newest",
         title="the newest checkpoint that is whole",
-        minutes=10,
+        minutes=9,
         difficulty=2,
         source="solutions:newest_good",
         imports=("import hashlib", "import json", "import re", "from pathlib import Path"),
@@ -106,7 +107,7 @@ EXERCISES = (
     Exercise(
         name="12.samples",
         title="the samples of a step on any number of ranks",
-        minutes=10,
+        minutes=9,
         difficulty=3,
         source="solutions:step_on",
         imports=("from distlab.elastic import BatchRule",),
@@ -116,6 +117,21 @@ EXERCISES = (
             "`position + r * each + min(r, more)`.",
             "The rate follows the batch that the rule gives, not the rest of the last step: lr * ratio, or lr * "
             "ratio**0.5. The weight is len(samples) / batch * world_size.",
+        ),
+        worlds=(1,),
+    ),
+    Exercise(
+        name="12.quorum",
+        title="who is in the quorum",
+        minutes=6,
+        difficulty=2,
+        source="solutions:who_goes_on",
+        imports=("from distlab.elastic import Arrival, Quorum",),
+        hints=(
+            "First who of those that have asked lives. Then: is there one to wait for, in last.members and alive?",
+            "Holders are the living whose line is last.epoch. The step is the largest of theirs.",
+            "If a holder is inside that step, and holders are not too few, the members are the holders, else the "
+            "living. Takers are members that are no holders. At the end, fewer members than min_replicas wait.",
         ),
         worlds=(1,),
     ),

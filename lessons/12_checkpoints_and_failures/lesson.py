@@ -20,7 +20,7 @@
 #
 # - save a sharded checkpoint so that a kill at any moment does no harm;
 # - resume a run so that it equals the one that did not fail, bit for bit;
-# - go on with more or fewer ranks, with no sample twice or lost;
+# - go on with more or fewer ranks, with no sample twice or lost, also without a restart;
 # - choose how often to save, and check it by trial.
 
 # %%
@@ -608,21 +608,121 @@ for world_size in (4, 4, 3, 3, 5):  # a rank is lost, and two come back
 print("each sample once, none left out:", taken == list(range(position)))
 
 # %% [markdown]
-# On real ranks: three train with a batch of 12; rank 2 dies in step 5 and does not come back, so two go on. The batch
-# stays. Dropout and the order of additions differ, so it is not the same run bit for bit. Is it as good?
+# ## Without a restart
+#
+# A death has cost a start of all ranks so far, and the steps since the last save. Could the others just go on? Not in
+# their group: a group never changes. After the death `dist.get_world_size()` still says 3, and each call fails. But
+# the processes are alive, and each holds weights, moments and the gradient of its own samples. So those that are left
+#
+# 1. leave the group, which ends the calls of those who still wait in it;
+# 2. settle who goes on: the *quorum*. A store that outlives them all holds what each says of itself;
+# 3. make a new group, in the same process, and repeat the all-reduce: the mean over the samples that are left;
+# 4. vote whether all have the mean, and only then make the update. So no replica is ever two updates ahead.
+#
+# A new process in the place of the dead one takes weights and moments from a peer, between two steps.
+#
+# ### Exercise: who is in the quorum
+#
+# Write `who_goes_on(arrived, alive, last, min_replicas)`. It gets what stands in the store, and says who makes the next
+# steps. All replicas read the same, so all come to the same answer.
+
+# %% exercise="12.quorum"
+
+# %% [markdown]
+# The library's `Replicas` does all four. Three train with a batch of 12, and replica 1 is killed in step 5. Compared
+# with a step without a death, how much longer does step 5 take for the other two?
+
+# %%
+guess_4 = predict("The step in which one dies takes how much longer?", unit="ms")
+guess_4
+
+# %%
+from distlab.elastic import Replicas, run_replicas
+
+
+def train_replica(seat, folder, steps, kills):
+    model, faults, ends = GPT(CONFIG, torch.Generator().manual_seed(0)), Faults(kills, folder), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with Replicas(seat, {"model": model, "optimizer": optimizer}, work=Work(BatchRule(12), 12 * steps)) as replicas:
+        for step in replicas:
+            faults.before_step(step.number, seat.number, 3)
+            optimizer.zero_grad()
+            loss_on(model, step.samples).backward()
+            replicas.commit(optimizer.step)
+            ends.append(1e3 * time.perf_counter())
+    return torch.cat([one.detach().flatten() for one in model.parameters()]), replicas.history, ends
+
+
+# %%
+def loss_on(model, samples):
+    pairs = [CORPUS.batch(int(at), 1) for at in samples]
+    inputs, targets = (torch.cat(each) for each in zip(*pairs, strict=True))
+    return GPT.loss(model(inputs), targets)
+
+
+def costs_of(history, ends):
+    """Return how long each step but the first took, and how long those in which nothing changed, in ms."""
+    took = {step: end - ends[step - 1] for step, end in enumerate(ends) if step}
+    changed = {step for step, *_ in history}
+    usual = [one for step, one in took.items() if step not in changed]
+    return took, sum(usual) / len(usual)
+
 
 # %%
 with tempfile.TemporaryDirectory() as name:
-    _, stayed = run_elastic(train_elastic, 3, args=(f"{name}/3",))[0]
-    how_many = lambda start: 3 if start == 0 else 2  # noqa: E731
-    _, went_on = run_elastic(train_elastic, how_many, args=(f"{name}/2", (Fault("kill", 5, 2),)), echo=False)[0]
+    replicas = run_replicas(train_replica, 3, args=(name, 40, [Fault("kill", 5, 1)]), echo=False)
+_, history, ends = replicas[0]
+took, usual_ms = costs_of(history, ends)
+died, *came = [step for step, *_ in history if step > 4 and step != 6]
+lost_ms = took[died] - usual_ms
+print(guess_4.compare(lost_ms))
 
 # %%
-last = max(stayed)
-both = {"3 ranks": stayed, f"2 ranks, from step {1 + min(went_on)} on": went_on}
-lines = {name: ([1 + step for step in losses], list(losses.values())) for name, losses in both.items()}
-words = f"The last loss is {stayed[last]:.3f} on three ranks, and {went_on[last]:.3f} where two went on."
-show(draw_lines(lines, "Two ranks go on where three began", "step", "loss (nats a byte)", ("o-", "s--")), words)
+guess_4.lock()
+for step, dealt, done in history:
+    print(f"from step {step:2} on: samples dealt among {dealt}, finished by {done}")
+print("weights equal to the last bit:", all(torch.equal(replicas[0][0], one) for one, *_ in replicas.values()))
+
+# %%
+at = {step: len(done) for step, _, done in history}
+boxes, now = [], 3
+for step, took_ms in list(took.items())[: max([20, *came])]:
+    now = at.get(step, now)
+    boxes.append((took_ms, ORANGE if step == died else BLUE if now == 2 else GREEN, f"{step}" if step % 5 == 0 else ""))
+title = f"One dies in step {died}: two finish it, {lost_ms:.0f} ms later (orange)"
+words = ", ".join(f"{took_ms:.0f}" for took_ms, *_ in boxes)
+show(draw_boxes({"replica 0": boxes}, title, "ms of training"), f"{title}. ms for each step from 1 on: {words}.")
+
+# %% [markdown]
+# Green: three replicas. Blue: two. The samples of the dead one are not used in the orange step: its batch is
+# smaller. From the next step on the two share all 12. The first green box after the blue ones is longer than its
+# neighbours: in it a new process got weights and moments.
+#
+# torchft, a library beside PyTorch, has the same parts: a server, the *lighthouse*, settles the quorum; replicas vote
+# whether a step counts; who is behind takes a peer's state.
+#
+# Does what one death costs predict a run with three? Each death stops all for the orange and the long green box, and
+# nothing is made twice.
+
+# %%
+from simulator import Failures, goodput, regroup_goodput
+
+kills = [Fault("kill", 5, 1), Fault("kill", 30, 2), Fault("kill", 55, 1)]
+with tempfile.TemporaryDirectory() as name:
+    _, changes, ends = run_replicas(train_replica, 3, args=(name, 80, kills), echo=False)[0]
+each_s = sum(took[step] - usual_ms for step in (died, *came)) / 1e3
+total_s, (_, undisturbed_ms) = (ends[-1] - ends[0]) / 1e3, costs_of(changes, ends)
+predicted = regroup_goodput(total_s / 3, 3, regroup_s=each_s, replace_s=0.0).useful  # the batch stays: all is trained
+measured = undisturbed_ms / 1e3 * (len(ends) - 1) / total_s
+
+# %%
+hours = Failures("llama-3").mtbf_s(16384)
+shares = {"here, predicted": predicted, "here, measured": measured}
+shares["16,384 GPUs, all restart"] = goodput(3.0, hours, restart_s=600).useful
+shares["16,384 GPUs, 1 of 128 replicas leaves"] = regroup_goodput(hours, 128, regroup_s=2.0, replace_s=600.0).useful
+title = "Predicted and measured: where one leaves, the others lose a moment"
+below = f"part of the time that counts; here a death each {total_s / 3:.1f} s, there every 3 hours, 10 minutes each"
+show_bars({name: 100 * share for name, share in shares.items()}, "%", title, below)
 
 # %% [markdown]
 # ## How often?
@@ -638,15 +738,15 @@ show(draw_lines(lines, "Two ranks go on where three began", "step", "loss (nats 
 # seconds. How many minutes between two saves lose the least time?
 
 # %%
-guess_4 = predict("Minutes between two saves, for C = 3 s and M = 3 hours?", unit="min")
-guess_4
+guess_5 = predict("Minutes between two saves, for C = 3 s and M = 3 hours?", unit="min")
+guess_5
 
 # %%
-from simulator import Failures, young_s
+from simulator import young_s
 
 LLAMA = Failures("llama-3", restart_s=600)
 mtbf = LLAMA.mtbf_s(16384)
-print(guess_4.compare(young_s(3.0, mtbf) / 60, how="by the formula"))
+print(guess_5.compare(young_s(3.0, mtbf) / 60, how="by the formula"))
 
 # %% [markdown]
 # ### Exercise: what part of the time counts
@@ -710,8 +810,6 @@ print(f"a save takes {1e3 * save_s:.1f} ms; by the formula every {1e3 * young_s(
 
 # %%
 import numpy as np
-
-from simulator import goodput
 
 intervals = np.geomspace(tried[0], tried[-1], 40)
 formula = [goodput(save_s, mtbf_s, interval_s=float(interval)).useful for interval in intervals]
@@ -898,5 +996,6 @@ print("5. about 100: half an interval")
 # - Llama team 2024, *The Llama 3 Herd of Models*, table 5: 419 unplanned interruptions in 54 days.
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*; Daly 2006, *A higher order estimate of
 #   the optimum checkpoint interval for restart dumps*.
+# - torchft's documentation, https://docs.pytorch.org/torchft/: lighthouse, quorum, manager.
 # - In this repository: `distlab/checkpoint/`, `distlab/elastic/` and `simulator/runs/`; each `__init__` says in which
 #   order.

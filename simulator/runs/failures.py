@@ -109,6 +109,28 @@ def goodput(save_s: float, mtbf_s: float, *, restart_s: float = 0.0, interval_s:
     return Goodput(mtbf_s, save_s, chosen, useful, saving, lost, restarting)
 
 
+def regroup_goodput(mtbf_s: float, num_replicas: int, *, regroup_s: float, replace_s: float) -> Goodput:
+    """Return where the time goes where a failure stops one replica alone, and the others go on without a restart.
+
+    Args:
+        mtbf_s: mean time between failures of all replicas.
+        num_replicas: among which the batch is divided.
+        regroup_s: for which all wait per failure: when one has left, and when a new one takes a peer's state.
+        replace_s: until there is a new one; meanwhile its part of the samples is not trained.
+
+    Raises:
+        ValueError: a time makes no sense, or replicas are gone for longer than they live.
+    """
+    _check(1.0, mtbf_s, regroup_s)
+    there = 1 / (1 + replace_s / (num_replicas * mtbf_s))  # of each replica's time
+    if not (num_replicas >= 1 and replace_s >= 0 and there > 1 / 2):
+        raise ValueError(
+            f"{num_replicas} replicas, each replaced in {replace_s} s: pass at least 1, and less than they live"
+        )
+    useful = there / (1 + there * regroup_s / mtbf_s)
+    return Goodput(mtbf_s, 0.0, math.inf, useful, 0.0, 1 - there, there - useful)
+
+
 def _check(save_s: float, mtbf_s: float, interval_s: float = 1.0) -> None:
     for name, value in (("save_s", save_s), ("mtbf_s", mtbf_s), ("interval_s", interval_s)):
         if not value > 0 or (name == "save_s" and math.isinf(value)):

@@ -94,6 +94,20 @@ def test_drawn_failures_and_drawn_runs_have_the_computed_goodput_and_repeat():
     assert many.mean() == pytest.approx(2 * DAY / useful, rel=0.02)
 
 
+@pytest.mark.parametrize(("num", "regroup_s", "replace_s"), [(4, 2.0, 60.0), (16, 30.0, 600.0), (64, 5.0, 3600.0)])
+def test_replicas_that_fail_one_by_one_have_the_computed_goodput(num, regroup_s, replace_s):
+    mtbf_s, draws, now, trained = 1000.0, np.random.default_rng(1), 0.0, 0.0
+    back = np.zeros(num)  # when each is there again
+    for _ in range(20_000):
+        ends = now + draws.exponential(mtbf_s)
+        trained += np.clip(ends - np.maximum(back, now), 0, None).sum() / num
+        lost, now = draws.integers(num), ends + regroup_s
+        back[lost] = max(back[lost], ends + replace_s)
+    found = sim.regroup_goodput(mtbf_s, num, regroup_s=regroup_s, replace_s=replace_s)
+    assert found.useful == pytest.approx(trained / now, rel=0.01)
+    assert found.useful + found.lost + found.restarting == pytest.approx(1)
+
+
 def test_the_published_table_is_the_rate_and_its_sum():
     assert sum(int(row["count"]) for row in read_table("llama3_table5_interruptions")) == 419
     failures = sim.Failures("llama-3")

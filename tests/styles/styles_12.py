@@ -223,3 +223,45 @@ def share_by_tensors(uptimes_s, interval_s, save_s, restart_s):
 def share_by_divmod(uptimes_s, interval_s, save_s, restart_s):
     saved = [divmod(max(0.0, uptime - restart_s), interval_s + save_s)[0] for uptime in uptimes_s]
     return functools.reduce(operator.add, saved) * interval_s / math.fsum(uptimes_s)
+
+
+def quorum_by_tables(arrived, alive, last, min_replicas):
+    here = {number: arrived[number] for number in sorted(set(arrived) & set(alive))}
+    if not set(last.members) & set(alive) <= set(here):
+        return None
+    newest = dict(filter(lambda pair: pair[1].line == last.epoch, here.items()))
+    ahead = max(newest.values(), key=lambda one: (one.step, len(one.deal)))
+    members = list(newest if ahead.deal and len(newest) >= min_replicas else here)
+    return None if min_replicas > len(members) else (members, [one for one in members if one not in newest], ahead.step)
+
+
+def quorum_by_sets(arrived, alive, last, min_replicas):
+    living, waited_for = alive & arrived.keys(), alive & {*last.members}
+    if waited_for - living:
+        return None
+    holders = {number for number in living if arrived[number].line >= last.epoch}
+    steps = [arrived[number].step for number in holders]
+    inside = [arrived[number].step for number in holders if len(arrived[number].deal)]
+    is_alone = max(inside, default=-1) == max(steps) and len(holders) >= min_replicas
+    members = holders if is_alone else living
+    return (sorted(members), sorted(members - holders), max(steps)) if len(members) >= min_replicas else None
+
+
+def quorum_in_a_loop(arrived, alive, last, min_replicas):
+    for number in last.members:
+        if number in alive and arrived.get(number) is None:
+            return None
+    holders, others, step, inside = [], [], 0, False
+    for number, (line, made, deal, _) in sorted(arrived.items()):
+        if number not in alive:
+            continue
+        if line != last.epoch:
+            others.append(number)
+            continue
+        holders.append(number)
+        inside = bool(deal) if made > step else inside or (made == step and bool(deal))
+        step = max(step, made)
+    takers = [] if inside and len(holders) >= min_replicas else others
+    if len(holders) + len(takers) < min_replicas:
+        return None
+    return tuple(sorted(holders + takers)), takers, step
