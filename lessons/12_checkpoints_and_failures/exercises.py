@@ -22,7 +22,7 @@ EXERCISES = (
     Exercise(
         name="12.save",
         title="whole at every moment",
-        minutes=11,
+        minutes=12,
         difficulty=2,
         source="solutions:save",
         imports=(*_SAVE, "from distlab.checkpoint.files import flush_directory"),
@@ -38,7 +38,7 @@ EXERCISES = (
     Exercise(
         name="12.resume",
         title="all that the rest of a run depends on",
-        minutes=9,
+        minutes=10,
         difficulty=2,
         source="solutions:resumable",
         imports=(
@@ -76,7 +76,7 @@ EXERCISES = (
     Exercise(
         name="12.newest",
         title="the newest checkpoint that is whole",
-        minutes=9,
+        minutes=10,
         difficulty=2,
         source="solutions:newest_good",
         imports=("import hashlib", "import json", "import re", "from pathlib import Path"),
@@ -101,22 +101,6 @@ EXERCISES = (
             "The part that both have begins at the larger of their begins and ends at the smaller end, or at `size`.",
             "shard.zero_(). For each saved shard with a part in common: read it at start - s x old, and put it "
             "at start - rank x length.",
-        ),
-        worlds=(1,),
-    ),
-    Exercise(
-        name="12.samples",
-        title="the samples of a step on any number of ranks",
-        minutes=9,
-        difficulty=3,
-        source="solutions:step_on",
-        imports=("from distlab.elastic import BatchRule",),
-        hints=(
-            "First the batch of this number of ranks, cut off at the end of the data; then this rank's part of it.",
-            "`each, more = divmod(batch, world_size)`: the first `more` ranks have one more. So rank r begins at "
-            "`position + r * each + min(r, more)`.",
-            "The rate follows the batch that the rule gives, not the rest of the last step: lr * ratio, or lr * "
-            "ratio**0.5. The weight is len(samples) / batch * world_size.",
         ),
         worlds=(1,),
     ),

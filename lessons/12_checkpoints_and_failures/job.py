@@ -20,8 +20,8 @@ from torch import Tensor
 from distlab.comm import entry, process_group
 from distlab.comm.groups import Member
 from distlab.course.lab.member import load_functions
-from distlab.data import ByteCorpus, python_documentation
-from distlab.data_parallel import DataParallel
+from distlab.data import ByteCorpus, python_documentation, rank_slice
+from distlab.data_parallel import DataParallel, loss_weight
 from distlab.elastic import BatchRule, Fault, Faults
 from distlab.grading import NotYet, load_lesson, reference_of
 from distlab.models import GPT, GPTConfig
@@ -54,10 +54,11 @@ def train(
     first, position = take_up(folder, member, restore)
     for number in range(first, num_steps):
         faults.before_step(number, rank, world_size)
-        samples, weight, _ = functions["12.samples"](RULE, RATE, position, position + RULE.batch, rank, world_size)
+        start, stop = rank_slice(RULE.batch, rank, world_size)
+        samples, weight = range(position + start, position + stop), loss_weight(stop - start, RULE.batch, world_size)
         with open(folder / f"taken-{rank}.jsonl", "a") as file:
-            file.write(f"{json.dumps([number, [int(one) for one in samples]])}\n")
-        inputs, targets = (torch.cat([corpus.batch(int(at), 1)[which] for at in samples]) for which in (0, 1))
+            file.write(f"{json.dumps([number, [*samples]])}\n")
+        inputs, targets = (torch.cat([corpus.batch(at, 1)[which] for at in samples]) for which in (0, 1))
         loss = GPT.loss(model(inputs.to(member.device)), targets.to(member.device)) * weight
         (loss + NOISE * float(torch.randn((), generator=noise)) * next(model.parameters()).sum()).backward()
         replicas.synchronize()

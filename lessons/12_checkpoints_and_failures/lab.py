@@ -56,7 +56,7 @@ def run(lab: Lab[Settings]) -> None:
         lab.report.fact(name, value, wanted)
     for name, value, unit in box[0]["measured"]:
         lab.report.measured(name, value, unit)
-    for name in ("12.resume", "12.shards", "12.samples"):
+    for name in ("12.resume", "12.shards"):
         if lab.is_mine(name):
             lab.report.note(f"{name}: the one of {lab.settings.impl} ran.")
 

@@ -590,21 +590,16 @@ show_bars(bytes_read, "GB", "Read what overlaps: a thousandth", "405B parameters
 #
 # *Batch and rate.* Either the batch stays, and each rank takes a larger part of it: then the run is the same, and
 # slower. Or each rank's part stays, and the batch shrinks: then the learning rate follows it, by lesson 4's rules.
-#
-# ### Exercise: the samples of a step
-#
-# Write `step_on(rule, lr, position, end, rank, world_size)`: which samples this rank takes in the step that begins at a
-# position, the weight of its loss, and the learning rate.
-
-# %% exercise="12.samples"
 
 # %% tags=["nbval-check-output"]
+from distlab.plan import split_evenly
+
 position, taken = 0, []
 for world_size in (4, 4, 3, 3, 5):  # a rank is lost, and two come back
-    parts = [step_on(BatchRule(12), 0.1, position, 100, rank, world_size)[0] for rank in range(world_size)]
+    parts = [range(position + start, position + stop) for start, stop in split_evenly(12, world_size)]
     print(f"{world_size} ranks: {', '.join(f'{part.start} to {part.stop - 1}' for part in parts)}")
     taken += [sample for part in parts for sample in part]
-    position += sum(len(part) for part in parts)
+    position += 12
 print("each sample once, none left out:", taken == list(range(position)))
 
 # %% [markdown]
@@ -947,8 +942,8 @@ show_moments("Into one directory, DCP overwrites the checkpoint that it replaces
 # %% [markdown]
 # ## Lab
 #
-# The same under torchrun: ranks of a small GPT are killed while they train and save, with your `resumable`,
-# `save_shards` and `step_on` in the loop. The weights' hash must be that of a run without a failure. Then half of the
+# The same under torchrun: ranks of a small GPT are killed while they train and save, with your `resumable` and
+# `save_shards` in the loop. The weights' hash must be that of a run without a failure. Then half of the
 # run on all ranks and half on one fewer.
 #
 # ```

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distlab.checkpoint.files import flush_directory
-from distlab.elastic import Arrival, BatchRule, Quorum
+from distlab.elastic import Arrival, Quorum
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> None:
@@ -137,28 +137,6 @@ def load_shard(shard: Tensor, size: int, num_saved: int, rank: int, read: Callab
         start, stop = max(low, saved * old), min(high, (saved + 1) * old)
         if start < stop:
             shard[start - low : stop - low] = read(saved, start - saved * old, stop - saved * old)
-
-
-def step_on(
-    rule: BatchRule, lr: float, position: int, end: int, rank: int, world_size: int
-) -> tuple[range, float, float]:
-    """Return what a rank does in the step that begins at a position: its samples, its weight, the learning rate.
-
-    All ranks together take the next samples from `position` on, each once: as many as the rule says, or those that are
-    left before `end`. They share them as evenly as it goes; the first ranks have one more. A rank multiplies its mean
-    loss by its weight, so that the mean over ranks is the mean over samples.
-
-    `rule.batch` samples make a step at the learning rate `lr`. With `rule.world_size` None the batch stays on any
-    number of ranks, and so does the rate. Else `rule.batch` is the batch of so many ranks, each rank's part stays, and
-    the rate grows with the batch: by its ratio (`rule.lr` "linear") or by the ratio's root ("sqrt").
-    """
-    batch = rule.batch if rule.world_size is None else rule.batch // rule.world_size * world_size
-    ratio = batch / rule.batch
-    batch = min(batch, end - position)
-    each, more = divmod(batch, world_size)
-    start = position + rank * each + min(rank, more)
-    samples = range(start, start + each + (rank < more))
-    return samples, len(samples) * world_size / batch, lr * (ratio**0.5 if rule.lr == "sqrt" else ratio)
 
 
 def useful_share(uptimes_s: list[float], interval_s: float, save_s: float, restart_s: float) -> float:

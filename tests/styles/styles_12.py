@@ -184,32 +184,6 @@ def load_joined(shard, size, num_saved, rank, read):
     shard.copy_(torch.cat([*parts, torch.zeros_like(shard)])[: len(shard)])
 
 
-def samples_in_a_list(rule, lr, position, end, rank, world_size):
-    batch = rule.batch
-    if rule.world_size:
-        batch = batch * world_size // rule.world_size
-        lr = lr * math.pow(world_size / rule.world_size, {"linear": 1, "sqrt": 0.5}[rule.lr])
-    samples = list(range(position, min(position + batch, end)))
-    own = samples[rank::world_size]
-    return own, len(own) / len(samples) * world_size, lr
-
-
-def samples_by_tensors(rule, lr, position, end, rank, world_size):
-    samples = torch.arange(position, min(position + rule.batch_on(world_size), end))
-    own = samples.tensor_split(world_size)[rank]
-    weight = torch.tensor(len(own) * world_size / len(samples), dtype=torch.float64)
-    return own, weight, rule.scaled_lr(lr, world_size)
-
-
-def samples_by_counts(rule, lr, position, end, rank, world_size):
-    ratio = 1 if rule.world_size is None else world_size / rule.world_size
-    taken = min(round(rule.batch * ratio), end - position)
-    counts = [taken // world_size + (one < taken % world_size) for one in range(world_size)]
-    first = position + sum(counts[:rank])
-    rate = lr * math.sqrt(ratio) if rule.lr == "sqrt" else lr * ratio
-    return tuple(range(first, first + counts[rank])), counts[rank] / (taken / world_size), rate
-
-
 def share_in_one_line(uptimes_s, interval_s, save_s, restart_s):
     rounds = sum(math.floor(max(up - restart_s, 0) / (interval_s + save_s)) for up in uptimes_s)
     return interval_s * rounds / sum(uptimes_s)
