@@ -36,13 +36,12 @@ class TensorUnit:
     Attributes:
         members: their names, and the modules that use them.
         parts: this rank's rows of each; what optimizers update.
-        shapes: of the whole tensors.
     """
 
     def __init__(self, name: str, members: UnitMembers, group: ProcessGroup | None) -> None:
         dtype_of(name, members)
         self.members, self.group, self.num_ranks = members, group, dist.get_world_size(group)
-        self.shapes = [one.shape for one in members.parameters]
+        self._shapes = [one.shape for one in members.parameters]
         self._rows = [-(-len(one) // self.num_ranks) for one in members.parameters]  # of the longest part
         self.parts = []
         for whole, rows in zip(members.parameters, self._rows, strict=True):
@@ -70,7 +69,7 @@ class TensorUnit:
         arrived = flat.new_empty(self.num_ranks, len(flat))
         DirectGather(arrived.view(-1), flat, self.group).finish()
         columns = [one.clone(memory_format=torch.contiguous_format) for one in arrived.split([*map(len, own)], 1)]
-        return [one.view(-1, *shape[1:])[: shape[0]] for one, shape in zip(columns, self.shapes, strict=True)]
+        return [one.view(-1, *shape[1:])[: shape[0]] for one, shape in zip(columns, self._shapes, strict=True)]
 
     @torch.no_grad()
     def scatter(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
