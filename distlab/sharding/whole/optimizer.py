@@ -40,14 +40,6 @@ class HeldTensor(NamedTuple):
     part: nn.Parameter
     ranges: Sequence[tuple[int, int]]
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's gradient and values; where no rank has a gradient, each of its numbers is -0.0.
-
-        Shapes: [stop - start] each
-        """
-        gradient = self.part.grad
-        return torch.full_like(self.part, -0.0) if gradient is None else gradient + 0.0, self.part  # -0.0 + 0.0 = 0.0
-
 
 class WholeTensorOptimizer(SavedInShards):
     """An optimizer of whole tensors for a model in shards, as in one process.
@@ -141,7 +133,7 @@ class WholeTensorOptimizer(SavedInShards):
         """
         rank, everywhere = dist.get_rank(self.group), self.by == "everywhere"
         seen = [[one for one in tensors if everywhere or self.owners[one.name] == other] for other in self._ranks]
-        parts = [[row for one in its for row in one.rows()] for its in seen]
+        parts = [[row for one in its for row in (_gradient_of(one.part), one.part)] for its in seen]
         wholes = [(one, one.whole.new_empty(2, one.whole.numel())) for one in seen[rank]]
         places = [[row[slice(*one.ranges[other])] for one, rows in wholes for row in rows] for other in self._ranks]
         arrive = self._exchange(tensors[0].whole, parts, places)
@@ -219,12 +211,15 @@ def held_by(model: FullyShard) -> Iterator[HeldTensor]:
     """Yield all tensors that train, in one order on all ranks; nothing is sent."""
     for unit in (unit for unit in model.units if unit.shard.requires_grad):
         own = {piece.slot: piece.parameter for piece in unit.shard.pieces}
-        ranges = [[(0, 0)] * unit.layout.num_shards for _ in unit.layout.names]
-        for rank in range(unit.layout.num_shards):
-            for slot, start, stop, _ in unit.layout.pieces(rank):
-                ranges[slot][rank] = start, stop
+        every = [unit.layout.pieces(rank) for rank in range(unit.layout.num_shards)]
+        held = [{slot: (start, stop) for slot, start, stop, _ in its} for its in every]  # by each rank
         nothing = nn.Parameter(unit.shard.to_local()[:0])
         for slot, (name, shape) in enumerate(zip(unit.layout.names, unit.layout.shapes, strict=True)):
             number = torch.zeros((), dtype=unit.shard.dtype, device=unit.options.device)
             whole, part = nn.Parameter(number.expand(shape)), own.get(slot, nothing)
-            yield HeldTensor(name, whole, part, ranges[slot])
+            yield HeldTensor(name, whole, part, [its.get(slot, (0, 0)) for its in held])
+
+
+def _gradient_of(part: nn.Parameter) -> Tensor:
+    """Return a gradient without -0.0; where no rank has one -0.0 for each number, which says so."""
+    return torch.full_like(part, -0.0) if part.grad is None else part.grad + 0.0
