@@ -118,15 +118,18 @@ def test_bad_arguments_are_refused():
             make([{"params": [nn.Parameter(torch.ones(2))], **named}], 0.1)
 
 
-@pytest.mark.parametrize(("make", "num_buffers"), [(lb.LARS, 1), (lb.LAMB, 2), (partial(lb.Muon, use_muon=False), 2)])
+BUFFERS = [(lb.LARS, 1), (lb.LAMB, 2), (lb.Muon, 1), (partial(lb.Muon, use_muon=False), 2)]
+
+
+@pytest.mark.parametrize(("make", "num_buffers"), BUFFERS)
 def test_buffers_are_of_the_parameters_size_and_all_norms_are_read_at_once(monkeypatch, make, num_buffers):
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    model = nn.Sequential(*(nn.Linear(*sizes, bias=make is not lb.Muon) for sizes in ((4, 6), (6, 3))))
     optimizer, waits, tolist = make(model.parameters(), 0.1), [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(1) or tolist(tensor))
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    assert len(waits) == (0 if isinstance(make, partial) else 2)  # norms of weights and of what moves them, together
+    assert len(waits) == 2 * (make in (lb.LARS, lb.LAMB))  # norms of weights and of what moves them, together
     kept = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     size = sum(parameter.numel() for parameter in model.parameters())
     assert sum(value.numel() for value in kept if value.dim()) == num_buffers * size

@@ -108,7 +108,7 @@ TWO = {
     "in shards": Row(BYTES, "sgd", units(in_shards=True, reshard_after_forward=False), cut=halves),
     "each pass summed": Row(BYTES, "sgd", pieces(2, "tensors", each=True), cut=halves),
     "muon, tensors": Row(BYTES, "muon", pieces(2, "tensors")),
-    "lars, clipped": Row(BYTES, "lars", units(by="owners"), clip=0.5),
+    "lars, clipped": Row(BYTES, "lars", units(by="owners", offload=True), clip=0.5),
     "muon everywhere": Row(BYTES, "muon", units(by="everywhere"), cut=halves, clip=0.5),
     "by the module": Row(BYTES, "sgd", pieces(2, by_module=True), cut=halves),
 }

@@ -140,7 +140,7 @@ class WholeTensorOptimizer(SavedInShards):
         yield
         arrive()
         for one, (gradient, values) in wholes:
-            one.whole.data, is_unused = values.view(one.whole.shape), bool(gradient[0] == 0 and gradient[0].signbit())
+            one.whole.data, is_unused = values.view(one.whole.shape), bool((gradient[0] == 0) & gradient[0].signbit())
             one.whole.grad = None if is_unused else gradient.view(one.whole.shape)
         yield
         new = [(one, one.whole.detach().reshape(-1)) for one, _ in wholes]
