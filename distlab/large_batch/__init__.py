@@ -9,12 +9,7 @@ Accumulating gradients over several backward passes makes a large batch on few r
 
 from distlab.large_batch.lamb import LAMB as LAMB
 from distlab.large_batch.lars import LARS as LARS
-from distlab.large_batch.muon import (
-    Muon as Muon,
-    muon_update as muon_update,
-    newton_schulz as newton_schulz,
-    step_length as step_length,
-)
+from distlab.large_batch.muon import Muon as Muon, newton_schulz as newton_schulz
 from distlab.large_batch.scaling import (
     LearningRateSchedule as LearningRateSchedule,
     linear_scaled_lr as linear_scaled_lr,

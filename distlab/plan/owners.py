@@ -14,7 +14,7 @@ def assign_owners(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
     Error: the busiest rank has at most 4/3 of what the best assignment would give it.
     Source: Graham 1969, Bounds on multiprocessing timing anomalies: longest processing time first.
     """
-    _check(work, num_ranks)
+    require_count(num_ranks=num_ranks)
     load, owners = [0.0] * num_ranks, [0] * len(work)
     for index in sorted(range(len(work)), key=lambda index: -work[index]):
         owners[index] = load.index(min(load))
@@ -23,13 +23,10 @@ def assign_owners(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
 
 
 def least_busiest(work: Sequence[float], num_ranks: int) -> float:
-    """Return a lower bound on the work of the busiest rank, whoever owns what.
-
-    It has a share of all work, the longest thing of all, and k + 1 of the longest k n + 1.
-    """
-    _check(work, num_ranks)
+    """Return a lower bound on the work of the busiest rank: a share of all, and k + 1 of the longest k n + 1."""
+    require_count(num_ranks=num_ranks)
     falling, n = sorted(work, reverse=True), num_ranks
-    crowded = (math.fsum(falling[k * n - k : k * n + 1]) for k in range((len(work) - 1) // n + 1) if work)
+    crowded = (math.fsum(falling[at - at // n : at + 1]) for at in range(0, len(work), n))
     return max(math.fsum(work) / n, *crowded, 0.0)
 
 
@@ -38,9 +35,3 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = 5) -> float:
     require(len(shape) == 2, f"the shape is {list(shape)}, and Newton-Schulz takes a matrix: pass [rows, columns]")
     m, n = sorted(shape)
     return steps * (4.0 * m**2 * n + 2.0 * m**3)
-
-
-def _check(work: Sequence[float], num_ranks: int) -> None:
-    require_count(num_ranks=num_ranks)
-    wrong = [one for one in work if not (math.isfinite(one) and one >= 0)]
-    require(not wrong, f"work is {wrong and wrong[0]}; pass finite numbers of at least 0")

@@ -6,12 +6,12 @@ Begin with `plain`, the whole idea by hand on one screen. All of it sends with `
 1. `zero`: stages 1 and 2 (`PlainSharded`, then `ShardedOptimizer`).
 2. `fsdp`: stage 3, where parameters are whole only while they are used (`FullyShard`).
    `by_tensor`: the same, cut tensor by tensor (`ByTensor`).
-3. `whole`: optimizers that look at whole tensors (Muon, LAMB), on the shards of both (`WholeTensorOptimizer`).
+3. `whole`: optimizers that look at whole tensors (Muon, LAMB), on flat shards (`WholeTensorOptimizer`).
 4. `state`: what they save, in shards or whole, for any number of ranks.
 
 `checks` refuses parameters that no shard can hold. `part` lets shards and their gradients refuse torch's tools that
-would take a part for the whole. `by_element` finds, by trying it, whether an optimizer may be given such a part, and
-`of_pieces` gives it some.
+would take a part for the whole. `by_element` finds, by trying it, whether an optimizer may have such a part, as
+`of_pieces` gives it.
 `cut_layers` knows what is different where tensor parallelism has cut the model's layers.
 """
 

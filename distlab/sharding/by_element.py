@@ -21,11 +21,10 @@ SMALL, LARGE = ((4, 2), (2, 3), (7,), (2, 2, 3), (3, 2, 1, 2)), ((130, 129),)
 close = partial(torch.allclose, rtol=1e-5, atol=1e-5, equal_nan=True)
 _NAMES = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 KNOWN = frozenset(getattr(torch.optim, name) for name in _NAMES)  # torch's own that work by element
-PARTS = ("elements", "tensors", "all")
 Optimizer = torch.optim.Optimizer
 
 
-def what_it_needs(optimizer: Optimizer) -> str:
+def what_it_needs(optimizer: Optimizer, groups: Sequence[dict[str, Any]] = ()) -> str:
     """Return "elements", "tensors" or "all": the smallest part that an optimizer updates as it does in one process.
 
     The optimizer itself is not touched: ones like it, with the options of each of its groups, update a few numbers.
@@ -33,38 +32,14 @@ def what_it_needs(optimizer: Optimizer) -> str:
     Raises:
         ValueError: it cannot be tried; the text says why.
     """
-    return max((needs_of_group(optimizer, group) for group in optimizer.param_groups), key=PARTS.index)
-
-
-def needs_of_group(optimizer: Optimizer, group: dict[str, Any]) -> str:
-    """Return the same of the options of one group.
-
-    Raises:
-        ValueError: it cannot be tried.
-    """
-    needs, options = ["elements"], _options_of(group)
-    for shapes, num_steps in ((SMALL, 100), (LARGE, 3)) if type(optimizer) not in KNOWN else ():
-        needs.append(_tried(partial(_updated, optimizer, options, num_steps), _starts(shapes)))
-    return max(needs, key=PARTS.index)
-
-
-def takes_turns(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether it updates one tensor after the other, by a step each, as all of them by one step.
-
-    Raises:
-        ValueError: it cannot be tried.
-    """
-    update = partial(_updated, optimizer, _options_of(group), 20, _starts(SMALL[:2]))
-    return type(optimizer) in KNOWN or all(map(close, update(turns=1), update(turns=2)))
-
-
-def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    return options | ({"lr": max(float(options["lr"]), 0.01)} if "lr" in options else {})  # 0 would show nothing
-
-
-def _starts(shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    return [torch.linspace(-1.5, 2.0 + len(one), math.prod(one)).reshape(one) for one in shapes]
+    needs = ["elements"]
+    for group in (groups or optimizer.param_groups) if type(optimizer) not in KNOWN else ():
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        options |= {"lr": max(float(options["lr"]), 0.01)} if "lr" in options else {}  # 0 would show nothing
+        for shapes, num_steps in ((SMALL, 100), (LARGE, 3)):
+            starts = [torch.linspace(-1.5, 2.0 + len(one), math.prod(one)).reshape(one) for one in shapes]
+            needs.append(_tried(partial(_updated, optimizer, options, num_steps), starts))
+    return max(needs, key=("elements", "tensors", "all").index)
 
 
 def _tried(update: Callable[[Sequence[Tensor]], list[Tensor]], starts: list[Tensor]) -> str:
@@ -82,13 +57,8 @@ def _tried(update: Callable[[Sequence[Tensor]], list[Tensor]], starts: list[Tens
     return "elements" if all(map(close, together, joined)) else "tensors"
 
 
-def _updated(
-    optimizer: Optimizer, options: dict[str, Any], num_steps: int, starts: Sequence[Tensor], *, turns: int = 0
-) -> list[Tensor]:
-    """Return what an optimizer like this one makes of some tensors: of each a row for each step.
-
-    With `turns` its step gets no closure, and with several there is a call for each tensor.
-    """
+def _updated(optimizer: Optimizer, options: dict[str, Any], num_steps: int, starts: Sequence[Tensor]) -> list[Tensor]:
+    """Return what an optimizer like this one makes of some tensors: of each a row for each step."""
     parameters, rows = [nn.Parameter(one.clone()) for one in starts], [[one.flatten()] for one in starts]
     rises = torch.arange(num_steps)[:, None]
     slopes = [torch.cos(3 * one.flatten() + 2 * rises) * 10 ** torch.sin(rises) for one in starts]
@@ -102,13 +72,9 @@ def _updated(
         twin = _like(optimizer, options, parameters)
         takes_closure = "closure" in inspect.signature(twin.step).parameters
         for step in range(num_steps):
-            for turn in range(max(1, turns)):
-                again(step, by=0.0)
-                for at in range(len(parameters)) if turns > 1 else ():
-                    parameters[at].grad = parameters[at].grad if at == turn else None
-                closure = [partial(again, step)] if takes_closure and not turns else []
-                with torch.enable_grad():
-                    type(optimizer).step(twin, *closure)  # type: ignore[arg-type]
+            again(step, by=0.0)
+            with torch.enable_grad():
+                type(optimizer).step(twin, *([partial(again, step)] if takes_closure else []))  # type: ignore[arg-type]
             for row, one in zip(rows, parameters, strict=True):
                 row.append(one.detach().flatten().clone())
     except Exception as error:

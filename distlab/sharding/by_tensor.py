@@ -38,7 +38,6 @@ class TensorUnit:
         members: their names, and the modules that use them.
         parts: this rank's rows of each; what optimizers update.
         in_eight: numbers of those that travel in 8 bits.
-        shapes: of the whole tensors.
     """
 
     def __init__(self, name: str, members: UnitMembers, group: ProcessGroup | None, *, eight_bits: bool) -> None:
@@ -46,7 +45,7 @@ class TensorUnit:
         linear = {at.tensor for at in members.places if isinstance(at.module, nn.Linear) and at.attribute == "weight"}
         self.in_eight = sorted(linear) if eight_bits else []
         self.members, self.group, self.num_ranks = members, group, dist.get_world_size(group)
-        self.shapes = [one.shape for one in members.parameters]
+        self._shapes = [one.shape for one in members.parameters]
         self._rows = [-(-len(one) // self.num_ranks) for one in members.parameters]  # of the longest part
         self.parts = []
         for whole, rows in zip(members.parameters, self._rows, strict=True):
@@ -80,7 +79,7 @@ class TensorUnit:
         columns = [one.clone(memory_format=torch.contiguous_format) for one in arrived.split([*map(len, bytes_of)], 1)]
         whole = [
             column.view(-1).view(one.dtype).view(-1, *shape[1:])[: shape[0]]
-            for column, one, shape in zip(columns, own, self.shapes, strict=True)
+            for column, one, shape in zip(columns, own, self._shapes, strict=True)
         ]
         return [
             from_eight(one, small[at], self.parts[at].dtype) if at in small else one for at, one in enumerate(whole)

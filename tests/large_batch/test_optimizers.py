@@ -99,12 +99,13 @@ WRONG = [
     (lb.LAMB, {"lr": 0.1, "eps": 0.0}, "eps is 0.0; pass a finite number above 0"),
     (lb.LAMB, {"lr": 0.1, "weight_decay": float("inf")}, "weight_decay is inf"),
     (lb.Muon, {"lr": -0.1}, "Muon: lr is -0.1"),
-    (lb.Muon, {"momentum": 1.0}, "momentum, or one of betas, is 1.0; pass a finite number of at least 0 and below 1"),
-    (lb.Muon, {"ns_steps": -1}, "ns_steps is -1 and ns_coefficients are .*; pass 0 to 99 steps and three coefficients"),
-    (lb.Muon, {"ns_coefficients": (1.0, 2.0)}, "pass 0 to 99 steps and three coefficients"),
-    (lb.Muon, {"adjust_lr_fn": "other"}, "adjust_lr_fn is 'other'; pass one of None, original, match_rms_adamw"),
-    (lb.Muon, {"compute": "int8"}, "compute is 'int8'; pass one of bfloat16, float32, float64"),
-    (lb.Muon, {"eps": 0}, "eps is 0; pass a finite number above 0"),
+    (lb.Muon, {"momentum": 1.0}, "momentum is 1.0; pass a finite number of at least 0 and below 1"),
+    (
+        lb.Muon,
+        {"ns_steps": -1},
+        "ns_steps is -1 and compute is 'bfloat16'; pass 0 to 99 steps and one of bfloat16, float32",
+    ),
+    (lb.Muon, {"compute": "int8"}, "compute is 'int8'; pass 0 to 99 steps"),
     (lb.Muon, {}, r"a tensor of shape \[2\] is no matrix; put its parameter in a group with use_muon=False"),
 ]
 
@@ -117,17 +118,18 @@ def test_bad_arguments_are_refused():
             make([{"params": [nn.Parameter(torch.ones(2))], **named}], 0.1)
 
 
-@pytest.mark.parametrize(("make", "num_buffers"), [(lb.LARS, 1), (lb.LAMB, 2), (partial(lb.Muon, use_muon=False), 2)])
+BUFFERS = [(lb.LARS, 1), (lb.LAMB, 2), (lb.Muon, 1), (partial(lb.Muon, use_muon=False), 2)]
+
+
+@pytest.mark.parametrize(("make", "num_buffers"), BUFFERS)
 def test_buffers_are_of_the_parameters_size_and_all_norms_are_read_at_once(monkeypatch, make, num_buffers):
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    model = nn.Sequential(*(nn.Linear(*sizes, bias=make is not lb.Muon) for sizes in ((4, 6), (6, 3))))
     optimizer, waits, tolist = make(model.parameters(), 0.1), [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(1) or tolist(tensor))
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    assert len(waits) == (
-        0 if isinstance(make, partial) else 2
-    )  # norms of the weights and of what moves them, together
+    assert len(waits) == 2 * (make in (lb.LARS, lb.LAMB))  # norms of weights and of what moves them, together
     kept = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     size = sum(parameter.numel() for parameter in model.parameters())
     assert sum(value.numel() for value in kept if value.dim()) == num_buffers * size
@@ -139,13 +141,13 @@ def test_formulas_make_new_tensors_and_send_nothing():
     with recorded() as seen:
         new_weight, buffer = lb.lars_update(weight, gradient, zeros, lr=0.1)
         lamb_weight, moments = lb.lamb_update(weight, gradient, lb.Moments(zeros, zeros, 0), lr=0.1)
-        muon = lb.muon_update(weight[None], gradient[None], zeros[None], lr=0.1)
-    made = [new_weight, buffer, lamb_weight, moments.mean, moments.square, *muon]
+        muon = lb.newton_schulz(gradient[None], compute="float32")
+    made = [new_weight, buffer, lamb_weight, moments.mean, moments.square, muon]
     same = [torch.equal(weight, torch.ones(3)), torch.equal(gradient, torch.full((3,), 2.0)), not zeros.any()]
     given = {tensor.data_ptr() for tensor in (weight, gradient, zeros)}
     assert len(list(seen.records.calls(0))) == 0
     assert same == [True] * 3
-    assert [tensor.data_ptr() in given for tensor in made] == [False] * 7
+    assert [tensor.data_ptr() in given for tensor in made] == [False] * 6
 
 
 def test_rates_scale_with_the_batch_and_warmup_rises_in_equal_steps_to_one():
@@ -305,18 +307,12 @@ def stepped(make):
     return [one.detach() for one in weights]
 
 
-@pytest.mark.parametrize("named", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
+@pytest.mark.parametrize("named", [{}, {"momentum": 0.9, "weight_decay": 0.0, "ns_steps": 3}])
 def test_muon_is_torchs_bit_for_bit_and_adamw_where_a_group_says_so(named):
     found = stepped(partial(lb.Muon, lr=0.05, **named))
     assert all(map(torch.equal, found, stepped(partial(torch.optim.Muon, lr=0.05, **named))))
     adamw = stepped(partial(torch.optim.AdamW, weight_decay=0.1))
-    assert all(map(torch.equal, adamw, stepped(partial(lb.Muon, use_muon=False, eps=1e-8))))
-    for one in stepped(lambda ps: lb.Muon(ps)) if not named else ():
-        weight, buffer = torch.ones(one.shape).cumsum(0), torch.zeros(one.shape)
-        for step in range(5):
-            gradient = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
-            weight, buffer = lb.muon_update(weight, gradient, buffer, lr=1e-3)
-        torch.testing.assert_close(weight, one, rtol=0, atol=1e-6)
+    assert all(map(torch.equal, adamw, stepped(partial(lb.Muon, use_muon=False))))
 
 
 def test_five_iterations_bring_singular_values_near_one_and_leave_singular_vectors_and_zeros():
@@ -331,8 +327,6 @@ def test_five_iterations_bring_singular_values_near_one_and_leave_singular_vecto
     assert 0.68 <= known.min() <= known.max() <= 1.16
     torch.testing.assert_close(exact(matrix[:7].T), exact(matrix[:7]).T)
     assert not lb.newton_schulz(torch.zeros(3, 2)).any()
-    assert lb.step_length(torch.Size([8, 2])) == 2.0
-    assert lb.step_length(torch.Size([2, 100]), "match_rms_adamw") == pytest.approx(2.0)
 
 
 def test_by_hand():

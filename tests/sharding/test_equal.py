@@ -24,8 +24,8 @@ from distlab.sharding import (
 from distlab.sharding.plain import cut_shard, plain_step
 
 
-def units(recomputed=False, replicas=False, in_shards=False, **options):
-    """Return the technique of FullyShard; passes of a step add up in shards, or whole."""
+def units(recomputed=False, replicas=False, in_shards=False, by=None, **options):
+    """Return the technique of FullyShard; passes of a step add up in shards, or whole, and tensors may have owners."""
 
     def technique(model, make):
         if recomputed:
@@ -33,7 +33,8 @@ def units(recomputed=False, replicas=False, in_shards=False, **options):
         groups = dict(zip(("group", "replicas"), square(), strict=True)) if replicas else {}
         made = FullyShard(model, **groups, **options)
         no_sync = nullcontext if in_shards else made.no_sync
-        way = Way(made, make(made.parameters()), made.synchronize, no_sync, clip=made.clip_gradients_)
+        optimizer = WholeTensorOptimizer(made, make, by=by) if by else make(made.parameters())
+        way = Way(made, optimizer, made.synchronize, no_sync, clip=made.clip_gradients_)
         way.state = partial(full_state_dict, made)
         return way
 
@@ -72,20 +73,6 @@ def pieces(stage, split="elements", each=False, by_module=False):
     return technique
 
 
-def whole(shard=FullyShard, replicas=False, **options):
-    """Return the technique of WholeTensorOptimizer on shards."""
-
-    def technique(model, make):
-        groups = dict(zip(("group", "replicas"), square(), strict=True)) if replicas else {}
-        made = shard(model, **groups)
-        way = Way(made, WholeTensorOptimizer(made, make, bucket_bytes=5_000, **options), clip=made.clip_gradients_)
-        way.synchronize = getattr(made, "synchronize", None)
-        way.state = getattr(made, "full_state", partial(full_state_dict, made))
-        return way
-
-    return technique
-
-
 def plainest(model, make):
     """Average all gradients, update what is mine, broadcast it."""
     broadcast_parameters(model)
@@ -106,9 +93,8 @@ FEW = {
     "stage 1": Row(BYTES, "adam", pieces(1)),
     "stage 2": Row(BYTES, "sgd", pieces(2)),
     "stage 2, tensors": Row(BYTES, "lamb", pieces(2, "tensors")),
-    "muon": Row(BYTES, "muon", whole()),
-    "muon, by tensor": Row(BYTES, "muon", whole(ByTensor)),
-    "lars": Row(BYTES, "lars", whole(by="everywhere")),
+    "muon": Row(BYTES, "muon", units(by="owners")),
+    "lars": Row(BYTES, "lars", units(by="everywhere")),
 }
 halves = methodcaller("chunk", 2)
 TWO = {
@@ -122,8 +108,8 @@ TWO = {
     "in shards": Row(BYTES, "sgd", units(in_shards=True, reshard_after_forward=False), cut=halves),
     "each pass summed": Row(BYTES, "sgd", pieces(2, "tensors", each=True), cut=halves),
     "muon, tensors": Row(BYTES, "muon", pieces(2, "tensors")),
-    "lars, by tensor": Row(BYTES, "lars", whole(ByTensor), clip=0.5),
-    "muon everywhere": Row(BYTES, "muon", whole(by="everywhere"), cut=halves, clip=0.5),
+    "lars, clipped": Row(BYTES, "lars", units(by="owners", offload=True), clip=0.5),
+    "muon everywhere": Row(BYTES, "muon", units(by="everywhere"), cut=halves, clip=0.5),
     "by the module": Row(BYTES, "sgd", pieces(2, by_module=True), cut=halves),
 }
 THREE = {
@@ -139,16 +125,15 @@ THREE = {
     "stage 2": Row(BYTES, "adamw", pieces(2)),
     "stage 1, tensors": Row(BYTES, "lamb", pieces(1, "tensors")),
     "stage 2, tensors": Row(BYTES, "adamw", pieces(2, "tensors")),
-    "muon": Row(BYTES, "muon", whole(), clip=0.5),
-    "muon, by tensor": Row(BYTES, "muon", whole(ByTensor), cut=halves),
-    "lamb": Row(BYTES, "lamb", whole()),
-    "lamb everywhere": Row(BYTES, "lamb", whole(ByTensor, by="everywhere")),
+    "muon": Row(BYTES, "muon", units(by="owners"), clip=0.5),
+    "lamb": Row(BYTES, "lamb", units(by="owners")),
+    "lamb everywhere": Row(BYTES, "lamb", units(by="everywhere")),
     "the plainest": Row(BYTES, "adam", plainest),
 }
 EIGHT = BYTES._replace(batch=lambda step: corpus().batch(step, 8, seed=1))
 FOUR = {"sets of shards": Row(EIGHT, "sgd", units(replicas=True), cut=halves, clip=0.5)}
-FOUR |= {"muon on sets of shards": Row(EIGHT, "muon", whole(replicas=True), clip=0.5)}
-FOUR |= {"muon on four": Row(BYTES, "muon", whole())}
+FOUR |= {"muon on sets of shards": Row(EIGHT, "muon", units(replicas=True, by="owners"), clip=0.5)}
+FOUR |= {"muon on four": Row(BYTES, "muon", units(by="owners"))}
 
 
 @pytest.mark.equality("fully_shard")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distlab.blocks.modules.moved import NotHere
@@ -100,16 +100,13 @@ def _take_pieces(optimizer: Optimizer) -> list[list[Any]]:
     """Put the pieces of shards in their place, with gradients and states; return what the groups had."""
     before, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     for group in optimizer.param_groups:
-        its = [take_pieces(one, state) if isinstance(one, FlatShard) else [one] for one in group["params"]]
-        group["params"] = [part for parts in its for part in parts]
+        group["params"] = [part for one in group["params"] for part in _pieces_of(one, state)]
     return before
 
 
-def take_pieces(one: FlatShard, state: dict[Any, dict[str, Any]]) -> list[nn.Parameter]:
-    """Return the pieces of a shard with their gradients; what `state` has of them by name is theirs now.
-
-    Shapes: [L] -> [stop - start] each
-    """
+def _pieces_of(one: Tensor, state: dict[Any, dict[str, Any]]) -> list[Tensor]:
+    if not isinstance(one, FlatShard):
+        return [one]
     early = {key: _cut(value, one) for key, value in state.pop(one, {}).items()}  # Adagrad makes it when it is built
     gradients = [None] * len(one.pieces) if one.grad is None else one.cut(plain(one.grad))
     for index, (piece, gradient) in enumerate(zip(one.pieces, gradients, strict=True)):
@@ -133,17 +130,9 @@ def _take_shards(optimizer: Optimizer, before: list[list[Any]]) -> None:
         group["params"] = parameters
         for one in parameters:
             if isinstance(one, FlatShard):
-                give_back(one, state)
-
-
-def give_back(one: FlatShard, state: dict[Any, dict[str, Any]]) -> None:
-    """Take what a step has made of a shard's pieces; what is kept of them stands under the names of tensors.
-
-    Shapes: [L]
-    """
-    plain(one)[:0].zero_()  # counts as a change of the shard: units gather it anew
-    for piece in one.pieces:
-        piece.settle()
-        piece.parameter.grad = None
-        if piece.parameter in state:
-            state[piece.name] = state.pop(piece.parameter)
+                plain(one)[:0].zero_()  # counts as a change of the shard: units gather it anew
+                for piece in one.pieces:
+                    piece.settle()
+                    piece.parameter.grad = None
+                    if piece.parameter in state:
+                        state[piece.name] = state.pop(piece.parameter)

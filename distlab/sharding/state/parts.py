@@ -32,10 +32,6 @@ Groups = Sequence[Mapping[str, Any]]  # of an optimizer: options, and the names 
 
 def _kept_by(optimizer: Optimizer, pieces: Sequence[OwnPiece]) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
     """Return the names of each group's pieces, and what is kept of each; a ValueError says that it updates others."""
-    if isinstance(optimizer, SavedInShards):
-        raise ValueError(
-            f"a {type(optimizer).__name__} is a part of a checkpoint by itself, beside ShardedState(model)"
-        )
     names, groups, kept = {id(one.parameter): one.name for one in pieces}, [], {}
     with on_pieces(optimizer):
         saved = optimizer.state_dict()

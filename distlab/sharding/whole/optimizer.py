@@ -1,167 +1,178 @@
 """WholeTensorOptimizer: any optimizer that looks at whole tensors, on shards, each tensor updated by its owner.
 
-Muon's products of whole matrices cannot be computed of a part, and LAMB's ratio of a part is wrong. So a tensor's
-gradient and values travel to the rank that owns it. There the optimizer makes its own step, and new values travel back.
-What an optimizer updates by element (Muon's AdamW groups) does not travel: `by_element` finds out which groups are so.
+A tensor's gradient and values travel to the rank that owns it. There the optimizer makes its own step, and new values
+travel back. What an optimizer updates by element (Muon's AdamW groups) does not travel: `by_element` finds it.
 
-    rank 0   | elements | matrix 0 | matrix 4 | ...        while a rank computes one bucket, the parts of the next
+    rank 0   | elements | matrix 0 | matrix 4 | ...        while a rank computes one round, the parts of the next
     wire     | to owners: 0 | to: 1, back: 0 | to: 2, ...  arrive, and the new values of the last leave
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from distlab.blocks.modules.named_parts import SavedShard
 from distlab.comm import agree
-from distlab.comm.together import together
-from distlab.plan.require import chosen, require_count
-from distlab.sharding.by_element import takes_turns
-from distlab.sharding.cut_layers import CutLayers, OwnPieces
+from distlab.comm.p2p import started
+from distlab.plan.require import chosen
+from distlab.sharding.cut_layers import OwnPieces
 from distlab.sharding.fsdp.fully_shard import FullyShard
-from distlab.sharding.of_pieces import OptimizerOfPieces, give_pieces, names_of_groups, needs_by_name, owners_of
+from distlab.sharding.fsdp.step import on_pieces, refuse_early
+from distlab.sharding.of_pieces import give_pieces, names_and_needs, owners_of
 from distlab.sharding.part import OwnPiece
-from distlab.sharding.whole.exchange import TravellingTensors
-from distlab.sharding.whole.held import HeldTensor, Sharded, gradients_of, held_by
+from distlab.sharding.state.parts import SavedInShards, prepare, save_parts
 
+Rows = Sequence[Sequence[Tensor]]  # of each rank
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
-class WholeTensorOptimizer(OptimizerOfPieces):
+class HeldTensor(NamedTuple):
+    """A tensor that trains: whole, without memory between steps; this rank's elements of it; the range of each rank."""
+
+    name: str
+    whole: nn.Parameter
+    part: nn.Parameter
+    ranges: Sequence[tuple[int, int]]
+
+
+class WholeTensorOptimizer(SavedInShards):
     """An optimizer of whole tensors for a model in shards, as in one process.
 
-        model = FullyShard(module)
         optimizer = WholeTensorOptimizer(model, make_muon)
         loss_fn(model(inputs), targets).backward()
         model.synchronize()
-        model.clip_gradients_(1.0)
         optimizer.step()
-        optimizer.zero_grad()
 
-    `make_muon` gets names and whole parameters, and makes groups of them as in one process:
+        def make_muon(named):  # gets names and whole parameters
+            hidden = {name: one for name, one in named if one.ndim == 2 and "blocks" in name}
+            others = [one for name, one in named if name not in hidden]
+            return Muon([{"params": [*hidden.values()]}, {"params": others, "use_muon": False, "lr": 3e-4}], lr=0.02)
 
-        def make_muon(named):
-            hidden = [one for name, one in named if one.ndim == 2 and "embed" not in name and "head" not in name]
-            others = [one for name, one in named if not any(one is two for two in hidden)]
-            return Muon([{"params": hidden}, {"params": others, "use_muon": False, "lr": 3e-4}], lr=0.02)
-
-    Every rank calls `step()`. A tensor that no rank has a gradient of is left alone. `state_dict()` is this rank's, by
-    names; any number of ranks loads it, also with a different `by`. A checkpoint has it beside `ShardedState(model)`.
+    Every rank calls `step()`. A tensor that no rank has a gradient of is left alone. Not supported: an optimizer that
+    counts steps for all its tensors at once, since its step is called for some of them at a time.
 
     Args:
-        model: a `FullyShard` or a `ByTensor`.
-        make_optimizer: builds the optimizer of the (name, parameter) pairs that it is given, which torch's optimizers
-            take as they are; the parameters have whole shapes and no values.
-        by: "owners": each tensor has an owner, balanced by work (`distlab.plan.assign_owners`): Newton-Schulz's
-            operations in groups with `ns_steps`, else elements. "everywhere": every rank computes all tensors.
-        bucket_bytes: parameters that travel together, at least one for each owner.
+        model: its shards are updated.
+        make_optimizer: builds the optimizer of (name, parameter) pairs, as torch's optimizers take them; the parameters
+            have whole shapes and no values.
+        by: "owners": each tensor has an owner, balanced by work; or "everywhere": every rank computes all tensors.
 
     Attributes:
+        optimizer: of what this rank updates. Schedules of the learning rate take it.
         owners: of each tensor that is updated whole, by name.
 
-    Cost: with E elements that are updated whole and owners two all-to-alls a bucket: 3 (n-1)/n E/n sent per rank in the
-        mean; state of about 1/n of E on each rank. Everywhere: an all-to-all a bucket, 2 (n-1)/n E sent per rank; the
-        state of all E on each. Memory: gradients and values of three buckets. At the end all ranks tell each other
-        whether the step went well: two all-gathers of a few bytes.
+    Cost: with E elements that are updated whole and owners two all-to-alls for a tensor of each owner: 3 (n-1)/n E/n
+        sent per rank in the mean; state of about 1/n of E on each rank. Everywhere: one all-to-all, 2 (n-1)/n E sent
+        per rank; the state of all E on each. Memory: gradients and values of three rounds of tensors.
     Error: as one process up to the order in which gradients are added; repeats bit for bit.
 
     Raises:
-        ValueError: on every rank: a model that is not sharded, ranks that make different optimizers, or one that looks
-            at all parameters at once, or that several calls of its step, each for some tensors, would mislead.
+        ValueError: on every rank: a model that is no FullyShard, ranks that make different optimizers, or one that
+            looks at all parameters at once.
 
     Source: Jordan 2024 (owners, and an all-gather of what they made); Liu et al. 2025 (2502.16982), section 2.3.
     """
 
-    instead = "its tensors are on other ranks. Save state_dict() on every rank; build a new one for a copy of the model"
-
-    def __init__(
-        self, model: Sharded, make_optimizer: MakeOptimizer, *, by: str = "owners", bucket_bytes: int = 25_000_000
-    ) -> None:
-        self._held = held_by(model)
+    def __init__(self, model: FullyShard, make_optimizer: MakeOptimizer, *, by: str = "owners") -> None:
+        if not isinstance(model, FullyShard):
+            raise ValueError(f"the model is a {type(model).__name__}; pass a FullyShard")
         self.model, self.group, self.by = model, model.group, by
-        agree({"by": by, "bucket_bytes": bucket_bytes}, self.group, what="by, bucket_bytes")
+        agree(by, self.group, what="by")
         chosen("by", by, ("owners", "everywhere"))
-        require_count(bucket_bytes=bucket_bytes)
-        named = [(one.name, _whole(one)) for one in self._held]
+        self._ranks = range(dist.get_world_size(self.group))
+        self._shards = [unit.shard for unit in model.units if unit.shard.requires_grad]
+        self._held = [*held_by(model)]
+        named = [(one.name, one.whole) for one in self._held]
         self.optimizer = make_optimizer(list(named))
-        self.group_names = names_of_groups(self.optimizer, named, self.group)
-        self._cut = model.cut if isinstance(model, FullyShard) else CutLayers({}, None)
-        needs = needs_by_name(self.optimizer, self.group_names, self._cut)
+        names, needs = names_and_needs(self.optimizer, named, self.group, model.cut)
         whole = [pair for pair in named if needs.get(pair[0]) == "tensors" and pair[1].numel()]
-        self.owners = owners_of(self.optimizer, needs, whole, dist.get_world_size(self.group))
-        self._by_element = [one for one in self._held if one.name in needs and one.name not in self.owners]
-        if self.owners and not all(takes_turns(self.optimizer, one) for one in self.optimizer.param_groups):
-            raise ValueError(
-                f"{type(self.optimizer).__name__} updates tensors one by one in a different way than together (does it "
-                "count steps for all at once?); let it count for each tensor, in its state"
-            )
-        self._parameters = dict(whole)
-        self._buckets = self._in_buckets(bucket_bytes)
-        give_pieces(self.optimizer, named, self.group_names, self.own_pieces().pieces)
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        self._patch_step_function()
+        self.owners = owners_of(self.optimizer, needs, whole, len(self._ranks))
+        self._rounds = [*self._in_rounds()]
+        give_pieces(self.optimizer, named, names, self.own_pieces().pieces)
 
-    def _in_buckets(self, bucket_bytes: int) -> list[TravellingTensors]:
-        """Deal tensors into buckets in rounds, one of each owner, so that all owners have work in each bucket."""
-        buckets: list[list[tuple[HeldTensor, nn.Parameter]]] = []
-        whole = [(one, self._parameters[one.name]) for one in self._held if one.name in self.owners]
-        for kind in dict.fromkeys((one.dtype, one.device) for _, one in whole):
-            same = sorted(
-                (pair for pair in whole if (pair[1].dtype, pair[1].device) == kind), key=lambda pair: -pair[1].numel()
-            )
-            ranks = range(dist.get_world_size(self.group))
-            buckets.append([])
-            for one_each in zip_longest(*([one for one in same if self.owners[one[0].name] == r] for r in ranks)):
-                if sum(one.nbytes for _, one in buckets[-1]) >= bucket_bytes:
-                    buckets.append([])
-                buckets[-1] += filter(None, one_each)
-        owners = [None if self.by == "everywhere" else [self.owners[one.name] for one, _ in its] for its in buckets]
-        return [TravellingTensors(its, own, self.group) for its, own in zip(buckets, owners, strict=True)]
+    def _in_rounds(self) -> Iterator[list[HeldTensor]]:
+        """Yield tensors that travel together: one of each owner, of one type, the largest first."""
+        for dtype in dict.fromkeys(one.whole.dtype for one in self._held):
+            its = [one for one in self._held if one.name in self.owners and one.whole.dtype == dtype]
+            its.sort(key=lambda one: -one.whole.numel())
+            owned = ([one for one in its if self.owners[one.name] == rank] for rank in self._ranks)
+            yield from (list(filter(None, one_each)) for one_each in zip_longest(*owned))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:
         """Update all tensors.
 
         Raises:
-            ValueError: a closure was given.
-            RuntimeError: gradients are on their way; or, on every rank, the inner step raised on some.
+            RuntimeError: gradients are on their way.
         """
-        if closure is not None:
-            raise ValueError("WholeTensorOptimizer.step takes no closure: call backward before it")
-        errors: list[Exception] = []
-        with gradients_of(self.model):
-            gradients = [(one.part, one.part.grad) for one in self._by_element]
-            self._call(0, TravellingTensors.start)
-            self._step_inside(errors)  # by element: while the first bucket travels
-            for part, _ in gradients:
-                part.grad = None
-            for at, bucket in enumerate(self._buckets):
-                self._call(at + 1, TravellingTensors.start)
-                bucket.arrive()
-                self._step_inside(errors)
-                bucket.leave()
-                self._call(at - 1, TravellingTensors.finish)
-            self._call(len(self._buckets) - 1, TravellingTensors.finish)
-            for part, gradient in gradients:
-                part.grad = gradient
-        together(partial(_raise_first, errors), self.group, what="update")
+        refuse_early(self._shards)
+        with on_pieces(torch.optim.SGD(self._shards)):  # which have their gradients here
+            travels, none = [*map(self._travel, self._rounds)], iter(())
+            next([*travels, none][0], None)
+            self.optimizer.step()  # by element, while the first round travels
+            for one in self._held:
+                one.part.grad = None if one.name not in self.owners else one.part.grad
+            for before, now, after in zip([none, *travels], travels, [*travels[1:], none], strict=False):
+                next(after, None)  # its parts leave
+                next(now)  # whole
+                self.optimizer.step()
+                next(now, None)  # its new values leave
+                next(before, None)  # is done
+            next([none, *travels][-1], None)
 
-    def _call(self, at: int, action: Callable[[TravellingTensors], None]) -> None:
-        if 0 <= at < len(self._buckets):
-            action(self._buckets[at])
+    def _travel(self, tensors: Sequence[HeldTensor]) -> Iterator[None]:
+        """Send parts to those who see them whole; make them whole there; send new values back; take them: four calls.
 
-    def _step_inside(self, errors: list[Exception]) -> None:
-        """Make the optimizer's own step; the exchange goes on where it raises, or other ranks would wait."""
-        try:
-            self.optimizer.step()
-        except Exception as error:
-            errors.append(error)
+        Shapes: gradients and values [stop - start] of each rank -> [M, N] -> values [stop - start]
+        """
+        rank, everywhere = dist.get_rank(self.group), self.by == "everywhere"
+        seen = [[one for one in tensors if everywhere or self.owners[one.name] == other] for other in self._ranks]
+        parts = [[row for one in its for row in (_gradient_of(one.part), one.part)] for its in seen]
+        wholes = [(one, one.whole.new_empty(2, one.whole.numel())) for one in seen[rank]]
+        places = [[row[slice(*one.ranges[other])] for one, rows in wholes for row in rows] for other in self._ranks]
+        arrive = self._exchange(tensors[0].whole, parts, places)
+        yield
+        arrive()
+        for one, (gradient, values) in wholes:
+            one.whole.data, is_unused = values.view(one.whole.shape), bool((gradient[0] == 0) & gradient[0].signbit())
+            one.whole.grad = None if is_unused else gradient.view(one.whole.shape)
+        yield
+        new = [(one, one.whole.detach().reshape(-1)) for one, _ in wholes]
+        for one, _ in wholes:
+            one.whole.data, one.whole.grad = one.whole.new_zeros(()).expand(one.whole.shape), None  # without memory
+        if everywhere:
+            for one, values in new:
+                one.part.copy_(values[slice(*one.ranges[rank])])
+            return
+        parts = [[values[slice(*one.ranges[other])] for one, values in new] for other in self._ranks]
+        arrive = self._exchange(tensors[0].whole, parts, [[one.part for one in its] for its in seen])
+        yield
+        arrive()
+
+    def _exchange(self, like: Tensor, rows: Rows, places: Rows) -> Callable[[], None]:
+        """Begin to send rows to each rank; return what waits, and puts the rows of each rank in their places.
+
+        Shapes: rows and places [any] each
+        """
+        nothing = like.new_empty(0)  # a rank may have no rows
+        leaving = torch.cat([nothing, *(row.to(like.device) for its in rows for row in its)])
+        give, take = ([sum(map(len, its)) for its in every] for every in (rows, places))
+        arriving = leaving.new_empty(sum(take))
+        work = started(dist.all_to_all_single(arriving, leaving, take, give, group=self.group, async_op=True))
+
+        def arrive() -> None:
+            work.wait()
+            every = [place for its in places for place in its]
+            for place, row in zip(every, arriving.split([*map(len, every)]), strict=True):
+                place.copy_(row)
+
+        return arrive
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the model's gradients."""
@@ -171,22 +182,44 @@ class WholeTensorOptimizer(OptimizerOfPieces):
         """Return what this rank updates: its parts of some tensors, and the whole of others."""
         rank, pieces = dist.get_rank(self.group), []
         for one in self._held:
-            start, stop = one.ranges[rank]
             owner = self.owners.get(one.name)
-            if owner is None and start < stop:
-                pieces.append(OwnPiece(one.name, 0, start, stop, one.part, one.part.detach()))
+            if owner is None and one.part.numel():
+                pieces.append(OwnPiece(one.name, 0, *one.ranges[rank], one.part, one.part.detach()))
             elif owner is not None and (owner == rank or self.by == "everywhere"):
-                whole = self._parameters[one.name]
-                pieces.append(OwnPiece(one.name, 0, 0, whole.numel(), whole, whole.detach()))
-        tensors = {one.name: (one.shape, one.part.dtype) for one in self._held}
-        return OwnPieces(pieces, tensors, self._cut, self.group)
+                pieces.append(OwnPiece(one.name, 0, 0, one.whole.numel(), one.whole, one.whole.detach()))
+        tensors = {one.name: (tuple(one.whole.shape), one.whole.dtype) for one in self._held}
+        return OwnPieces(pieces, tensors, self.model.cut, self.group)
+
+    def shard_state(self) -> dict[str, Any]:
+        """Return this rank's shard, for a checkpoint beside `ShardedState(model)`: views, to save before the next step.
+
+        Any number of ranks loads the shards of all (`load_shards`), also with a different `by`.
+        """
+        parts, groups = save_parts(self.own_pieces(), self.optimizer, parameters=False)
+        return SavedShard(dist.get_rank(self.group), len(self._ranks), parts, groups).to_dict()
+
+    def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
+        """Assemble what this rank updates from saved shards; return a function that loads it. Nothing changes yet.
+
+        Raises:
+            ValueError: they do not fit, or shards are missing.
+        """
+        return prepare(self.own_pieces(), self.optimizer, saved, parameters=False)
 
 
-def _whole(one: HeldTensor) -> nn.Parameter:
-    """Return a parameter of the whole shape, without memory of its own: a step lends it some."""
-    return nn.Parameter(torch.zeros((), dtype=one.part.dtype, device=one.device).expand(one.shape))
+def held_by(model: FullyShard) -> Iterator[HeldTensor]:
+    """Yield all tensors that train, in one order on all ranks; nothing is sent."""
+    for unit in (unit for unit in model.units if unit.shard.requires_grad):
+        own = {piece.slot: piece.parameter for piece in unit.shard.pieces}
+        every = [unit.layout.pieces(rank) for rank in range(unit.layout.num_shards)]
+        held = [{slot: (start, stop) for slot, start, stop, _ in its} for its in every]  # by each rank
+        nothing = nn.Parameter(unit.shard.to_local()[:0])
+        for slot, (name, shape) in enumerate(zip(unit.layout.names, unit.layout.shapes, strict=True)):
+            number = torch.zeros((), dtype=unit.shard.dtype, device=unit.options.device)
+            whole, part = nn.Parameter(number.expand(shape)), own.get(slot, nothing)
+            yield HeldTensor(name, whole, part, [its.get(slot, (0, 0)) for its in held])
 
 
-def _raise_first(errors: Sequence[Exception]) -> None:
-    for error in errors:
-        raise error
+def _gradient_of(part: nn.Parameter) -> Tensor:
+    """Return a gradient without -0.0; where no rank has one -0.0 for each number, which says so."""
+    return torch.full_like(part, -0.0) if part.grad is None else part.grad + 0.0

@@ -1,11 +1,8 @@
 """An update of whole matrices whose rows lie on ranks, by hand, in both ways; and the same question with one number.
 
 Muon makes the momentum of a matrix orthogonal, and no rank has the whole momentum. `by_everyone` gathers it: every rank
-computes every matrix, n times the work of one process in the time of one. `by_owners` computes each matrix once: its
-rows go to the rank that owns it, and the result goes back. It sends n / 2 times less, too.
-
-LARS and LAMB need a single number of a whole tensor, its length. So no rows need to travel: `whole_norms`.
-`WholeTensorOptimizer` does the same for shards of any cut, and computes while the next matrices travel.
+computes every matrix. `by_owners` computes each matrix once: its rows go to the rank that owns it, and the result goes
+back. It sends n / 2 times less, too. LARS and LAMB need a single number, the length: no rows travel in `whole_norms`.
 """
 
 from __future__ import annotations
@@ -23,12 +20,7 @@ Update = Callable[[Tensor], Tensor]
 
 
 def by_everyone(rows: Sequence[Tensor], update: Update, group: ProcessGroup | None = None) -> list[Tensor]:
-    """Return this rank's rows of `update(matrix)` for each matrix; every rank computes all of them.
-
-    Args:
-        rows: of each matrix this rank's, as many on each rank.
-        update: what is computed of a whole matrix, such as `newton_schulz`.
-        group: the ranks.
+    """Return this rank's rows of `update(matrix)` for each matrix, given its rows of each; every rank computes all.
 
     Shapes: rows [M/n, N] each -> [M/n, N] each
     Cost: an all-gather for each matrix: with E elements in all, (n-1)/n E sent per rank; all updates on each rank.
@@ -44,13 +36,7 @@ def by_everyone(rows: Sequence[Tensor], update: Update, group: ProcessGroup | No
 def by_owners(
     rows: Sequence[Tensor], owners: Sequence[int], update: Update, group: ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Return this rank's rows of `update(matrix)` for each matrix; its owner alone computes it.
-
-    Args:
-        rows: of each matrix this rank's, as many on each rank.
-        owners: of each matrix the rank that computes it (`distlab.plan.assign_owners`).
-        update: what is computed of a whole matrix.
-        group: the ranks.
+    """Return this rank's rows of `update(matrix)` for each matrix, given its rows of each; the owner computes it.
 
     Shapes: rows [M/n, N] each -> [M/n, N] each
     Cost: two all-to-alls: with E elements in all, 2 (n-1)/n E/n sent in the mean over ranks; an update each once.

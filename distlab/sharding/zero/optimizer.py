@@ -19,9 +19,10 @@ Source: Rajbhandari et al. 2020, ZeRO (1910.02054), sections 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,16 @@ from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradients.flat_gradients import refuse_second
 from distlab.blocks.gradients.gradient_status import TOUCHED, find_faults
-from distlab.blocks.modules.named_parts import SavedShard
+from distlab.blocks.modules.moved import NotCopied
+from distlab.blocks.modules.named_parts import SavedShard, whole_shard
 from distlab.blocks.replicate import Registered, agree_on_build
 from distlab.collectives import DirectGather
 from distlab.plan.require import chosen
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.cut_layers import CutLayers, OwnPieces, clip_shards_
-from distlab.sharding.of_pieces import OptimizerOfPieces, give_pieces, names_of_groups, needs_by_name, owners_of
+from distlab.sharding.of_pieces import give_pieces, names_and_needs, owners_of
+from distlab.sharding.part import SCALER
+from distlab.sharding.state.parts import SavedInShards, by_names, prepare, save_parts
 from distlab.sharding.zero.scatter_in_backward import ScatterInBackward, broadcast_start, make_buckets
 from distlab.trace import SpanWriter
 
@@ -75,7 +79,7 @@ class PlainSharded:
             dist.broadcast(parameter.detach(), group_src=index % num_ranks, group=self.group)
 
 
-class ShardedOptimizer(OptimizerOfPieces):
+class ShardedOptimizer(NotCopied, SavedInShards, torch.optim.Optimizer):
     """ZeRO-1 and ZeRO-2 for real models: average, update and exchange, each rank for its own part.
 
         optimizer = ShardedOptimizer(module, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), stage=2)
@@ -107,6 +111,7 @@ class ShardedOptimizer(OptimizerOfPieces):
         spans: draws each bucket's way, on the lanes "scatter" and "gather".
 
     Attributes:
+        optimizer: of this rank's pieces. Schedules of the learning rate take it, or the ShardedOptimizer itself.
         step_number: of the next `step()`, from 0, for the text of errors.
 
     Cost: a reduce-scatter and an all-gather per bucket: each (n-1)/n Psi sent per rank, 2 Psi (n-1)/n together, padding
@@ -152,21 +157,39 @@ class ShardedOptimizer(OptimizerOfPieces):
         refuse_second(one for _, one in trained)
         broadcast_start(module, group)
         self.optimizer = make_optimizer([one for _, one in trained])
-        self.group_names = names_of_groups(self.optimizer, trained, group)
-        needs = needs_by_name(self.optimizer, self.group_names, self.cut)
+        self.group_names, needs = names_and_needs(self.optimizer, trained, group, self.cut)
         if split == "elements" and "tensors" in needs.values():
             kind = type(self.optimizer).__name__
             raise ValueError(f'{kind} looks at whole tensors, and split="elements" cuts them; pass split="tensors"')
         owners = owners_of(self.optimizer, needs, trained, dist.get_world_size(group)) if split == "tensors" else None
         self.buckets = make_buckets(trained, bucket_bytes, group, owners=owners, keep=stage == 1)
         self._names = [name for bucket in self.buckets for name in bucket.names]
-        pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
-        give_pieces(self.optimizer, trained, self.group_names, pieces)
+        give_pieces(self.optimizer, trained, self.group_names, self._pieces().pieces)
         self._registered = Registered(module, "ShardedOptimizer")
         self._note_values()
         self.register_step_pre_hook = self.optimizer.register_step_pre_hook  # type: ignore[method-assign]
         self.register_step_post_hook = self.optimizer.register_step_post_hook  # type: ignore[method-assign]
         self._scattering = ScatterInBackward(self.buckets, stage=stage, spans=spans, on_second=self.synchronize)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Parameter groups of this rank's pieces, with their learning rates."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Options that a group has where it sets none."""
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """What the optimizer keeps of this rank's pieces."""
+        return self.optimizer.state
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Refuse torch.amp.GradScaler on every rank, also on one that owns no gradient: it asks for this first."""
+        raise ValueError(f"rank {dist.get_rank()}: torch.amp.GradScaler on shards: {SCALER}")
 
     @property
     def num_bytes(self) -> int:
@@ -269,9 +292,35 @@ class ShardedOptimizer(OptimizerOfPieces):
         """Scale mean gradients so that the norm of all is at most `max_norm`; return it (see `clip_shards_`)."""
         return clip_shards_(self.named_pieces(), max_norm, self.group, self.cut, check_finite=self.check_finite)
 
+    def add_param_group(self, param_group: Mapping[str, Any]) -> NoReturn:
+        """Refuse: buckets are fixed.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("ShardedOptimizer has fixed buckets, and takes no further parameters; build it again")
+
     def close(self) -> None:
         """Remove the hooks from the module; its backward passes are no longer watched."""
         self._scattering.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard of the state, in host memory; every rank saves its own, and nothing is sent."""
+        return SavedShard.from_dict(self.shard_state()).copied().to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: it is of a different model, or does not hold this rank's elements.
+        """
+        self.load_shards([state_dict])
+
+    def shard_state(self) -> dict[str, Any]:
+        """Return this rank's shard, for a checkpoint: views, to save or copy before the next update."""
+        first = self.buckets[0]
+        parts, groups = save_parts(self._pieces(), self.optimizer, parameters=False)
+        return SavedShard(first.rank, first.num_ranks, parts, groups).to_dict()
 
     def prepare_shards(self, saved: Sequence[SavedShard]) -> Callable[[], None]:
         """Assemble this rank's pieces from saved shards; return a function that loads them. Nothing changes yet.
@@ -279,8 +328,18 @@ class ShardedOptimizer(OptimizerOfPieces):
         Raises:
             ValueError: they do not fit, or shards are missing.
         """
-        take = super().prepare_shards(saved)
+        return self._taking(prepare(self._pieces(), self.optimizer, saved, parameters=False))
 
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a whole optimizer's state by names, such as `distlab.checkpoint.read_dcp` returns under "optimizer".
+
+        Raises:
+            ValueError: it does not fit; nothing has changed.
+        """
+        shapes = {name: shape for name, (shape, _) in self._pieces().tensors.items()}
+        self.load_shards([whole_shard(*by_names(state), shapes).to_dict()])
+
+    def _taking(self, take: Callable[[], None]) -> Callable[[], None]:
         def taking() -> None:
             take()
             self._note_values()  # whoever loads a state loads the parameters too, on all ranks
@@ -291,7 +350,6 @@ class ShardedOptimizer(OptimizerOfPieces):
         """Take what the buckets hold now for equal on all ranks: only `step` sends what changes."""
         self._versions = [bucket.whole._version for bucket in self.buckets]
 
-    def own_pieces(self) -> OwnPieces:
-        """Return what this rank owns of the buckets."""
+    def _pieces(self) -> OwnPieces:
         held = [(bucket.layout, bucket.kind[0], bucket.pieces) for bucket in self.buckets]
         return OwnPieces.of(held, self.cut, self.group)

@@ -6,7 +6,7 @@ a slow link would let buffers pile up until, with ZeRO-2 too, whole gradients we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -115,12 +115,7 @@ def _make_way(bucket: ShardBucket, slot: int) -> Callable[[Tensor], None]:
 
 
 def make_buckets(
-    named: Sequence[Named],
-    bucket_bytes: int,
-    group: ProcessGroup | None,
-    *,
-    owners: Mapping[str, int] | None,
-    keep: bool,
+    named: Sequence[Named], bucket_bytes: int, group: ProcessGroup | None, *, owners: dict[str, int] | None, keep: bool
 ) -> list[ShardBucket]:
     """Put parameters into buckets of one dtype and device, last first, since backward ends with the first.
 
