@@ -78,9 +78,12 @@ def untied() -> list[Claim]:
 def text() -> str:
     """Return what benchmarks/CLAIMS.md should contain."""
     missing = Counter(claim.package for claim in untied())
-    lines = [HEAD, "| claim | about | tests |", "|---|---|---|"]
+    lines = [HEAD, "| package | claims | measured by |", "|---|---|---|"]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for claim, tests in sorted(tests_of_claims().items()):
-        lines.append(f"| {claim.package}: `{claim.name}` | {claim.kind} | {', '.join(f'`{test}`' for test in tests)} |")
+        rows.setdefault((claim.package, *tests), []).append(f"{claim.kind} of `{claim.name}`")
+    for (package, *tests), claims in rows.items():
+        lines.append(f"| {package} | {', '.join(claims)} | {', '.join(f'`{test}`' for test in tests)} |")
     lines += ["", "## Claims without a named test", "", "| package | claims |", "|---|---|"]
     lines += [f"| {package} | {number} |" for package, number in sorted(missing.items())]
     return "\n".join(lines) + "\n"

@@ -944,8 +944,8 @@ print(f"owners, yours: {1e3 * took[2]:.0f} ms")
 #
 # ### For a whole model
 #
-# `WholeTensorOptimizer` takes Muon, LAMB or LARS to the shards of a `FullyShard`. While a rank computes a bucket of
-# matrices, the next arrives and the last leaves. Embeddings and biases, which Muon leaves to AdamW, do not travel.
+# `WholeTensorOptimizer` takes Muon, LAMB or LARS to the shards of a `FullyShard`. While a rank computes a matrix of
+# its own, the next one arrives and the last leaves. Embeddings and biases, which Muon leaves to AdamW, do not travel.
 
 # %%
 from distlab.large_batch import Muon
