@@ -7,7 +7,6 @@ from itertools import chain, repeat
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import torch
 from _blocks import by_value, slowest, take_turns
 from _rows import Row, compare, noise
 from _script import run_script
@@ -20,7 +19,6 @@ from distlab.measure import MIN_BLOCKS
 
 def time_case(folder: str, num_workers: int, blocks: int, repeats: int) -> list[list[float]]:
     """Time ours, torch's and torch's again in interleaved blocks of batches of 32 samples of 1,024 tokens."""
-    torch.set_num_threads(1)
     how, files = {"num_workers": num_workers, "persistent_workers": num_workers > 0}, open_tokens(folder, 1024)
     plain = [chain.from_iterable(repeat(DataLoader(files, 32, shuffle=True, **how))) for _ in range(2)]
     return take_turns([each.__next__ for each in (Loader(files, 32, num_workers=num_workers), *plain)], blocks, repeats)

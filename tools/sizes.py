@@ -47,7 +47,7 @@ def of(*rooms: str) -> tuple[str, ...]:
 CHECKS = tuple(f"lessons/{number:02}_*/checks/" for number in range(1, 16))
 TRIALS = ("lessons/GUIDES.py", "lessons/guides/")
 ROOMS = (
-    Room("distlab", ("distlab/",), 64_394, 51_455),
+    Room("distlab", ("distlab/",), 64_394, 51_505),
     Room("- comm, nodes, shared_memory", of("comm", "nodes", "shared_memory"), 12_131, 9_700),
     Room("- course and cli", of("grading", "lab", "notebook", "classroom", "capstone", "course", "cli"), 14_029, 9_500),
     Room("- - grading", of("grading", "course/grading"), 7_448, 4_900),

@@ -71,8 +71,7 @@ class Loader(Iterator[Any]):
             text = f"{size} samples with {len(self._lengths)} lengths, {self.world_size} ranks, a batch of {batch_size}"
             raise ValueError(f"{text}; pass a length for each sample, and a batch with at least one for each rank")
         self._facts: dict[str, Any] = {"samples": size, "seed": seed, "identity": getattr(dataset, "identity", "")}
-        how: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": device.is_available()}
-        self._torch_loader = partial(DataLoader, dataset, num_workers=num_workers, **how)
+        self._torch_loader = partial(DataLoader, dataset, num_workers=num_workers, collate_fn=collate_fn)
         self._source: Iterator[Any] | None = None
 
     def batches(self) -> tuple[Iterator[Any], deque[float]]:
@@ -80,17 +79,20 @@ class Loader(Iterator[Any]):
         order, weights = SampleOrder(self._facts["samples"], self._facts["seed"]), deque[float]()
 
         def samples() -> Iterator[list[int]]:
-            for start in count(self.position, self.batch_size):
-                batch = order.samples(start, start + self.batch_size)
-                tokens, own = self._lengths[batch], [*range(*rank_slice(len(batch), self.rank, self.world_size))]
+            start, stop = rank_slice(self.batch_size, self.rank, self.world_size)
+            own, weight = [*range(start, stop)], (stop - start) * self.world_size / self.batch_size
+            for position in count(self.position, self.batch_size):
+                batch = order.samples(position, position + self.batch_size)
                 if self._is_balanced:
+                    tokens = self._lengths[batch]
                     own = balance(tokens, self.world_size)[self.rank]
-                weights.append(float(tokens[own].sum() * self.world_size / tokens.sum()))
+                    weight = float(tokens[own].sum() * self.world_size / tokens.sum())
+                weights.append(weight)
                 yield batch[own].tolist()
 
         # A generator of its own: torch's draws from the process's, so that dropout would differ after a resume.
         draws, handler = generator(order.seed, self.rank, "workers"), signal.getsignal(signal.SIGCHLD)
-        source = iter(self._torch_loader(batch_sampler=samples(), generator=draws))
+        source = iter(self._torch_loader(batch_sampler=samples(), generator=draws, pin_memory=device.is_available()))
         if handler is not signal.getsignal(signal.SIGCHLD):
             signal.signal(signal.SIGCHLD, handler)  # torch's raises wherever the program is; here next() finds out
         return source, weights

@@ -20,12 +20,7 @@ from distlab.blocks.data import SampleOrder, rank_slice
 class PlainLoader:
     """Batches of a file of 16-bit tokens, without end: `next(loader)`; set its `position` to go on there.
 
-    Args:
-        path: of the file.
-        context: tokens of a sample; each is read with the one behind it, the last target.
-        batch_size: samples of a step, over all ranks.
-        rank: which slice of the batch.
-        world_size: how many slices there are.
+    A sample is `context` tokens and the one behind them, the last target. `batch_size` counts those of all ranks.
     """
 
     def __init__(self, path: str | Path, context: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:

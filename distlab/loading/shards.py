@@ -76,8 +76,7 @@ class TokenFiles(Dataset[Tensor]):
         identity: the index's checksum: the same for the same tokens in the same shards.
 
     Raises:
-        ValueError: a file is cut short or longer, or there are too few tokens.
-        FileNotFoundError: there is no index, or a file is missing.
+        ValueError: a file is cut short or longer, or there are too few tokens; FileNotFoundError: one is missing.
     """
 
     def __init__(self, directory: str | Path, context: int | None = None) -> None:
