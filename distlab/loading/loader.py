@@ -40,15 +40,15 @@ class Loader(Iterator[Any]):
         collate_fn: makes a batch of a list of items; None: torch's, which stacks.
 
     Attributes:
-        position: samples that all ranks together have used up.
+        position: samples that all ranks together have used up; the next batch begins there, also where it is set.
         weight: times this rank's mean loss, the ranks' mean is the batch's: over its tokens if there are `lengths`.
 
-    Cost: a permutation an epoch; agreement (40 bytes) before the first batch, and 300 bytes with each, not over nccl.
+    Cost: a permutation an epoch; agreement (40 bytes) before the first batch, and 300 bytes with each, not on GPUs.
     Error: none: each sample is handed out once an epoch, in the batches of one process, over kills and resizes.
 
     Raises:
         ValueError: fewer samples than ranks, a length missing, or, by `next`, ranks that disagree.
-        RuntimeError: by `next`, on every rank (over nccl on that one): a worker died, or an item cannot be made.
+        RuntimeError: by `next`, on every rank (on GPUs on that one): a worker died, or an item cannot be made.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Loader(Iterator[Any]):
             raise ValueError(f"{text}; pass a length for each sample, and a batch with at least one for each rank")
         self._facts: dict[str, Any] = {"samples": size, "seed": seed, "identity": getattr(dataset, "identity", "")}
         self._torch_loader = partial(DataLoader, dataset, num_workers=num_workers, collate_fn=collate_fn)
-        self._source: Iterator[Any] | None = None
+        self._made_to = -1  # where the next batch of the workers begins; there are none yet
 
     def batches(self) -> tuple[Iterator[Any], deque[float]]:
         """Return this rank's batches from the position on, which stays, and weights of those that were begun."""
@@ -99,7 +99,7 @@ class Loader(Iterator[Any]):
 
     def __next__(self) -> Any:
         """Return this rank's next batch."""
-        if self._source is None:
+        if self._made_to != self.position:
             if self._is_shared:
                 facts = [self.state_dict(), self.batch_size, float(self._lengths @ np.arange(len(self._lengths)))]
                 agree(facts, self._group, what="the loader's state, batch and lengths")
@@ -113,9 +113,10 @@ class Loader(Iterator[Any]):
         if self._is_shared and group_device(self._group).type == "cpu":
             faults = all_gather_bytes(faults[0].ljust(300), self._group)
         if told := b"; ".join(filter(None, map(bytes.strip, faults))).decode(errors="replace"):
-            self._source, where = None, f"the batch at sample {self.position} with {self.num_workers} workers"
+            self._made_to, where = -1, f"the batch at sample {self.position} with {self.num_workers} workers"
             raise RuntimeError(f"cannot load {where}: {told}; next() tries it again")
         self.position, self.weight = self.position + self.batch_size, self._weights.popleft()
+        self._made_to = self.position
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Loader(Iterator[Any]):
         if {**state_dict, **self._facts} != state_dict:
             text = f"the loader's state was taken with {state_dict}, this one has {self._facts}"
             raise ValueError(f"{text}: samples would be lost and repeated; restore the data, or begin a new run")
-        self.position, self._source = state_dict["position"], None
+        self.position = state_dict["position"]
 
 
 class LoaderRate(NamedTuple):
