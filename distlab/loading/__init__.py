@@ -1,8 +1,7 @@
 """Loading: samples that arrive in time, each on one rank once, and on from any position on any number of ranks.
 
-Begin with `plain`: a mapped file, one number and a slice. `shards` writes documents into shards and refuses what
-was changed, `loader` has workers that read ahead, and `lengths` packs documents into rows, or gives each rank as much
-to do. The order of samples is `distlab.data.SampleOrder`.
+Begin with `plain`: a mapped file, one number and a slice. `shards` writes documents and refuses what was changed,
+`loader` has workers that read ahead, and `lengths` packs documents into rows, or gives each rank as much to do.
 """
 
 from distlab.loading.lengths import (

@@ -80,15 +80,15 @@ class Loader(Iterator[Any]):
 
         def samples() -> Iterator[list[int]]:
             start, stop = rank_slice(self.batch_size, self.rank, self.world_size)
-            own, weight = [*range(start, stop)], (stop - start) * self.world_size / self.batch_size
+            weight = (stop - start) * self.world_size / self.batch_size
             for position in count(self.position, self.batch_size):
                 batch = order.samples(position, position + self.batch_size)
+                own = batch[start:stop]
                 if self._is_balanced:
-                    tokens = self._lengths[batch]
-                    own = balance(tokens, self.world_size)[self.rank]
-                    weight = float(tokens[own].sum() * self.world_size / tokens.sum())
+                    own = batch[balance(self._lengths[batch], self.world_size)[self.rank]]
+                    weight = float(self._lengths[own].sum() * self.world_size / self._lengths[batch].sum())
                 weights.append(weight)
-                yield batch[own].tolist()
+                yield own.tolist()
 
         # A generator of its own: torch's draws from the process's, so that dropout would differ after a resume.
         draws, handler = generator(order.seed, self.rank, "workers"), signal.getsignal(signal.SIGCHLD)
