@@ -1,18 +1,12 @@
-"""Loader beside torch's DataLoader over the same shards of tokens, in one process, with and without workers.
-
-Both take turns block by block. On several ranks each batch of Loader has an all-reduce of 4 bytes besides, see the rows
-of `shared_memory`.
-"""
+"""Loader beside torch's DataLoader over the same shards of tokens, in one process, with and without workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, repeat
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import torch
 from _blocks import by_value, slowest, take_turns
 from _rows import Row, compare, noise
 from _script import run_script
@@ -22,20 +16,12 @@ from distlab.comm import Ranks
 from distlab.loading import Loader, open_tokens, write_tokens
 from distlab.measure import MIN_BLOCKS
 
-CONTEXT, BATCH = 1024, 32
-
 
 def time_case(folder: str, num_workers: int, blocks: int, repeats: int) -> list[list[float]]:
-    """Time ours, torch's and torch's again in interleaved blocks of batches."""
-    torch.set_num_threads(1)
-    files = open_tokens(folder, CONTEXT)
-    plain = [
-        DataLoader(files, BATCH, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0)
-        for _ in range(2)
-    ]
-    ours = iter(Loader(files, BATCH, num_epochs=10_000, num_workers=num_workers))
-    taken = [ours, *(chain.from_iterable(repeat(loader)) for loader in plain)]
-    return take_turns([batches.__next__ for batches in taken], blocks, repeats)
+    """Time ours, torch's and torch's again in interleaved blocks of batches of 32 samples of 1,024 tokens."""
+    how, files = {"num_workers": num_workers, "persistent_workers": num_workers > 0}, open_tokens(folder, 1024)
+    plain = [chain.from_iterable(repeat(DataLoader(files, 32, shuffle=True, **how))) for _ in range(2)]
+    return take_turns([each.__next__ for each in (Loader(files, 32, num_workers=num_workers), *plain)], blocks, repeats)
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
@@ -44,12 +30,13 @@ def rows(quick: bool = False) -> Iterator[Row]:
     blocks, repeats = (3, 5) if quick else (MIN_BLOCKS + 4, 50)
     with TemporaryDirectory() as folder, Ranks(1, timeout_s=600, record=False) as ranks:
         documents = np.random.default_rng(0).integers(0, 50_000, (200, 50_000))
-        write_tokens(Path(folder), documents, vocab_size=50_000, shard_tokens=2**20)
+        write_tokens(f"{folder}/tokens", documents, vocab_size=50_000, shard_tokens=2**20)
         for num_workers in (0, 2):
-            ours, peer, again = slowest(ranks.run(time_case, folder, num_workers, blocks, repeats))
-            what = f"a batch of {BATCH} x {CONTEXT} tokens from shards, {num_workers} workers"
-            rate = f"{BATCH / np.median(ours):,.0f} samples/s"
-            yield compare(f"{what}: Loader against DataLoader", ours, peer, note=rate)
+            ours, peer, again = slowest(ranks.run(time_case, f"{folder}/tokens", num_workers, blocks, repeats))
+            what = f"a batch of 32 x 1024 tokens from shards, {num_workers} workers"
+            yield compare(
+                f"{what}: Loader against DataLoader", ours, peer, note=f"{32 / np.median(ours):,.0f} samples/s"
+            )
             yield noise(f"{what}, DataLoader", again, peer)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -338,3 +339,26 @@ def _overlap(profile: Profile, *ranks: int) -> tuple[str, str]:
 def _ms(seconds: float) -> str:
     ms = seconds * 1e3
     return f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.01 else "0"
+
+
+class Limit(NamedTuple):
+    """What limits a step, and the parts of it that show it, of the rank that waits least for other ranks."""
+
+    what: str  # "loader", "step" or "wire"
+    loader: float  # it waits for its next batch
+    step: float  # it computes
+    wire: float  # bytes travel, computed meanwhile or not
+
+
+def limit_of(profile: Profile) -> Limit:
+    """Say what limits: made faster, it alone makes steps shorter.
+
+    A loader works ahead. Where a rank waits for it all the same (`FLOOR` of a step or more), it is always busy. Else
+    bytes travel under the computation: who of the two is busier decides.
+    """
+    mean = profile.seconds.mean(axis=1)  # [R, 7]
+    row = int(mean[:, SECTIONS.index("idle")].argmin())
+    own = dict(zip(SECTIONS, (mean[row] / mean[row].sum()).tolist(), strict=True))
+    step = sum(own[name] for name in ("forward", "backward", "optimizer", "other"))
+    wire = profile.overlap(profile.ranks[row])[0] / float(mean[row].sum())
+    return Limit("loader" if own["data"] >= FLOOR else "wire" if wire > step else "step", own["data"], step, wire)

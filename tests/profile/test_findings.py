@@ -10,12 +10,9 @@ from gpu_traces import seeded_gpu
 from seeded import FAULTS, KIND, draw, seeded, simulate_job
 from test_live import profile_fault
 
-from distlab.plan import Plan
 from distlab.profile import Finding, Profile, find, limit_of, read_files
 from distlab.profile.read import align
 from distlab.trace import Span, Trace
-from simulator import simulate
-from tests.simulator.step_cases import DEVICE, WORKLOAD, cluster_of
 
 Run = tuple[str, str, tuple[int, ...], list[Finding]]  # a name, the fault, the ranks that have it, and what was found
 
@@ -142,12 +139,3 @@ def test_the_limit_is_what_made_faster_makes_steps_shorter(number):
     limit = limit_of(Profile.of(simulate_job(waits, random)))
     assert limit.what == "loader"
     assert limit.loader > 0.05
-
-
-def test_of_a_simulated_step_the_limit_is_the_loader_where_it_waits():
-    for samples_per_s, expected in ((1e9, "step"), (100.0, "loader")):
-        device = replace(DEVICE, loader_samples_per_s=samples_per_s)
-        step = simulate(WORKLOAD, replace(cluster_of(2), device=device), Plan(data=2))
-        limit = limit_of(Profile.of(step.trace))
-        assert limit.loader == pytest.approx(step.loader_wait_s / step.duration_s)
-        assert limit.what == (expected if step.loader_wait_s else "wire" if limit.wire > limit.step else "step")

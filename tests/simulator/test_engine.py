@@ -10,6 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from distlab import plan as plans
 from distlab.plan.records import GRADIENT_SYNCS
+from distlab.profile import Profile, limit_of
+from distlab.profile.findings import FLOOR
 from simulator import all_reduce_s, closed_form_bubble, gpt_workload, simulate
 from simulator.engine import event_engine as engine
 from simulator.engine.event_engine import SharedCores, run
@@ -279,5 +281,8 @@ def test_a_loader_that_works_ahead_limits_many_steps_as_the_engine_says(samples_
     assert step.trace.duration_s == pytest.approx(max(step.duration_s, step.loading_s))
     spans = [span for span in step.trace if span.lane == "loader"]
     assert [span.duration_s for span in spans] == ([] if samples_per_s is None else [pytest.approx(step.loading_s)] * 2)
+    limit = limit_of(Profile.of(step.trace))  # a wait for samples looks as a measured one does
+    assert limit.loader == pytest.approx(step.loader_wait_s / step.duration_s)
+    assert (limit.what == "loader") == (limit.loader >= FLOOR)
     noted = [note for note in notes_on(plan, loader_wait_s=step.loader_wait_s) if "loader limits" in note]
     assert len(noted) == (step.loader_wait_s > 0) == (samples_per_s in (110.0, 7.0))
