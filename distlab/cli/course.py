@@ -80,7 +80,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _actions(command: argparse.ArgumentParser) -> None:
-    """Declare the actions of `distlab lesson`."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     start = actions.add_parser("start", help="open the lessons in JupyterLab")
     start.add_argument("--port", type=number(least=1, most=65535), help="default: the first free one from 8888")
@@ -119,7 +118,6 @@ def lesson(arguments: argparse.Namespace) -> int:
 
 
 def _start(lessons: Path, work: Path, arguments: argparse.Namespace) -> None:
-    """Bring the copies that are missing, and open JupyterLab on them."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it")
     from distlab.course.notebook.course import make_copies
@@ -136,7 +134,6 @@ def _start(lessons: Path, work: Path, arguments: argparse.Namespace) -> None:
 
 
 def _short(path: Path) -> str:
-    """Name a path as short as it can be from here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

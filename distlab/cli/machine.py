@@ -179,7 +179,6 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _table(result: Calibration) -> str:
-    """Lay a calibration out for a terminal."""
     from simulator.units import format_bytes_per_s, format_flops_per_s, format_s
 
     cluster, device, contention = result.cluster, result.cluster.device, result.cluster.contention

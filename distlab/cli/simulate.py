@@ -149,7 +149,6 @@ def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | N
 
 
 def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:
-    """Return what to know of the plan's figures; see `simulator.step.timed.notes_on`."""
     from simulator.step.timed import notes_on
 
     notes = list(notes_on(plan, found.get("mfu", 0.0), workload))
@@ -162,7 +161,6 @@ def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:
 
 
 def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str) -> list[tuple[str, str]]:
-    """Return what a terminal shows of a step."""
     from simulator.units import format_bytes, format_s, in_words
 
     used = f"{format_bytes(found['max_memory_bytes'])} of {format_bytes(found['device_memory_bytes'])}"
@@ -190,7 +188,6 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
 
 
 def _rows_of(step: Step, error: str) -> list[tuple[str, str]]:
-    """Return the rows about a step's time, its rates and what it sends."""
     from simulator.units import counted, format_bytes, format_flops_per_s, format_s
 
     plan, device, rows = step.plan, step.cluster.device, []

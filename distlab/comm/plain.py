@@ -155,7 +155,6 @@ def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
 
 
 def _tensor(dtype: Any, shape: tuple[int, ...], data: bytes, wants_grad: bool) -> Any:
-    """Build a tensor from its bytes."""
     import torch
 
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)

@@ -203,7 +203,6 @@ def find_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> H
 
 
 def _add_module(found: Heads, model: nn.Module, parent: str, layers: Mapping[str, str], num_ranks: int) -> None:
-    """Add the heads of one attention module, whose layers are given with their styles."""
     attributes = vars(model.get_submodule(parent)).items()
     numbers = {name: value for name, value in attributes if type(value) is int and value > 0}
     heads, size = (next((numbers[one] for one in kind if one in numbers), 0) for kind in (HEADS, SIZES))

@@ -141,8 +141,6 @@ def _inferred(trace: Sequence[Span]) -> tuple[list[Span], list[list[Need]], list
 
 
 class _Inference:
-    """Finds the work of each span, and what it needs."""
-
     def __init__(self, trace: Sequence[Span]) -> None:
         self.work, self.needs = list(trace), dict[int, list[Need]]()
         by_start = sorted(range(len(trace)), key=lambda row: (trace[row].start_ns, trace[row].end_ns))

@@ -188,7 +188,6 @@ def _is_importable(module: types.ModuleType) -> bool:
 
 
 def _culprit(fn: Callable[..., object], args: Sequence[object]) -> str | None:
-    """Name the argument or the outer variable that cannot be pickled."""
     import cloudpickle
 
     named = [(f"argument {index}", value) for index, value in enumerate(args)]

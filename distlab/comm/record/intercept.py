@@ -264,7 +264,6 @@ class FrontEnd:
         return wait
 
     def _wait_tensor(self, op: Any) -> Callable[..., Any]:
-        """Make the kernel for the wait of functional collectives."""
         passes_on, key = op._handle.redispatch_boxed, torch._C.DispatchKey.BackendSelect
         wait = self.watch_waits(lambda work, keys, tensor: passes_on(keys, tensor))
 

@@ -101,7 +101,6 @@ def two_at_once(known: Iterable[Mutant]) -> Iterator[Mutant]:
 
 
 def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
-    """Let the ranks make the cases' calls."""
     results = ranks.run(cases, fn)
     results = compared_with_rank_0(results) if isinstance(cases, Cases) else results
     return Evidence(ranks.world_size, results, ranks.records())

@@ -158,11 +158,7 @@ def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
 
 
 def _with_checks(exercise: Exercise, checks: Sequence[types.ModuleType]) -> Exercise:
-    """Return an exercise with what its record leaves out and a file of the lesson's checks defines by its name.
-
-    Raises:
-        ValueError: no file defines how to drive it.
-    """
+    """Return an exercise with what its record leaves out and a file of the lesson's checks defines by its name."""
     own = exercise.name.partition(".")[2]
 
     def found(given: Any, name: str) -> Any:

@@ -216,11 +216,7 @@ def _read(folder: Path) -> tuple[Record, str]:
 
 
 def _parse(data: bytes) -> Record:
-    """Read the file's text.
-
-    Raises:
-        ValueError: it is not what `_write` wrote.
-    """
+    """Read the file's text; a ValueError says that it is not what `_write` wrote."""
     found: Any = json.loads(data)
     if not isinstance(found, dict) or not isinstance(found.get("exercises"), dict):
         raise ValueError("it has no exercises")

@@ -165,7 +165,6 @@ def _region(block: str, name: str, parts: dict[str, Layer], inner: Attention) ->
 
 
 def _with_experts(layer: Layer, parts: dict[str, Layer], inner: Attention, num_experts: int, top_k: int) -> Layer:
-    """Add a block's experts, where it has any."""
     own = [parts.get(f"{layer.name}.feed_forward.experts.{number}") for number in range(num_experts)]
     found = [part for part in own if part is not None]
     if not found:
@@ -177,7 +176,6 @@ def _with_experts(layer: Layer, parts: dict[str, Layer], inner: Attention, num_e
 
 
 def _joined(layer: Layer, behind: Layer) -> Layer:
-    """Return two layers that follow one another as one."""
     names = ["parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters", "activation_bytes", *WORKS]
     names += ["frozen_bytes", "logits_bytes", "regions", "sequence_calls"]
     added = {name: getattr(layer, name) + getattr(behind, name) for name in names}

@@ -249,7 +249,6 @@ class CalibrationOfRun:
             hybrid.close()
 
     def _overhead(self, measured: CalibrationRound) -> Overhead:
-        """Return what the references' steps cost beyond what a round without overhead explains."""
         seconds, loads = [], []
         for hybrid, tokens in self._trained:
             step = partial(hybrid.train_step, tokens, tokens)

@@ -106,7 +106,6 @@ def measure_messages(device: torch.device) -> CallTimes:
 
 
 def _times(kind: str, groups: Sequence[ProcessGroup | None], device: torch.device) -> CallTimes:
-    """Time a kind of call on each of these groups; take the mean over groups and ranks."""
     sizes = [(size, max(FEW, min(MANY, ENOUGH_BYTES // size))) for size in MESSAGE_BYTES]
     rows = [[time_calls(_call(kind, size, group, device), n, device) for size, n in sizes] for group in groups]
     seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)

@@ -90,11 +90,7 @@ def _remember(name: str, text: str) -> None:
 
 
 def _module(name: str) -> Source:
-    """Find a module without importing it or its parents.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Find a module without importing it or its parents."""
     where: list[str] | None = None
     parts = name.split(".")
     for depth, part in enumerate(parts, start=1):
@@ -107,7 +103,6 @@ def _module(name: str) -> Source:
 
 
 def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[str, str], ...]:
-    """Return name and text of the code cells of a notebook."""
     reset = f"; `{runnable('distlab lesson reset NN')}` brings a fresh copy of a lesson and keeps yours aside"
     try:
         cells = json.loads(text)["cells"]

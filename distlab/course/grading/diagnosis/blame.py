@@ -135,7 +135,6 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str, ex
 
 
 def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:
-    """Describe ranks that did not finish in time: who waits for whom, and each one's own line."""
     first, *rest = str(error).split("\n\n")
     lines = [first, *[part for part in rest if not part.startswith("---")][:1]]
     for failure in error.failures:

@@ -130,7 +130,6 @@ def _form(got: Any, want: Tensor, what: str) -> Fault | None:
 
 
 def _compare_tensors(got: Tensor, want: Tensor, what: str, world_size: int) -> Fault | None:
-    """Compare values of two tensors of one shape and dtype."""
     if equal(got, want):
         return None
     ratio = constant_ratio(got, want)
