@@ -129,7 +129,6 @@ def tables_said(arguments: argparse.Namespace) -> PlanFile:
 
 
 def _tables(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the tables of a plan file that say what the flags say."""
     from simulator.plan_file import cluster_table
 
     tables: dict[str, Any] = {}

@@ -88,7 +88,6 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def _save(arguments: argparse.Namespace, step: Step | None, memory: Memory, cluster: Cluster) -> None:
-    """Draw the timeline (a pipeline as its schedule) and the memory, and write the trace, where files are named."""
     from distlab.trace import write_chrome
     from simulator import viz
 

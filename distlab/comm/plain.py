@@ -192,8 +192,6 @@ def _record(module: str, qualname: str, fields: Any) -> Any:
 
 
 class _Names(dict[tuple[str, str], object]):
-    """What the names in plain data stand for."""
-
     def __missing__(self, key: tuple[str, str]) -> object:
         if key[0] == "torch":
             import torch

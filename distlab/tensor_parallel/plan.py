@@ -107,7 +107,6 @@ def find_styles(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> di
 
 
 def _check_layer(name: str, module: nn.Module, style: str, num_ranks: int) -> None:
-    """Refuse a layer of a kind that its style cannot cut, and features that the ranks do not divide."""
     is_linear = is_conv1d(module) or type(module).forward is nn.Linear.forward
     if not is_linear and not (style == "vocabulary" and type(module).forward is nn.Embedding.forward):
         raise ValueError(

@@ -130,7 +130,6 @@ def _later(moments: Sequence[tuple[int, int]], begin_ns: int) -> list[Need]:
 
 
 def _inferred(trace: Sequence[Span]) -> tuple[list[Span], list[list[Need]], list[int]]:
-    """Infer what each span needs, of what had begun before it; and the order of all."""
     found = _Inference(trace)
     order = sorted(found.needs, key=lambda row: (found.work[row].start_ns, found.work[row].end_ns))
     place = {row: number for number, row in enumerate(order)} | {-1: -1}

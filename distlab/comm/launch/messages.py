@@ -136,7 +136,6 @@ def _dump(value: object) -> bytes:
 
 
 def _with_hooks(step: types.FunctionType) -> Any:
-    """Return an optimizer's step with torch's hooks around it, those of this process."""
     import torch
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)

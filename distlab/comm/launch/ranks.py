@@ -346,7 +346,6 @@ class _Round:
         return standing(self._stacks(), self._words())
 
     def _words(self) -> list[str]:
-        """Who waits for whom, from the recorded calls."""
         if self.watchdog is None:
             return []
         try:

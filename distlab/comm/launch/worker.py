@@ -126,8 +126,6 @@ def rank_environment(settings: Settings, folder: Path, rank: int) -> dict[str, s
 
 
 class _Rank:
-    """One rank's state between calls: its group and its recorder."""
-
     def __init__(self, settings: Settings, folder: Path, rank: int) -> None:
         self.settings, self.folder, self.rank = settings, folder, rank
         self.recorder: Recorder | None = None

@@ -303,7 +303,6 @@ def tap_shared_memory(front: Any) -> Callable[[], None]:
 
 
 def _method(front: Any, operation: operations.Operation, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the method of one operation: it records the call and passes it on."""
     is_pair = operation.op in ("send", "recv")
     main = threading.main_thread().ident
 

@@ -136,7 +136,6 @@ def _line(rank: int, records: Mapping[int, RankRecord], waits: Mapping[int, Wait
 
 
 def _instead(rank: int, records: Mapping[int, RankRecord]) -> str:
-    """Say what a rank does instead of the call that a different one needs."""
     record = records.get(rank)
     if record is None or not len(record.rows):
         return " (it has made no call)"

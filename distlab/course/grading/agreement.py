@@ -107,8 +107,6 @@ def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ran
 
 
 class _Known(NamedTuple):
-    """The known wrong versions of an exercise, to be driven on the ranks that are there."""
-
     exercise: Exercise
     reference: Callable[..., Any]
     ranks: Ranks

@@ -106,7 +106,6 @@ def without_accumulation(workload: Workload) -> Workload:
 
 
 def _attention(samples: int, config: GPTConfig) -> Attention:
-    """Describe the inner attention of a block, in the work that `workload_from_module` counts for it."""
     row_bytes = samples * config.context * config.hidden_size * NUMBER_BYTES  # [B, S, H]
     product = 2.0 * samples * config.context**2 * config.hidden_size  # [S, d] x [d, S] for all heads
     return Attention(

@@ -321,7 +321,6 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def _measure_rounds(device_kind: str, num_nodes: int, seconds: float) -> list[Round]:
-    """Run on every rank: take rounds until `seconds` have passed."""
     device = on_ranks.device_of(device_kind, dist.get_rank())
     nodes = node_groups() if num_nodes > 1 else None
     start = time.monotonic()

@@ -142,7 +142,6 @@ def steps_of(kind: str, num_ranks: int) -> Steps:
 
 
 def _call(kind: str, num_bytes: int, group: ProcessGroup | None, device: torch.device) -> Callable[[], object]:
-    """Return a call as a technique makes it, while the rank computes nothing."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = torch.zeros(num_ranks, max(1, num_bytes // 4 // num_ranks), device=device)  # [t, S/t x H]
     sequence = rows.view(1, -1, 1)  # [1, S, 1]

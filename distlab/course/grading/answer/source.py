@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.comm.command import runnable
-from distlab.course.grading.answer.needed import UNREADABLE, needed_statements, reason
+from distlab.course.grading.answer.needed import UNREADABLE, needed_statements
 from distlab.course.grading.progress import copy_in
 
 _MAGIC = re.compile(r"^\s*[%!?]|\?\s*$|= [!%]")
@@ -76,7 +76,7 @@ def read_source(impl: str) -> Source:
             ast.parse(text)
         except UNREADABLE as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-            raise ValueError(f"{impl}{line}: {reason(error)}") from None
+            raise ValueError(f"{impl}{line}: {getattr(error, 'msg', error)}") from None
         return Source("file", impl, ((str(path.resolve()), text),), str(path.resolve().parent))
     pieces = _notebook(impl, path, text)
     for name, cell in pieces:

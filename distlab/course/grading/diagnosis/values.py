@@ -241,7 +241,6 @@ def times_of(ratio: float) -> str:
 
 
 def _order(got: Tensor, want: Tensor) -> str | None:
-    """Say how the values were moved about, if that is all that is wrong."""
     if got.numel() < 2:
         return None
     if got.ndim == 2 and got.shape[0] == got.shape[1] and equal(got, want.T):

@@ -92,8 +92,6 @@ class _Drawn(NamedTuple):
 
 
 class _Differences:
-    """How the drawn calls of an answer differ from the reference's, in words."""
-
     def __init__(self, exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> None:
         assert exercise.vary is not None
         self.name, self.scale = exercise.function, exercise.vary.scale
