@@ -35,7 +35,7 @@ _PAIR = re.compile(r"^ *rank (\d+): (send to|recv from) (\d+) #\d+ \((\w+\[[\d, 
 _MISFIT = "a send and the receive that takes it do not fit"
 # Patterns of an error's text, a line each, and below them, indented, what they mean: the first that is found.
 _TABLE = Path(__file__).with_name("plain_errors.txt").read_text(encoding="utf-8")
-_ROWS = re.findall(r"((?:^\S.*\n)+) +(.+)\n", _TABLE, re.M)
+_ROWS: list[tuple[str, str]] = re.findall(r"((?:^\S.*\n)+) +(.+)\n", _TABLE, re.M)
 _MEANINGS = [(patterns.strip().replace("\n", "|"), words) for patterns, words in _ROWS]
 MAX_LINE = 300
 CELL = "your cell"
