@@ -16,7 +16,6 @@ from distlab.plan.mesh import sizes_of
 
 if TYPE_CHECKING:
     from simulator import Memory, PlanFile, Step
-    from simulator.memory.advice import Run
 
 SHOWN = 8
 MOST_RANKS, MOST_PASSES = 1_000_000, 2_000_000  # a step of so many is simulated within a minute
@@ -118,24 +117,17 @@ def _made(said: PlanFile, file: str | None) -> tuple[Workload, Cluster]:
     return said.made() if file else (said.workload.workload(), cluster_of(said.cluster, said.plan.world_size))
 
 
-def memory_by_run(said: PlanFile, file: str | None) -> Run:
-    """Return what counts a changed plan as this command does: by its step, where the plan has one."""
-    from simulator import memory_of, simulate, why_not_timed
+def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | None) -> str:
+    """Return why a plan does not fit, and what makes it fit, in flags or in words of its file; "": it fits."""
+    from simulator import DoesNotFitError, check_fit, memory_of, simulate, why_not_timed
 
-    def run(workload: Workload, plan: Plan) -> Memory:
+    def run(workload: Workload, plan: Plan) -> Memory:  # counts a changed plan as this command does
         workload, cluster = _made(said.changed(plan, workload.samples), file)
         if why_not_timed(said.plan):
             return memory_of(workload, plan, software=cluster.software)
         return simulate(workload, cluster, plan, order=said.order).memory
 
-    return run
-
-
-def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | None) -> str:
-    """Return why a plan does not fit, and what makes it fit, in flags or in words of its file; "": it fits."""
-    from simulator import DoesNotFitError, check_fit
-
-    how: Any = {"software": cluster.software, "run": memory_by_run(said, file)}
+    how: Any = {"software": cluster.software, "run": run}
     try:
         check_fit(workload, said.plan, cluster.device, **how)
     except DoesNotFitError as error:

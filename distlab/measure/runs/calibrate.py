@@ -240,7 +240,9 @@ class CalibrationOfRun:
         compute, codec = measure_round(device, works=self._works), None
         if plan.compression is not None:
             codec = plan_calls.measure_codec(plan.compression, fit_cluster(compute, plan.world_size), device=device)
-        measured = CalibrationRound(compute, plan_calls.measure_calls(plan, self.groups, device), codec)
+        kinds = plan_calls.kinds_of_calls(plan).items()
+        calls = {kind: plan_calls.times_of(kind, list(map(self.groups.get, axes)), device) for kind, axes in kinds}
+        measured = CalibrationRound(compute, calls, codec)
         return replace(measured, overhead=self._overhead(measured))
 
     def close(self) -> None:
