@@ -292,11 +292,7 @@ class ParallelAttention(nn.Module):
 
 
 def check_heads(num_heads: int, group: ProcessGroup | None) -> None:
-    """Refuse heads that cannot be shared out.
-
-    Raises:
-        ValueError: naming them.
-    """
+    """Refuse heads that cannot be shared out; a ValueError names them."""
     num_ranks = dist.get_world_size(group)
     if num_heads % num_ranks:
         raise ValueError(
