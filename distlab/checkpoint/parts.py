@@ -129,11 +129,7 @@ def require_equal(everyone: Sequence[Mapping[str, tuple[str, int]]]) -> None:
 
 
 def refuse_shards(parts: Parts) -> None:
-    """Refuse plain parts that hold shards: rank 0's would come back on every rank.
-
-    Raises:
-        ValueError: on each rank that finds some.
-    """
+    """Refuse, by a ValueError, plain parts that hold shards: rank 0's would come back on every rank."""
     for name, part in parts.items():
         held = [*part.parameters()] if isinstance(part, nn.Module) and not isinstance(part, Sharded) else []
         if isinstance(part, torch.optim.Optimizer):

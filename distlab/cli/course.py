@@ -165,11 +165,7 @@ def lab(arguments: argparse.Namespace) -> int:
 
 
 def find_lab(name: str) -> tuple[str, Path]:
-    """Return a lab's number and its script.
-
-    Raises:
-        ValueError: no lesson of that number has a lab; the text lists those that have.
-    """
+    """Return a lab's number and its script; a ValueError lists the labs that there are."""
     number = lesson_number(name)
     labs = {path.parent.name[:2]: path for path in sorted(lessons_folder().glob("[0-9][0-9]_*/lab.py"))}
     if number not in labs:

@@ -137,11 +137,7 @@ def columns_of(row: str, styles: Mapping[str, str]) -> list[str]:
 
 
 def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
-    """Return the names of each cut tensor that has several; refuse one that would be cut under one name only.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Return the names of each cut tensor that has several; a ValueError names one that is cut under one name only."""
     names: dict[int, list[str]] = {}
     for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -254,11 +254,7 @@ def _load_clocks(path: Path) -> list[int]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write next to the final place, then move: the file is whole, or what was there before.
-
-    Raises:
-        OSError: the disk refused; what was there before stays.
-    """
+    """Write next to the final place, then move: the file is whole, or (with an OSError) what was there before."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(temporary, "wb") as file:

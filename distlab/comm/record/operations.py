@@ -153,11 +153,7 @@ def refused_peer(op: str, peer: int, size: int, frame: FrameType | None) -> Valu
 
 
 def refuse_itself(op: str, group: Any, frame: FrameType | None) -> None:
-    """Refuse a message of a rank to itself, which gloo cannot carry; NCCL can.
-
-    Raises:
-        ValueError: naming rank, op and what to do.
-    """
+    """Refuse a message of a rank to itself, which gloo cannot carry and NCCL can; a ValueError says what to do."""
     if "nccl" not in dist.get_backend(group):
         words = f"is {'to' if op == 'send' else 'from'} this rank itself: a message needs two ranks; "
         words += "keep the tensor, or a copy of it, and leave the message out here"

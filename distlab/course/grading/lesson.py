@@ -68,11 +68,7 @@ class Lesson:
         return any("optim" in text or "unseal(" in text for text in texts)
 
     def exercise(self, name: str) -> Exercise:
-        """Return the exercise of this name.
-
-        Raises:
-            ValueError: the lesson has none of this name.
-        """
+        """Return the exercise of this name; a ValueError lists those that there are."""
         found = {exercise.name: exercise for exercise in self.exercises}
         if name not in found:
             raise ValueError(f"lesson {self.number} has no exercise {name!r}; it has {', '.join(found)}")
@@ -236,11 +232,7 @@ def reference_of(exercise: Exercise) -> Callable[..., Any]:
 
 
 def mutant_named(exercise: Exercise, name: str) -> Mutant:
-    """Return one of the exercise's wrong versions, as it is written.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Return one of the exercise's wrong versions, as it is written; a ValueError lists those that there are."""
     mutant = next((mutant for mutant in exercise.mutants if mutant.name == name), None)
     if mutant is None:
         names = ", ".join(repr(mutant.name) for mutant in exercise.mutants) or "none"
