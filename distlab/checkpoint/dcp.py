@@ -88,11 +88,7 @@ def _whole(place: Place, value: Any) -> Held:
 
 
 def _held_by(part: Any, name: str) -> list[Held]:
-    """Return the tensors and numbers that this rank holds of a part.
-
-    Raises:
-        ValueError: it is no module and saves no named parts of tensors.
-    """
+    """Return the tensors and numbers that this rank holds of a part."""
     if isinstance(part, Sharded):
         return [*chain(*map(_held_in, _shards_in(part.shard_state(), name)))]
     if isinstance(part, nn.Module):
@@ -104,11 +100,7 @@ def _held_by(part: Any, name: str) -> list[Held]:
 
 
 def _shards_in(state: Mapping[str, Any], name: str) -> list[SavedShard]:
-    """Return the saved shards in a sharded part's state: the state is one, or has a list of them.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return the saved shards in a sharded part's state: the state is one, or has a list of them."""
     try:
         return [SavedShard.from_dict(one) for one in state.get("shards", [state])]
     except ValueError as error:
@@ -313,7 +305,6 @@ def _read(directory: Path, name: str, kind: Any, places: Mapping[metadata.Metada
 
 
 def _load(directory: Path, place: Any) -> Any:
-    """Load what lies at a place in a file of the directory."""
     name = place.relative_path
     if Path(name).name != name:
         raise ValueError(f"{name!r} is not a file of its directory")

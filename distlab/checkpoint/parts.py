@@ -129,11 +129,7 @@ def require_equal(everyone: Sequence[Mapping[str, tuple[str, int]]]) -> None:
 
 
 def refuse_shards(parts: Parts) -> None:
-    """Refuse plain parts that hold shards: rank 0's would come back on every rank.
-
-    Raises:
-        ValueError: on each rank that finds some.
-    """
+    """Refuse, by a ValueError, plain parts that hold shards: rank 0's would come back on every rank."""
     for name, part in parts.items():
         held = [*part.parameters()] if isinstance(part, nn.Module) and not isinstance(part, Sharded) else []
         if isinstance(part, torch.optim.Optimizer):
@@ -190,7 +186,6 @@ def check_fit(parts: Parts, shared: dict[str, Any], owns: Sequence[dict[str, Any
 
 
 def _check_module(module: nn.Module, name: str, state: Mapping[str, Any]) -> None:
-    """Refuse a saved state with other names, shapes or types of numbers than the module's."""
     now, then = ({key: _shape(value) for key, value in one.items()} for one in (module.state_dict(), state))
     for key in [*then, *now]:
         if now.get(key) != then.get(key):
@@ -201,7 +196,6 @@ def _check_module(module: nn.Module, name: str, state: Mapping[str, Any]) -> Non
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, name: str, kind: str, state: Mapping[str, Any]) -> None:
-    """Refuse the state of a different kind of optimizer, or of one for other parameters."""
     now, then = (
         f"{its} with groups of {[len(one['params']) for one in groups]} parameters"
         for its, groups in ((type(optimizer).__name__, optimizer.param_groups), (kind, state["param_groups"]))

@@ -80,7 +80,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _actions(command: argparse.ArgumentParser) -> None:
-    """Declare the actions of `distlab lesson`."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     start = actions.add_parser("start", help="open the lessons in JupyterLab")
     start.add_argument("--port", type=number(least=1, most=65535), help="default: the first free one from 8888")
@@ -119,7 +118,6 @@ def lesson(arguments: argparse.Namespace) -> int:
 
 
 def _start(lessons: Path, work: Path, arguments: argparse.Namespace) -> None:
-    """Bring the copies that are missing, and open JupyterLab on them."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise ValueError("the lessons need JupyterLab; pip install 'distlab[notebooks]' brings it")
     from distlab.course.notebook.course import make_copies
@@ -136,7 +134,6 @@ def _start(lessons: Path, work: Path, arguments: argparse.Namespace) -> None:
 
 
 def _short(path: Path) -> str:
-    """Name a path as short as it can be from here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -168,11 +165,7 @@ def lab(arguments: argparse.Namespace) -> int:
 
 
 def find_lab(name: str) -> tuple[str, Path]:
-    """Return a lab's number and its script.
-
-    Raises:
-        ValueError: no lesson of that number has a lab; the text lists those that have.
-    """
+    """Return a lab's number and its script; a ValueError lists the labs that there are."""
     number = lesson_number(name)
     labs = {path.parent.name[:2]: path for path in sorted(lessons_folder().glob("[0-9][0-9]_*/lab.py"))}
     if number not in labs:

@@ -20,26 +20,8 @@ from distlab.plan import AXES, SCHEDULES, Cluster, Plan, Precision, Sharding
 if TYPE_CHECKING:
     from simulator import ClusterDescription, PlanFile
 
-NAMES = {  # of flags that are not called as the field is
-    "workload.hidden_size": "hidden",
-    "workload.num_layers": "layers",
-    "workload.num_heads": "heads",
-    "workload.vocab_size": "vocabulary",
-    "workload.feed_forward_size": "feed-forward",
-    "workload.num_key_value_heads": "kv-heads",
-    "workload.is_gated": "gate",
-    "workload.ties_embedding": "tie-embedding",
-    "workload.num_experts": "experts",
-    "workload.sequence_length": "sequence",
-    "workload.microbatch_size": "microbatch",
-    "cluster.name": "cluster",
-    "plan.num_microbatches": "microbatches",
-    "plan.gradient_sync": "sync",
-    "plan.bucket_bytes": "bucket-mb",
-    "plan.sharding.stage": "sharding",
-    "plan.precision.compute": "precision",
-    "plan.precision.master": "master",
-}
+# Names of flags that are not called as the field is, each behind its place in a plan file.
+NAMES = dict(map(str.split, Path(__file__).with_name("flags.txt").read_text(encoding="utf-8").splitlines()))
 ONLY_IN_FILES = {"first_bucket_bytes", "compression", "reshard_after_forward", "prefetch", "reduce"}
 ONLY_IN_FILES |= {"num_devices", "devices_per_node", "device", "intra_node", "inter_node"}
 BEGIN = {"plan.data": 8}  # where neither a file nor a flag says how many
@@ -147,7 +129,6 @@ def tables_said(arguments: argparse.Namespace) -> PlanFile:
 
 
 def _tables(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the tables of a plan file that say what the flags say."""
     from simulator.plan_file import cluster_table
 
     tables: dict[str, Any] = {}

@@ -64,7 +64,6 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _checks() -> Iterator[Check]:
-    """Yield the findings, the quick ones first."""
     system, python = platform.system(), platform.python_version()
     without = "use WSL2: ranks need POSIX processes and signals"
     yield Check("system", system in ("Linux", "Darwin"), f"{system} {platform.machine()}", without, needed=True)
@@ -85,7 +84,6 @@ def _checks() -> Iterator[Check]:
 
 
 def _what_works(checks: list[Check]) -> dict[str, bool]:
-    """Conclude from the findings what a learner can do here."""
     ok = {check.name: check.ok for check in checks}
     ranks, gpus = ok.get("two ranks", False), len(gpu_names())
     return {
@@ -179,7 +177,6 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _table(result: Calibration) -> str:
-    """Lay a calibration out for a terminal."""
     from simulator.units import format_bytes_per_s, format_flops_per_s, format_s
 
     cluster, device, contention = result.cluster, result.cluster.device, result.cluster.contention

@@ -41,7 +41,6 @@ WHOLE = "leave out recompute per operator and of some blocks, which Megatron-LM 
 
 
 def _priced(text: str) -> tuple[str, float | None]:
-    """Convert a cluster's name, with a price behind it, for argparse's `type`."""
     name, _, price = text.partition(":")
     return name, positive_number(price) if price else None
 
@@ -158,7 +157,6 @@ def _say(text: str, *numbers: int) -> None:
 
 
 def _save(arguments: argparse.Namespace, said: PlanFile, best: Bill, bests: list[Bill]) -> None:
-    """Write the best plan as a file, and draw the cost curve, each where a file is named."""
     from simulator import curve
     from simulator.viz import draw_cost_curve
 
@@ -172,7 +170,6 @@ def _save(arguments: argparse.Namespace, said: PlanFile, best: Bill, bests: list
 
 
 def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bool) -> dict[str, Any]:
-    """Return the plans, the reasons and the cost curve as JSON-ready values."""
     from simulator import beside, curve, near_fit, reasons, sheet_note, words_of
     from simulator.validation.confidence import words_on_plans
 
@@ -195,7 +192,6 @@ def _facts(own: Search, ranked: list[Bill], bests: list[Bill], *, has_tokens: bo
 
 
 def _text(said: dict[str, Any]) -> str:
-    """Lay the answer out for a terminal."""
     from simulator.units import format_bytes, format_s
 
     def line(row: dict[str, Any]) -> str:
@@ -298,7 +294,6 @@ def marked(said: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _cost_row(each: Bill) -> dict[str, Any]:
-    """Return one bill as JSON-ready values."""
     plan = each.step.plan
     said: dict[str, Any] = {"devices": each.num_devices, "data": plan.data, "microbatches": plan.num_microbatches}
     said |= {"step_s": each.step.steady_s, "mfu": each.step.mfu, "num_steps": each.num_steps}
@@ -330,7 +325,6 @@ def _failures(chosen: Bill) -> dict[str, Any]:
 
 
 def _cost_text(said: dict[str, Any]) -> str:
-    """Lay the run and the curve out for a terminal."""
     from simulator.units import format_s, format_span, in_words
 
     paid = f", {said['dollars']:,.0f} dollars at {said['price']:g} for a device and an hour" if said["price"] else ""

@@ -16,7 +16,6 @@ from distlab.plan.mesh import sizes_of
 
 if TYPE_CHECKING:
     from simulator import Memory, PlanFile, Step
-    from simulator.memory.advice import Run
 
 SHOWN = 8
 MOST_RANKS, MOST_PASSES = 1_000_000, 2_000_000  # a step of so many is simulated within a minute
@@ -87,7 +86,6 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def _save(arguments: argparse.Namespace, step: Step | None, memory: Memory, cluster: Cluster) -> None:
-    """Draw the timeline (a pipeline as its schedule) and the memory, and write the trace, where files are named."""
     from distlab.trace import write_chrome
     from simulator import viz
 
@@ -119,24 +117,17 @@ def _made(said: PlanFile, file: str | None) -> tuple[Workload, Cluster]:
     return said.made() if file else (said.workload.workload(), cluster_of(said.cluster, said.plan.world_size))
 
 
-def memory_by_run(said: PlanFile, file: str | None) -> Run:
-    """Return what counts a changed plan as this command does: by its step, where the plan has one."""
-    from simulator import memory_of, simulate, why_not_timed
+def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | None) -> str:
+    """Return why a plan does not fit, and what makes it fit, in flags or in words of its file; "": it fits."""
+    from simulator import DoesNotFitError, check_fit, memory_of, simulate, why_not_timed
 
-    def run(workload: Workload, plan: Plan) -> Memory:
+    def run(workload: Workload, plan: Plan) -> Memory:  # counts a changed plan as this command does
         workload, cluster = _made(said.changed(plan, workload.samples), file)
         if why_not_timed(said.plan):
             return memory_of(workload, plan, software=cluster.software)
         return simulate(workload, cluster, plan, order=said.order).memory
 
-    return run
-
-
-def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | None) -> str:
-    """Return why a plan does not fit, and what makes it fit, in flags or in words of its file; "": it fits."""
-    from simulator import DoesNotFitError, check_fit
-
-    how: Any = {"software": cluster.software, "run": memory_by_run(said, file)}
+    how: Any = {"software": cluster.software, "run": run}
     try:
         check_fit(workload, said.plan, cluster.device, **how)
     except DoesNotFitError as error:
@@ -149,7 +140,6 @@ def _why_not(said: PlanFile, workload: Workload, cluster: Cluster, file: str | N
 
 
 def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:
-    """Return what to know of the plan's figures; see `simulator.step.timed.notes_on`."""
     from simulator.step.timed import notes_on
 
     notes = list(notes_on(plan, found.get("mfu", 0.0), workload, found.get("loader_wait_s", 0.0)))
@@ -160,7 +150,6 @@ def _notes(workload: Workload, plan: Plan, found: dict[str, Any]) -> list[str]:
 
 
 def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str) -> list[tuple[str, str]]:
-    """Return what a terminal shows of a step."""
     from simulator.units import format_bytes, format_s, in_words
 
     used = f"{format_bytes(found['max_memory_bytes'])} of {format_bytes(found['device_memory_bytes'])}"
@@ -189,7 +178,6 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
 
 
 def _rows_of(step: Step, error: str) -> list[tuple[str, str]]:
-    """Return the rows about a step's time, its rates and what it sends."""
     from simulator.units import counted, format_bytes, format_flops_per_s, format_s
 
     plan, device, rows = step.plan, step.cluster.device, []

@@ -145,7 +145,6 @@ def text(said: dict[str, Any]) -> str:
 
 
 def _write(folder: Path, said: dict[str, Any], overlay: Overlay) -> list[Path]:
-    """Save the step of median length over its prediction as a picture, and for Chrome or Perfetto."""
     from distlab.trace import write_chrome
     from simulator.viz import draw_timeline
 

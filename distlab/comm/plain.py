@@ -155,7 +155,6 @@ def _tensor_parts(tensor: Any) -> tuple[Any, ...]:
 
 
 def _tensor(dtype: Any, shape: tuple[int, ...], data: bytes, wants_grad: bool) -> Any:
-    """Build a tensor from its bytes."""
     import torch
 
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -193,8 +192,6 @@ def _record(module: str, qualname: str, fields: Any) -> Any:
 
 
 class _Names(dict[tuple[str, str], object]):
-    """What the names in plain data stand for."""
-
     def __missing__(self, key: tuple[str, str]) -> object:
         if key[0] == "torch":
             import torch

@@ -48,32 +48,7 @@ MOST_BYTES = 300e3  # from a rank to the other node, in an update
 MOST_LOSS = 1e-3  # relative difference to one process's loss in the last update
 MOST_REPEATED = 3  # updates made twice because of the kill
 
-FIRST_PLAN = """\
-# Change [plan]: `distlab simulate` says what it predicts, `distlab capstone` runs it.
-
-[workload]                  # fixed except for microbatch_size:
-hidden_size = 128           # data x num_microbatches x microbatch_size is 32, the batch
-num_layers = 4
-num_heads = 8
-vocab_size = 256
-sequence_length = 64
-microbatch_size = 4
-
-[cluster]                   # for the prediction: an eighth of two cores per rank, and the two wires
-name = "dgx-a100"
-stack = "best-case"
-num_devices = 8
-devices_per_node = 4
-device = { matmul_flops_per_s = 8e9, peak_flops_per_s = 16e9, memory_bytes_per_s = 2e9, kernel_s = 2e-5, launch_s = 0 }
-intra_node = { latency_s = 1e-4, bytes_per_s = 1e9 }
-inter_node = { latency_s = 5e-4, bytes_per_s = 2e6 }
-
-[plan]
-precision = { compute = "float32" }
-data = 8
-num_microbatches = 1
-# order = ["data", "expert", "context", "tensor", "pipeline"]   # of the axes, the slowest wire first
-"""
+FIRST_PLAN = Path(__file__).with_name("first_plan.txt").read_text(encoding="utf-8")  # what a learner changes
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from distlab.course.grading.sealed import seal
 from distlab.course.page import page
 from distlab.faces import version
 
+HERE = Path(__file__).parent
 LOOK_S = 0.2
 FOLDER_BYTES = 1 << 30  # that one submission may write
 MAX_MORE_PROCESSES = 1024  # threads count too: eight ranks have some hundred, and other submissions run beside this one
@@ -56,25 +57,6 @@ KINDS = (".ipynb", ".py")
 NAMELESS = ("lesson", "answers", "work")  # of files and folders, beside the lesson's own name
 LEFT_OUT = ("lesson.py", "solution.ipynb", ".*", "__pycache__")
 SHARED = ("COURSE.toml", "GLOSSARY.md", "CHEATSHEET.md", "CAPSTONE.md", "START.ipynb", "GUIDES.ipynb", "predictions.py")
-HIDDEN = '''"""Hidden in a student copy: more cases, with drawn arguments, which are checked when the work is graded."""
-
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    return () if name.startswith("WRONG") else None
-'''
-README = """# {title}
-
-A student copy of the lessons. It needs the package `distlab`, which your instructor names, in a virtual environment.
-
-    cd {folder}
-    distlab lesson start       # opens the lessons in JupyterLab; you work in copies, in the folder work/
-    distlab check {first}          # checks your answers to lesson {first} on real ranks
-
-The checks are those of the course; more cases are added when your work is graded. Solutions are not in this copy.
-Hand in your notebook, such as `work/{lesson}/{lesson}.ipynb`.
-"""
 
 
 def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str = "distlab") -> list[Path]:
@@ -105,13 +87,14 @@ def release(folder: Path, out: Path, numbers: Sequence[str] = (), *, title: str 
         for path in [copy / "solutions.py", *sorted(copy.glob("checks/*.py"))]:
             kind = "solutions" if path.parent == copy else "checks"
             is_hidden = kind == "checks" and path.stem.startswith("varied")
-            text = HIDDEN if is_hidden else seal(path.read_text(encoding="utf-8"), f"{kind} of lesson {copy.name[:2]}")
-            path.write_text(text, encoding="utf-8")
+            text, own = (HERE / "hidden_cases.txt" if is_hidden else path).read_text(encoding="utf-8"), copy.name[:2]
+            path.write_text(text if is_hidden else seal(text, f"{kind} of lesson {own}"), encoding="utf-8")
     for path in filter(Path.is_file, (folder / name for name in SHARED)):
         shutil.copyfile(path, out / "lessons" / path.name)
     if (folder / "guides").is_dir():  # what GUIDES.ipynb runs
         shutil.copytree(folder / "guides", out / "lessons" / "guides", ignore=shutil.ignore_patterns(*LEFT_OUT))
-    words = README.format(title=title, folder=out.name, first=copies[0].name[:2], lesson=copies[0].name)
+    words = (HERE / "student_readme.txt").read_text(encoding="utf-8")
+    words = words.format(title=title, folder=out.name, first=copies[0].name[:2], lesson=copies[0].name)
     (out / "README.md").write_text(words, encoding="utf-8")
     return copies
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from urllib.parse import quote
 
-STYLE = (
-    "body{font-family:system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em;background:white;color:black}"
-    "table{border-collapse:collapse;width:100%}th,td{padding:.25em .7em;text-align:left;vertical-align:top;"
-    "white-space:pre-wrap;border-bottom:1px solid #8888}h2{font-size:1.1em;margin:1.6em 0 .3em}"
-    "section{break-inside:avoid}@media print{body{margin:0;max-width:none;font-size:9pt}@page{margin:15mm}}"
-)
+STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8").replace("\n", "")
 
 
 def page(

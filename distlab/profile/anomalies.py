@@ -184,7 +184,6 @@ def _first_bad(step: int, labels: Sequence[Label], values: Sequence[float]) -> l
 
 
 def _place(labels: Sequence[Label], index: int) -> str:
-    """Say in words where something was made, and what was right before it."""
     phase, name = labels[index]
     same = FORWARD if phase == FORWARD else BACKWARD
     before = next((other for its, other in reversed(labels[:index]) if its == same), "")

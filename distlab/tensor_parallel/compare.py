@@ -234,7 +234,6 @@ def _compare_when_called(layer: nn.Module, names: Sequence[str], group: ProcessG
 
 @torch.no_grad()
 def _compare(whole: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
-    """Compare two numbers of each parameter."""
     if not whole:
         return
     mine = torch.stack([_two_numbers(parameter) for parameter in whole.values()])  # [N, 2]

@@ -146,7 +146,6 @@ class ParallelGPT(GPT):
 
 
 def _split_block(block: Block, group: ProcessGroup | None, sequence_parallel: bool) -> Block:
-    """Put parallel layers in the places of a block's own."""
     put = block.register_module
     put("attention_norm", _whole(block.attention_norm, group, sequence_parallel))
     put("attention", ParallelAttention(block.attention, group, sequence_parallel=sequence_parallel))
@@ -293,11 +292,7 @@ class ParallelAttention(nn.Module):
 
 
 def check_heads(num_heads: int, group: ProcessGroup | None) -> None:
-    """Refuse heads that cannot be shared out.
-
-    Raises:
-        ValueError: naming them.
-    """
+    """Refuse heads that cannot be shared out; a ValueError names them."""
     num_ranks = dist.get_world_size(group)
     if num_heads % num_ranks:
         raise ValueError(

@@ -136,7 +136,6 @@ def _cut(
 
 
 def _part_of(module: Any, style: str, sections: Sequence[int] | None, group: ProcessGroup | None) -> nn.Module:
-    """Return this rank's part of a layer."""
     if style == "row":
         return RowParallelLinear.from_full(module, group)
     if isinstance(module, nn.Embedding):

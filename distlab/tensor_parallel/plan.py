@@ -107,7 +107,6 @@ def find_styles(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> di
 
 
 def _check_layer(name: str, module: nn.Module, style: str, num_ranks: int) -> None:
-    """Refuse a layer of a kind that its style cannot cut, and features that the ranks do not divide."""
     is_linear = is_conv1d(module) or type(module).forward is nn.Linear.forward
     if not is_linear and not (style == "vocabulary" and type(module).forward is nn.Embedding.forward):
         raise ValueError(
@@ -138,11 +137,7 @@ def columns_of(row: str, styles: Mapping[str, str]) -> list[str]:
 
 
 def check_ties(model: nn.Module, styles: Mapping[str, str]) -> list[list[str]]:
-    """Return the names of each cut tensor that has several; refuse one that would be cut under one name only.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Return the names of each cut tensor that has several; a ValueError names one that is cut under one name only."""
     names: dict[int, list[str]] = {}
     for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -203,7 +198,6 @@ def find_heads(model: nn.Module, styles: Mapping[str, str], num_ranks: int) -> H
 
 
 def _add_module(found: Heads, model: nn.Module, parent: str, layers: Mapping[str, str], num_ranks: int) -> None:
-    """Add the heads of one attention module, whose layers are given with their styles."""
     attributes = vars(model.get_submodule(parent)).items()
     numbers = {name: value for name, value in attributes if type(value) is int and value > 0}
     heads, size = (next((numbers[one] for one in kind if one in numbers), 0) for kind in (HEADS, SIZES))

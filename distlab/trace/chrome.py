@@ -186,7 +186,7 @@ def rank_file(folder: str | Path, rank: int) -> Path:
 def save_trace(trace: Trace, path: str | Path) -> Path:
     """Save a trace as Chrome JSON, gzipped: damage is noticed, and a reader never sees half a file."""
     path = Path(path)
-    _replace(path, gzip.compress(chrome_json({"trace": trace}), 5))
+    replace_file(path, gzip.compress(chrome_json({"trace": trace}), 5))
     return path
 
 
@@ -212,7 +212,7 @@ def save_clocks(clock_offsets_ns: Sequence[int], folder: str | Path) -> Path:
     """Save the nanoseconds to add to each rank's clock, rank 0 first, where `load_folder` looks for them."""
     path = Path(folder) / CLOCKS_FILE
     text = json.dumps([int(offset) for offset in clock_offsets_ns])
-    _replace(path, f"{text}\n".encode())
+    replace_file(path, f"{text}\n".encode())
     return path
 
 
@@ -253,11 +253,14 @@ def _load_clocks(path: Path) -> list[int]:
     return offsets
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write next to the final place, then move: the file is whole, or not there."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Write next to the final place, then move: the file is whole, or (with an OSError) what was there before."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.write_bytes(content)
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The critical path: the chain of spans, and of waits between them, that decides when the last rank ends.
 
-A span begins some time after the moments that it needs: ends of other spans, or moments in them. These are given, or
-inferred from what a trace records (docs/traces.md says how). From the last end, what was needed last is followed back.
+A span begins some time after the moments that it needs: ends of other spans, or moments in them. These are inferred
+from what a trace records (docs/traces.md says how). From the last end, what was needed last is followed back.
 What shorter spans would win is found by timing all of them anew: a path that was a little shorter may then decide.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from distlab.trace.span import RECEIVES, TOGETHER, Key, Span, key_of, noted_twice, number_calls
@@ -52,9 +51,9 @@ class CriticalPath:
     order: Sequence[int]
 
     @classmethod
-    def of(cls, trace: Sequence[Span], given: Sequence[Iterable[int]] | None = None) -> CriticalPath:
+    def of(cls, trace: Sequence[Span]) -> CriticalPath:
         """Find the path; see `Trace.critical_path`."""
-        work, needs, order = _inferred(trace) if given is None else (trace, *_from_rows(trace, given))
+        work, needs, order = _inferred(trace)
         path: list[tuple[Span, int]] = []  # last to first
         row = max(order, key=lambda each: work[each].end_ns, default=-1)
         at, origin = work[row].end_ns if order else 0, min((work[each].start_ns for each in order), default=0)
@@ -130,19 +129,7 @@ def _later(moments: Sequence[tuple[int, int]], begin_ns: int) -> list[Need]:
     return [Need(row, at, begin_ns - max(at for _, at in moments)) for row, at in moments]
 
 
-def _from_rows(trace: Sequence[Span], given: Sequence[Iterable[int]]) -> tuple[list[list[Need]], list[int]]:
-    """Return what each span needs: the rows that are given, and its lane's previous one; and the order of all."""
-    before: dict[tuple[int, str], list[int]] = defaultdict(list)
-    wanted: dict[int, list[int]] = {}
-    for row, (span, rows) in enumerate(zip(trace, given, strict=True)):
-        wanted[row] = before[span.rank, span.lane] + [*rows]
-        before[span.rank, span.lane] = [row]
-    needs = [_later([(need, trace[need].end_ns) for need in rows], trace[row].start_ns) for row, rows in wanted.items()]
-    return needs, [*TopologicalSorter(wanted).static_order()]
-
-
 def _inferred(trace: Sequence[Span]) -> tuple[list[Span], list[list[Need]], list[int]]:
-    """Infer what each span needs, of what had begun before it; and the order of all."""
     found = _Inference(trace)
     order = sorted(found.needs, key=lambda row: (found.work[row].start_ns, found.work[row].end_ns))
     place = {row: number for number, row in enumerate(order)} | {-1: -1}
@@ -153,8 +140,6 @@ def _inferred(trace: Sequence[Span]) -> tuple[list[Span], list[list[Need]], list
 
 
 class _Inference:
-    """Finds the work of each span, and what it needs."""
-
     def __init__(self, trace: Sequence[Span]) -> None:
         self.work, self.needs = list(trace), dict[int, list[Need]]()
         by_start = sorted(range(len(trace)), key=lambda row: (trace[row].start_ns, trace[row].end_ns))

@@ -6,7 +6,7 @@ measured run returns a Trace, and every timeline is drawn from one. To note a sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from time import monotonic_ns
 from typing import Any, Protocol, SupportsInt
@@ -150,21 +150,14 @@ class Trace:
         """From the earliest start to the latest end, in seconds."""
         return float(self.end_ns.max() - self.start_ns.min()) / 1e9 if len(self) else 0.0
 
-    def critical_path(self, needs: Sequence[Iterable[int]] | None = None) -> CriticalPath:
+    def critical_path(self) -> CriticalPath:
         """Find the chain of spans and waits that decides when the last rank ends, and what shorter spans would win.
 
-        With `needs`, or of `simulate_schedule`, path and gains are exact. Else what a span waits for is inferred from
-        what is recorded. Then gains are estimates: what never held anything up is not recorded. Clocks have to be
-        aligned; without calls or messages nothing ties ranks. It takes about 30 us a span, and each gain 3 us.
-
-        Args:
-            needs: of each row, the rows that must have ended before it, beside its lane's previous one, as the event
-                engine's graphs have them; None: inferred.
-
-        Raises:
-            ValueError: `needs` has a different length, or spans need each other in a circle.
+        Of `simulate_schedule`, path and gains are exact. Else what a span waits for is inferred from what is recorded.
+        Then gains are estimates: what never held anything up is not recorded. Clocks have to be aligned; without calls
+        or messages nothing ties ranks. It takes about 30 us a span, and each gain 3 us.
         """
-        return CriticalPath.of(list(self), needs)
+        return CriticalPath.of(list(self))
 
 
 class Clock(Protocol):

@@ -70,11 +70,7 @@ class ForkServer:
         return os.getpid() == self._owner and not self.is_lost and self._process.poll() is None
 
     def request(self, request: dict[str, object], fds: Sequence[int] = ()) -> None:
-        """Send the server one request.
-
-        Raises:
-            RuntimeError: the server is gone.
-        """
+        """Send the server one request; a RuntimeError says that it is gone."""
         try:
             with self._lock:
                 send_request(self._control, request, fds)

@@ -136,7 +136,6 @@ def _dump(value: object) -> bytes:
 
 
 def _with_hooks(step: types.FunctionType) -> Any:
-    """Return an optimizer's step with torch's hooks around it, those of this process."""
     import torch
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
@@ -188,7 +187,6 @@ def _is_importable(module: types.ModuleType) -> bool:
 
 
 def _culprit(fn: Callable[..., object], args: Sequence[object]) -> str | None:
-    """Name the argument or the outer variable that cannot be pickled."""
     import cloudpickle
 
     named = [(f"argument {index}", value) for index, value in enumerate(args)]

@@ -155,7 +155,6 @@ class Ranks:
         return self._do(fn, args, range(self.world_size))
 
     def _read(self, rank: int, result: bytes) -> Any:
-        """Return a result of a rank."""
         try:
             return unpack(result) if self.plain else pickle.loads(result)
         except Exception as error:  # whatever unpickling an object of the rank's raises
@@ -347,7 +346,6 @@ class _Round:
         return standing(self._stacks(), self._words())
 
     def _words(self) -> list[str]:
-        """Who waits for whom, from the recorded calls."""
         if self.watchdog is None:
             return []
         try:

@@ -70,7 +70,10 @@ def serve_rank(request: Mapping[str, Any], files: Sequence[int]) -> int:
         except EOFError:
             return 0
         failure = rank.do()
-        flush_output()
+        with contextlib.suppress(Exception):  # Python's and C's output reaches the launcher before the reply does
+            sys.stdout.flush()
+            sys.stderr.flush()
+            ctypes.CDLL(None).fflush(None)
         if os.getpid() != own:  # a copy that the call made (os.fork) must not answer in the rank's place
             return int(failure is not None)
         connection.send_bytes(json.dumps(failure).encode())
@@ -126,8 +129,6 @@ def rank_environment(settings: Settings, folder: Path, rank: int) -> dict[str, s
 
 
 class _Rank:
-    """One rank's state between calls: its group and its recorder."""
-
     def __init__(self, settings: Settings, folder: Path, rank: int) -> None:
         self.settings, self.folder, self.rank = settings, folder, rank
         self.recorder: Recorder | None = None
@@ -207,11 +208,3 @@ def failure_of(error: BaseException, rank: int, what: str = "") -> Failure:
         start = start.tb_next
     text = failures.shortened(well_formed("".join(traceback.format_exception(type(error), error, start))))
     return Failure(rank, summary, text, is_noise, now)
-
-
-def flush_output() -> None:
-    """Flush Python's and C's output, so that it reaches the launcher before the reply does."""
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)

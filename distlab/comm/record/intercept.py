@@ -264,7 +264,6 @@ class FrontEnd:
         return wait
 
     def _wait_tensor(self, op: Any) -> Callable[..., Any]:
-        """Make the kernel for the wait of functional collectives."""
         passes_on, key = op._handle.redispatch_boxed, torch._C.DispatchKey.BackendSelect
         wait = self.watch_waits(lambda work, keys, tensor: passes_on(keys, tensor))
 
@@ -304,7 +303,6 @@ def tap_shared_memory(front: Any) -> Callable[[], None]:
 
 
 def _method(front: Any, operation: operations.Operation, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the method of one operation: it records the call and passes it on."""
     is_pair = operation.op in ("send", "recv")
     main = threading.main_thread().ident
 

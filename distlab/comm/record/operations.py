@@ -6,9 +6,11 @@ torch reaches a backend through about twenty operators (`c10d::allreduce_`, ...)
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -60,27 +62,9 @@ class Terms(NamedTuple):
     splits: tuple[tuple[int, ...], ...] = ()
 
 
-OPERATIONS = (
-    Operation("allreduce_", "all_reduce", 0, (0,)),
-    Operation("allreduce_coalesced_", "all_reduce", 0, (0,)),
-    Operation("reduce_", "reduce", 0, (0,)),
-    Operation("broadcast_", "broadcast", 0, (0,)),
-    Operation("allgather_", "all_gather", 1, (1,)),
-    Operation("_allgather_base_", "all_gather", 1, (0, 1)),
-    Operation("allgather_coalesced_", "all_gather", 1, (1,)),
-    Operation("allgather_into_tensor_coalesced_", "all_gather", 1, (0, 1)),
-    Operation("reduce_scatter_", "reduce_scatter", 1, (0,)),
-    Operation("_reduce_scatter_base_", "reduce_scatter", 1, (0, 1)),
-    Operation("reduce_scatter_tensor_coalesced_", "reduce_scatter", 1, (0, 1)),
-    Operation("alltoall_", "all_to_all", 1, ()),
-    Operation("alltoall_base_", "all_to_all", 1, (0, 1)),
-    Operation("gather_", "gather", 1, (1,)),
-    Operation("scatter_", "scatter", 0, (0, 1)),
-    Operation("barrier", "barrier", -1, ()),
-    Operation("monitored_barrier_", "barrier", -1, ()),
-    Operation("send", "send", 0, (0,)),
-    Operation("recv_", "recv", 0, (0,)),
-    Operation("recv_any_source_", "recv", 0, (0,)),
+OPERATIONS = tuple(
+    Operation(operator, op, int(data), tuple(map(int, raw.split())))
+    for operator, op, data, raw in csv.reader(Path(__file__).with_suffix(".csv").read_text("utf-8").splitlines())
 )
 
 
@@ -158,7 +142,6 @@ def name_of_reduction(given: Any) -> str:
 
 
 def _who(op: str, frame: FrameType | None) -> str:
-    """Name rank, op and line of a call, for the error that refuses it."""
     site = find_site(frame)
     return f"rank {dist.get_rank()}: {op} at {site[0]}:{site[1]}"
 
@@ -170,11 +153,7 @@ def refused_peer(op: str, peer: int, size: int, frame: FrameType | None) -> Valu
 
 
 def refuse_itself(op: str, group: Any, frame: FrameType | None) -> None:
-    """Refuse a message of a rank to itself, which gloo cannot carry; NCCL can.
-
-    Raises:
-        ValueError: naming rank, op and what to do.
-    """
+    """Refuse a message of a rank to itself, which gloo cannot carry and NCCL can; a ValueError says what to do."""
     if "nccl" not in dist.get_backend(group):
         words = f"is {'to' if op == 'send' else 'from'} this rank itself: a message needs two ranks; "
         words += "keep the tensor, or a copy of it, and leave the message out here"

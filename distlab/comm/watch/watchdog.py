@@ -136,7 +136,6 @@ def _line(rank: int, records: Mapping[int, RankRecord], waits: Mapping[int, Wait
 
 
 def _instead(rank: int, records: Mapping[int, RankRecord]) -> str:
-    """Say what a rank does instead of the call that a different one needs."""
     record = records.get(rank)
     if record is None or not len(record.rows):
         return " (it has made no call)"
@@ -188,8 +187,6 @@ MISMATCH_GRACE_S = 0.3  # time for the other members to arrive, so that the mess
 
 
 class _Follower:
-    """Follow one rank's file through one job."""
-
     def __init__(self, reader: RecordReader, header: RecordHeader) -> None:
         self.reader, self.header, self.read = reader, header, header.first - 1
         self._open = np.empty(0, np.uint64)  # numbers of the calls that were unfinished at the last look
@@ -317,7 +314,6 @@ class Watchdog:
         return reader is not None and reader.header().is_finished
 
     def _reader(self, rank: int) -> RecordReader | None:
-        """Return what reads a rank's record, once that is there."""
         if rank not in self._readers:
             path = self.folder / f"rank{rank}.rec"
             if path.exists() and RecordReader.is_ready(path):

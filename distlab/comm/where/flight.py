@@ -19,11 +19,7 @@ _WORLD = "0"  # torch's name for the group of all ranks in a call; some backends
 
 
 def read_dump(data: bytes, what: str) -> dict[str, Any]:
-    """Read a dump.
-
-    Raises:
-        ValueError: it is not a dump of the flight recorder; the text names `what` and says why.
-    """
+    """Read a dump of torch's flight recorder; a ValueError names `what` and says why it is none."""
     name = f"{what} is not a dump of torch's flight recorder: it"
     read = restricted_load(io.BytesIO(data), {}, name)
     if not isinstance(read, dict) or not {"version", "pg_config", "entries"} <= read.keys():

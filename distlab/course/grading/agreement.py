@@ -101,15 +101,12 @@ def two_at_once(known: Iterable[Mutant]) -> Iterator[Mutant]:
 
 
 def _driven(cases: Cases | DrawnCalls, fn: Callable[..., Any] | None, ranks: Ranks) -> Evidence:
-    """Let the ranks make the cases' calls."""
     results = ranks.run(cases, fn)
     results = compared_with_rank_0(results) if isinstance(cases, Cases) else results
     return Evidence(ranks.world_size, results, ranks.records())
 
 
 class _Known(NamedTuple):
-    """The known wrong versions of an exercise, to be driven on the ranks that are there."""
-
     exercise: Exercise
     reference: Callable[..., Any]
     ranks: Ranks

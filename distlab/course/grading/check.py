@@ -152,7 +152,6 @@ def _fault_on(
 
 
 def _at_world(fault: Fault, right: Sequence[int], wrong: int) -> Fault:
-    """Say on which numbers of ranks it was right before."""
     if not right or fault.code == "not attempted":
         return Fault(fault.code, fault.words)
     listed = " and ".join(filter(None, [", ".join(map(str, right[:-1])), str(right[-1])]))

@@ -68,11 +68,7 @@ class Lesson:
         return any("optim" in text or "unseal(" in text for text in texts)
 
     def exercise(self, name: str) -> Exercise:
-        """Return the exercise of this name.
-
-        Raises:
-            ValueError: the lesson has none of this name.
-        """
+        """Return the exercise of this name; a ValueError lists those that there are."""
         found = {exercise.name: exercise for exercise in self.exercises}
         if name not in found:
             raise ValueError(f"lesson {self.number} has no exercise {name!r}; it has {', '.join(found)}")
@@ -158,11 +154,7 @@ def load_lesson(name: str | int, folder: Path | None = None) -> Lesson:
 
 
 def _with_checks(exercise: Exercise, checks: Sequence[types.ModuleType]) -> Exercise:
-    """Return an exercise with what its record leaves out and a file of the lesson's checks defines by its name.
-
-    Raises:
-        ValueError: no file defines how to drive it.
-    """
+    """Return an exercise with what its record leaves out and a file of the lesson's checks defines by its name."""
     own = exercise.name.partition(".")[2]
 
     def found(given: Any, name: str) -> Any:
@@ -240,11 +232,7 @@ def reference_of(exercise: Exercise) -> Callable[..., Any]:
 
 
 def mutant_named(exercise: Exercise, name: str) -> Mutant:
-    """Return one of the exercise's wrong versions, as it is written.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Return one of the exercise's wrong versions, as it is written; a ValueError lists those that there are."""
     mutant = next((mutant for mutant in exercise.mutants if mutant.name == name), None)
     if mutant is None:
         names = ", ".join(repr(mutant.name) for mutant in exercise.mutants) or "none"

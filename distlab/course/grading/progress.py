@@ -6,13 +6,11 @@ read is moved aside, never written over. Outside such a folder, this process rem
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.comm.command import runnable
 from distlab.course.grading.lesson import at_or_above, lessons_folder, work_beside
+from distlab.trace.chrome import replace_file
 
 if TYPE_CHECKING:
     from distlab.course.grading.report import Report
@@ -87,9 +86,8 @@ def work_folder(start: Path | None = None) -> Path | None:
 
 
 def copy_in(work: Path, folder: str) -> Path:
-    """Return the path of a lesson's working copy: FOLDER/FOLDER.ipynb, or FOLDER/lesson.ipynb where that is there."""
-    old, new = work / folder / "lesson.ipynb", work / folder / f"{folder}.ipynb"
-    return old if os.path.lexists(old) and not os.path.lexists(new) else new
+    """Return the path of a lesson's working copy."""
+    return work / folder / f"{folder}.ipynb"
 
 
 def working_copy(folder: str) -> Path:
@@ -216,11 +214,7 @@ def _read(folder: Path) -> tuple[Record, str]:
 
 
 def _parse(data: bytes) -> Record:
-    """Read the file's text.
-
-    Raises:
-        ValueError: it is not what `_write` wrote.
-    """
+    """Read the file's text; a ValueError says that it is not what `_write` wrote."""
     found: Any = json.loads(data)
     if not isinstance(found, dict) or not isinstance(found.get("exercises"), dict):
         raise ValueError("it has no exercises")
@@ -249,15 +243,4 @@ def _write(folder: Path, record: Record) -> None:
     """Replace the file in one step, so that a reader or a crash sees the old one or the new one."""
     exercises = {name: asdict(entry) for name, entry in record.exercises.items()}
     data = {"schema": SCHEMA, "exercises": exercises, "predictions": record.predictions, "measured": record.measured}
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".progress-")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=2, sort_keys=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / FILE)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(folder / FILE, f"{json.dumps(data, indent=2, sort_keys=True)}\n".encode())

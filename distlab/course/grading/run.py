@@ -94,7 +94,6 @@ def fresh_ranks(worlds: Sequence[int], timeout_s: float) -> Iterator[Iterator[Ra
 
 
 def _kill(ranks: Ranks) -> None:
-    """End ranks at once: their answer is here, and nothing of them is needed."""
     with contextlib.suppress(RuntimeError):
         ranks.close()
 

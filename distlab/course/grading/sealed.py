@@ -30,11 +30,7 @@ def seal(text: str, what: str) -> str:
 
 
 def unseal(namespace: dict[str, Any], what: str, packed: str) -> None:
-    """Define in a module's namespace what its sealed text defines.
-
-    Raises:
-        ValueError: the packed text was changed.
-    """
+    """Define in a module's namespace what its sealed text defines; a ValueError says that the text was changed."""
     try:
         text = zlib.decompress(base64.b85decode(packed)).decode()
     except (ValueError, zlib.error) as error:

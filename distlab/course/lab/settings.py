@@ -56,11 +56,7 @@ class CommonSettings:
         return Nodes.for_ranks(Nodes(self.nodes, self.between or None), num_ranks)
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of ranks that these settings do not fit; every rank asks before the lab begins.
-
-        Raises:
-            ValueError: saying what to pass instead.
-        """
+        """Refuse, on every rank, a number of ranks that these settings do not fit; a ValueError says what to pass."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,6 @@ def fingerprint(notebook: dict[str, Any]) -> str:
 
 
 def _copy(name: str, original: Path, work: Path) -> Copy:
-    """Make one copy, or look at the one that is there."""
     copy, lesson = work / name, _read(original)
     number = name.partition("_")[0].removesuffix(".ipynb")
     reset_it = f"`{runnable(f'distlab lesson reset {number}')}` puts it aside and brings"
@@ -332,7 +331,6 @@ def page(lessons: Sequence[CourseRow], progress: Mapping[str, Entry], *, day: st
 
 
 def _exercise(name: str, entry: Entry) -> tuple[str, ...]:
-    """Return the row of an exercise: when it was passed, after how many checks, with what help, and what it used."""
     checks = f"{entry.attempts}, {entry.failed} wrong" if entry.failed else str(entry.attempts or "")
     hints = [f"{entry.hints} hint{'s' if entry.hints > 1 else ''}"] if entry.hints else []
     helped = ", ".join([*hints, *(["solution seen"] if entry.solution_seen else [])])

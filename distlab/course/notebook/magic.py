@@ -143,7 +143,6 @@ class RanksMagics(Magics):
         return f"{counted(running.world_size, 'rank')} ended"
 
     def _ranks(self, wanted: Line) -> Ranks:
-        """Return the ranks for a cell: those that run, or new ones."""
         from distlab.comm import Ranks
 
         current = self.ranks

@@ -116,7 +116,6 @@ class Prediction:
         return {**self._box._repr_mimebundle_(), "text/plain": repr(self)}
 
     def _open(self) -> None:
-        """Open the closed cells, with the comparison beside their boxes."""
         self._compared = "" if self._later is None else self._later()
         self._tell()
         for place in self._places:
@@ -147,7 +146,6 @@ class Prediction:
         return f"{value:.4g} {self.unit}".rstrip()
 
     def _make_box(self) -> Any:
-        """Make the question with its box and buttons; each place that shows it shows these."""
         from ipywidgets import HTML, Button, HBox, Label, Layout, Text, VBox
 
         box = Text(placeholder="your number", continuous_update=False, layout=Layout(width="9em"))

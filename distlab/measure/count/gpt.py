@@ -106,7 +106,6 @@ def without_accumulation(workload: Workload) -> Workload:
 
 
 def _attention(samples: int, config: GPTConfig) -> Attention:
-    """Describe the inner attention of a block, in the work that `workload_from_module` counts for it."""
     row_bytes = samples * config.context * config.hidden_size * NUMBER_BYTES  # [B, S, H]
     product = 2.0 * samples * config.context**2 * config.hidden_size  # [S, d] x [d, S] for all heads
     return Attention(
@@ -165,7 +164,6 @@ def _region(block: str, name: str, parts: dict[str, Layer], inner: Attention) ->
 
 
 def _with_experts(layer: Layer, parts: dict[str, Layer], inner: Attention, num_experts: int, top_k: int) -> Layer:
-    """Add a block's experts, where it has any."""
     own = [parts.get(f"{layer.name}.feed_forward.experts.{number}") for number in range(num_experts)]
     found = [part for part in own if part is not None]
     if not found:
@@ -177,7 +175,6 @@ def _with_experts(layer: Layer, parts: dict[str, Layer], inner: Attention, num_e
 
 
 def _joined(layer: Layer, behind: Layer) -> Layer:
-    """Return two layers that follow one another as one."""
     names = ["parameter_sizes", "parameter_shapes", "parameter_axes", "tensor_parameters", "activation_bytes", *WORKS]
     names += ["frozen_bytes", "logits_bytes", "regions", "sequence_calls"]
     added = {name: getattr(layer, name) + getattr(behind, name) for name in names}

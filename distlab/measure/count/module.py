@@ -175,8 +175,6 @@ def _as_layer(name: str, counts: _Counts) -> Layer:
 
 
 class _Counter(TorchDispatchMode):
-    """Adds each operator's work to the layer and phase that it runs in."""
-
     def __init__(self, module: nn.Module, layers: dict[str, _Counts], *, inner: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.module, self.layers = module, layers

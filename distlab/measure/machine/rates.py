@@ -105,7 +105,6 @@ def seconds_of(operator: Operator, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call out of many that follow one another."""
     repeats, took = 3, 0.0
     for _ in range(3):  # the first warms up; each says how often to repeat
         begin = now(device)
@@ -170,8 +169,6 @@ def device_for(
 
 
 class _Listed(TorchDispatchMode):
-    """Notes every operator that torch dispatches."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Operator] = []

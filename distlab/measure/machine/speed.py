@@ -174,7 +174,6 @@ def fit_device(observations: Sequence[Observation]) -> tuple[float, float, float
 
 
 def _count_references(device: torch.device) -> dict[str, Work]:
-    """Count each phase of each reference, by its name."""
     works: dict[str, Work] = {}
     for reference in REFERENCES:
         model, optimizer, loss = reference.build(device)
@@ -212,7 +211,6 @@ def _time_reference(reference: Reference, starter: on_ranks.Starter, works: dict
 
 
 def _time_all_reduce(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Time one all-reduce, from a run of several that follow one another."""
     tensor = torch.zeros(num_bytes // 4, device=device)
     cores = on_ranks.shared_cores(device)
     crowd = 1 if cores is None else max(1, dist.get_world_size() // (4 * cores))  # 64 ranks on two cores: 8
@@ -323,7 +321,6 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def _measure_rounds(device_kind: str, num_nodes: int, seconds: float) -> list[Round]:
-    """Run on every rank: take rounds until `seconds` have passed."""
     device = on_ranks.device_of(device_kind, dist.get_rank())
     nodes = node_groups() if num_nodes > 1 else None
     start = time.monotonic()

@@ -240,7 +240,9 @@ class CalibrationOfRun:
         compute, codec = measure_round(device, works=self._works), None
         if plan.compression is not None:
             codec = plan_calls.measure_codec(plan.compression, fit_cluster(compute, plan.world_size), device=device)
-        measured = CalibrationRound(compute, plan_calls.measure_calls(plan, self.groups, device), codec)
+        kinds = plan_calls.kinds_of_calls(plan).items()
+        calls = {kind: plan_calls.times_of(kind, list(map(self.groups.get, axes)), device) for kind, axes in kinds}
+        measured = CalibrationRound(compute, calls, codec)
         return replace(measured, overhead=self._overhead(measured))
 
     def close(self) -> None:
@@ -249,7 +251,6 @@ class CalibrationOfRun:
             hybrid.close()
 
     def _overhead(self, measured: CalibrationRound) -> Overhead:
-        """Return what the references' steps cost beyond what a round without overhead explains."""
         seconds, loads = [], []
         for hybrid, tokens in self._trained:
             step = partial(hybrid.train_step, tokens, tokens)

@@ -86,27 +86,15 @@ def links_of(calls: Calls) -> dict[str, Link]:
     return links
 
 
-def measure_calls(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> Calls:
-    """Time the calls of a plan's steps; every rank calls this at the same time.
-
-    Args:
-        plan: what the ranks run.
-        groups: the ranks along each axis of a mesh; an axis that is left out has all ranks.
-        device: where this rank computes.
-    """
-    kinds = kinds_of_calls(plan).items()
-    return {kind: _times(kind, [groups.get(axis) for axis in axes], device) for kind, axes in kinds}
-
-
 def measure_messages(device: torch.device) -> CallTimes:
     """Time a message from each rank to the next, as a pipeline sends it; every rank calls this at the same time."""
     if dist.get_world_size() == 1:
         return CallTimes(Steps(1, 1.0), MESSAGE_BYTES, (LEAST_S,) * len(MESSAGE_BYTES))
-    return _times("send", [None], device)
+    return times_of("send", [None], device)
 
 
-def _times(kind: str, groups: Sequence[ProcessGroup | None], device: torch.device) -> CallTimes:
-    """Time a kind of call on each of these groups; take the mean over groups and ranks."""
+def times_of(kind: str, groups: Sequence[ProcessGroup | None], device: torch.device) -> CallTimes:
+    """Time a kind of call on each of these groups; take the mean over groups and ranks, which all call this."""
     sizes = [(size, max(FEW, min(MANY, ENOUGH_BYTES // size))) for size in MESSAGE_BYTES]
     rows = [[time_calls(_call(kind, size, group, device), n, device) for size, n in sizes] for group in groups]
     seconds = mean_over_ranks(np.mean(rows, axis=0).tolist(), device)
@@ -143,7 +131,6 @@ def steps_of(kind: str, num_ranks: int) -> Steps:
 
 
 def _call(kind: str, num_bytes: int, group: ProcessGroup | None, device: torch.device) -> Callable[[], object]:
-    """Return a call as a technique makes it, while the rank computes nothing."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = torch.zeros(num_ranks, max(1, num_bytes // 4 // num_ranks), device=device)  # [t, S/t x H]
     sequence = rows.view(1, -1, 1)  # [1, S, 1]

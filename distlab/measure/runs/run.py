@@ -187,7 +187,6 @@ class RunResult:
         return by_plan.median_calibration(self.reports[0].rounds)
 
     def _step(self, loads: Sequence[float], measured: by_plan.CalibrationRound) -> Step:
-        """Simulate a step with experts as busy as these loads say."""
         run, cores = self.run, shared_cores(torch.device(self.run.device))
         workload = self.reports[0].workload
         assert workload is not None, "windows were timed, so the workload was counted"

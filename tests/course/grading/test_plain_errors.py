@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from distlab.course.grading import load_lesson, reference_of
 from distlab.course.grading.check import examine
-from distlab.course.grading.diagnosis.plain_errors import in_words
+from distlab.course.grading.diagnosis.blame import in_words
 
 ONES, LEAF = torch.ones(7), torch.ones(2, requires_grad=True)
 MISTAKES = {

@@ -123,16 +123,13 @@ def links(folder):
 
 def test_copies_link_to_the_map_and_to_each_other(tmp_path, monkeypatch):
     work = tmp_path / "work"
-    old = work / "03_data_parallel" / "lesson.ipynb"  # a copy of the old name stays, and is linked to
-    old.parent.mkdir(parents=True)
-    old.write_text(notebook("mine"))
     number = len(make_copies(LESSONS, work)) - 2  # without START and GUIDES
     found = list(links(work))
     in_texts = sum(path.read_text("utf-8").count("/lesson.ipynb)") for path in LESSONS.glob("*/lesson.py"))
-    assert len(found) == 2 * (3 * number - 2) + in_texts - 6, "above and below: the map, the one before, the next"
+    assert len(found) == 2 * (3 * number - 2) + in_texts, "above and below: the map, the one before, the next"
     assert [link for link in (*found, *links(LESSONS)) if not link[1].is_file()] == []
-    assert ("02_collectives.ipynb", work / "02_collectives/../03_data_parallel/lesson.ipynb") in found
+    assert ("02_collectives.ipynb", work / "02_collectives/../03_data_parallel/03_data_parallel.ipynb") in found
     monkeypatch.chdir(work)
     html = course_map(LESSONS)._repr_html_()
-    assert '<a href="03_data_parallel/lesson.ipynb">' in html
+    assert '<a href="03_data_parallel/03_data_parallel.ipynb">' in html
     assert all((work / link).is_file() for link in re.findall(r'href="([^"]+)"', html))

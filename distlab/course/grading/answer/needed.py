@@ -15,20 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
-UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # the last two: too deeply nested
+UNREADABLE = (SyntaxError, ValueError)
 _CHANGES = re.compile(
     "(add|append|clear|discard|extend|insert|move_to_end|pop|popitem|remove|reverse|rotate|setdefault|sort|subtract)"
     "|(append|extend|pop)left|(difference_|intersection_|symmetric_difference_)?update|__(set|del)(item|attr)__|.*[^_]_"
 )  # methods that change what they are called on, also where their result is used
 # It may put the reference in an answer's place, as `flat = check("03.flat", flat).function` does.
 _GOES_ON = re.compile(r"(?s).*\b(check|saved_answers)\('\d\d\.\w+'")
-
-
-def reason(error: BaseException) -> str:
-    """Say why a text cannot be read."""
-    if isinstance(error, RecursionError | MemoryError):  # their own words differ between versions of Python
-        return "too deeply nested for Python"
-    return str(getattr(error, "msg", error))
 
 
 def needed_statements(
@@ -56,7 +49,7 @@ def needed_statements(
                     statements.append((name, one))
         except UNREADABLE as error:
             line = f" in its line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-            broken.append((text, f"{name} has a syntax error{line}: {reason(error)}"))
+            broken.append((text, f"{name} has a syntax error{line}: {getattr(error, 'msg', error)}"))
     names = [_names(statement) for _, statement in statements]
     imported = [of[0] for of, (_, one) in zip(names, statements, strict=True) if isinstance(one, _IMPORTS)]
     fixed = known.union(*imported)

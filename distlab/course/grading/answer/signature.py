@@ -8,26 +8,16 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 from distlab.course.grading.exercise import Exercise, Fault
 
 IS_REFERENCE = "this is the reference, which the check compares with: write the function yourself"
-TAUGHT = {  # by lesson, the packages of this library that an answer may not take its work from
-    "02": ("distlab.collectives.",),
-    "03": ("distlab.data_parallel.", "distlab.blocks.gradients."),
-    "04": ("distlab.large_batch.", "distlab.blocks.clip."),
-    "05": ("distlab.compression.",),
-    "06": ("distlab.precision.",),
-    "07": ("distlab.sharding.", "distlab.plan.owners."),
-    "08": ("distlab.tensor_parallel.",),
-    "09": ("distlab.pipeline.", "distlab.plan.schedules."),
-    "10": ("distlab.hybrid.", "distlab.plan.mesh."),
-    "11": ("distlab.context_parallel.", "distlab.expert_parallel."),
-    "12": ("distlab.checkpoint.", "distlab.elastic."),
-    "13": ("distlab.profile.",),
-}
+# By lesson, the packages of this library that an answer may not take its work from.
+_LINES = Path(__file__).with_name("taught.txt").read_text(encoding="utf-8").splitlines()
+TAUGHT = {lesson: tuple(packages) for lesson, *packages in map(str.split, _LINES)}
 # Calls of these packages that the lesson gives to its other exercises: an answer may call them here, too.
 TOOLS = {"08.cross_entropy": {"copy_to_ranks"}, "08.repair": {"copy_to_ranks"}}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -91,7 +81,6 @@ def _is_not_written(fn: Callable[..., Any]) -> bool:
 
 
 def _misfit(fn: Callable[..., Any], reference: Callable[..., Any]) -> Fault | None:
-    """Say so where the answer cannot be called as the reference is."""
     try:
         own = inspect.signature(fn)
     except (ValueError, TypeError):  # some builtins do not tell; the run will
@@ -137,6 +126,5 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """Return a signature without annotations."""
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.comm.command import runnable
-from distlab.course.grading.answer.needed import UNREADABLE, needed_statements, reason
+from distlab.course.grading.answer.needed import UNREADABLE, needed_statements
 from distlab.course.grading.progress import copy_in
 
 _MAGIC = re.compile(r"^\s*[%!?]|\?\s*$|= [!%]")
@@ -76,7 +76,7 @@ def read_source(impl: str) -> Source:
             ast.parse(text)
         except UNREADABLE as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-            raise ValueError(f"{impl}{line}: {reason(error)}") from None
+            raise ValueError(f"{impl}{line}: {getattr(error, 'msg', error)}") from None
         return Source("file", impl, ((str(path.resolve()), text),), str(path.resolve().parent))
     pieces = _notebook(impl, path, text)
     for name, cell in pieces:
@@ -90,11 +90,7 @@ def _remember(name: str, text: str) -> None:
 
 
 def _module(name: str) -> Source:
-    """Find a module without importing it or its parents.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Find a module without importing it or its parents."""
     where: list[str] | None = None
     parts = name.split(".")
     for depth, part in enumerate(parts, start=1):
@@ -107,7 +103,6 @@ def _module(name: str) -> Source:
 
 
 def _notebook(impl: str, path: Path, text: str) -> tuple[tuple[str, str], ...]:
-    """Return name and text of the code cells of a notebook."""
     reset = f"; `{runnable('distlab lesson reset NN')}` brings a fresh copy of a lesson and keeps yours aside"
     try:
         cells = json.loads(text)["cells"]

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import distlab
@@ -13,7 +14,6 @@ from distlab.comm import RankError, RankTimeout
 from distlab.comm.launch.failures import Failure, well_formed
 from distlab.comm.record.read import short
 from distlab.comm.where.frames import owner_of
-from distlab.course.grading.diagnosis.plain_errors import in_words
 from distlab.course.grading.exercise import Exercise, Fault
 from distlab.course.grading.lesson import reference_of
 from distlab.course.grading.variation.draw import IN_CALL, IN_CASE, RETURNED
@@ -33,6 +33,10 @@ _NOTE = re.compile(rf"^(?:{IN_CALL}|{IN_CASE}) \S.*$", re.MULTILINE)
 _RETURNED = re.compile(rf"^{RETURNED} (.+)$", re.MULTILINE)
 _PAIR = re.compile(r"^ *rank (\d+): (send to|recv from) (\d+) #\d+ \((\w+\[[\d, ]*\])", re.MULTILINE)
 _MISFIT = "a send and the receive that takes it do not fit"
+# Patterns of an error's text, a line each, and below them, indented, what they mean: the first that is found.
+_TABLE = Path(__file__).with_name("plain_errors.txt").read_text(encoding="utf-8")
+_ROWS: list[tuple[str, str]] = re.findall(r"((?:^\S.*\n)+) +(.+)\n", _TABLE, re.M)
+_MEANINGS = [(patterns.strip().replace("\n", "|"), words) for patterns, words in _ROWS]
 MAX_LINE = 300
 CELL = "your cell"
 
@@ -135,7 +139,6 @@ def _of_failure(root: Failure, place: CodePlace | None, who: str, where: str, ex
 
 
 def _hang(error: RankError, fn: Callable[..., Any]) -> Fault:
-    """Describe ranks that did not finish in time: who waits for whom, and each one's own line."""
     first, *rest = str(error).split("\n\n")
     lines = [first, *[part for part in rest if not part.startswith("---")][:1]]
     for failure in error.failures:
@@ -160,6 +163,14 @@ def messages_that_do_not_fit(text: str) -> str | None:
     what = f"rank {sender} sends {sent}, rank {receiver} receives it as {taken}"
     rule = "give both the same number of elements and the same dtype"
     return "\n".join([f"{_MISFIT}: {what}: {rule}", *lines])
+
+
+def in_words(error: str) -> str:
+    """Return what an error of Python or torch means in an answer; "" where it is not one of the usual mistakes."""
+    for pattern, words in _MEANINGS:
+        if found := re.search(pattern, error):
+            return words.format(*(group for group in found.groups() if group is not None), "number")
+    return ""
 
 
 def in_plain_names(text: str, fn: Callable[..., Any]) -> str:

@@ -14,8 +14,6 @@ _weak: Any = StorageWeakRef
 
 
 class _Watch(TorchDispatchMode):
-    """Follow the storages that operators make."""
-
     def __init__(self, known: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0

@@ -59,8 +59,6 @@ def drawn_fault(
 
 
 class _Drawn(NamedTuple):
-    """An answer and the calls that are drawn for it."""
-
     exercise: Exercise
     fn: Callable[..., Any]
     calls: DrawnCalls
@@ -86,7 +84,6 @@ class _Drawn(NamedTuple):
         return fault._replace(cause=cause or differences.whose_parts())
 
     def _right(self, calls: DrawnCalls) -> Evidence:
-        """Let the reference make the calls."""
         try:
             results = self.ranks.run(calls, calls.reference)
         except (RuntimeError, OSError) as error:
@@ -95,8 +92,6 @@ class _Drawn(NamedTuple):
 
 
 class _Differences:
-    """How the drawn calls of an answer differ from the reference's, in words."""
-
     def __init__(self, exercise: Exercise, got: Sequence[Any], wanted: Sequence[Any]) -> None:
         assert exercise.vary is not None
         self.name, self.scale = exercise.function, exercise.vary.scale
@@ -160,7 +155,6 @@ class _Differences:
         return fault
 
     def _in_arguments(self, mine: dict[str, Any], right: dict[str, Any], where: str, whose: str) -> Iterator[Fault]:
-        """Compare what the arguments are afterwards."""
         got, want, before = mine[AFTER], right[AFTER], right["before"]
         for name in dict.fromkeys([*want, *got]):
             if name not in got or name not in want:
