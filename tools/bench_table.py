@@ -1,8 +1,5 @@
 """Write benchmarks/RESULTS.md, and the README's headline rows, from benchmarks/results.json.
 
-    python tools/bench_table.py         # write both
-    python tools/bench_table.py --all   # print all rows: those with a bar, the worst first, then the others
-
 The page has the rows that miss their bar, the worst first, and counts for each benchmark.
 """
 
@@ -141,23 +138,6 @@ def counts(rows: list[Measured], machines: list[str]) -> Iterator[str]:
         yield f"| {name} | {len(held)} | {len(judged)} | {nearest} | {', '.join(map(str, runs))} |"
 
 
-def full_text(results: dict[str, Any]) -> str:
-    """Return all rows as Markdown: those with a bar, the worst first; then those that only inform."""
-    rows = all_rows(results)
-    machines = machines_of(rows)
-    lines = ["| holds | claim | bar | measured | 95 % interval | benchmark | run |", "|---|---|---|---|---|---|---|"]
-    for one in worst_first([one for one in rows if one.judged]):
-        cells = (verdict(one), one.row["claim"], one.row["bar"], *figures(one), one.benchmark)
-        lines.append(f"| {' | '.join(cells)} | {machines.index(one.machine) + 1} |")
-    lines += ["", "## Rows without a bar", "", "Noise (a program against itself) and context.", ""]
-    lines += ["| row | measured | 95 % interval | note | benchmark | run |", "|---|---|---|---|---|---|"]
-    for one in rows:
-        if not one.judged:
-            cells = (one.row["claim"], *figures(one), one.row["note"], one.benchmark)
-            lines.append(f"| {' | '.join(cells)} | {machines.index(one.machine) + 1} |")
-    return "\n".join(lines)
-
-
 def headline_text(results: dict[str, Any]) -> str:
     """Return the README's rows as Markdown, the worst first."""
     rows = [one for one in all_rows(results) if one.judged]
@@ -221,10 +201,7 @@ def files() -> dict[Path, str]:
     return {readme: written(readme, headline_text(results)), table: written(table, results_text(results))}
 
 
-def main(arguments: list[str]) -> int:
-    if "--all" in arguments:
-        print(full_text(json.loads((BENCHMARKS / "results.json").read_text())))
-        return 0
+def main() -> int:
     try:
         wanted = files()
     except ValueError as error:
@@ -236,4 +213,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -63,29 +63,20 @@ def imports_of(path: Path) -> set[str]:
 
 
 def near_tests(changed: Iterable[Path]) -> list[Path]:
-    """Return the test files that the change reaches: mirrors of changed files first, then by the way to them."""
+    """Return the test files that the change reaches, the nearest first."""
     changed = set(changed)
     direct = {name for path in changed if (name := module_of(path)) is not None}
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     wide = set().union(*(graph.find_downstream_modules(name) for name in direct & graph.modules))
     direct |= {path.stem for path in changed if path.is_relative_to(TESTS)}  # what tests share
-    mirrors = {mirror_of(path) for path in changed if module_of(path) is not None}
-    found = {}
+    found, rooms = {}, {path.parent.name for path in changed}
     for path in TESTS.rglob("test_*.py"):
         if not any(path.is_relative_to(folder) for folder in ELSEWHERE):
             imports = imports_of(path)
             near = bool(path in changed or path.parent / "conftest.py" in changed or imports & direct)
             if near or imports & wide:
-                found[path] = path not in mirrors, not near, path
+                found[path] = not near, path.parent.name not in rooms, path
     return sorted(found, key=found.__getitem__)
-
-
-def mirror_of(path: Path) -> Path:
-    """Return where the tests of a file of a package stand: tests mirror the tree, without its innermost rooms."""
-    parts = path.relative_to(ROOT).parts
-    mirror = TESTS.joinpath(*parts[parts[0] == "distlab" :]).with_name(f"test_{path.name}")
-    above = (folder / mirror.name for folder in mirror.parents if folder.is_relative_to(TESTS))
-    return next((test for test in above if test.is_file()), mirror)
 
 
 def lessons_of(changed: Iterable[Path]) -> list[str]:
