@@ -283,7 +283,6 @@ def read_dcp(directory: str | Path) -> dict[str, Any]:
 
 
 def _read(directory: Path, name: str, kind: Any, places: Mapping[metadata.MetadataIndex, Any]) -> Any:
-    """Read a plain value, or the boxes of a tensor, which are put together."""
     if not isinstance(kind, metadata.TensorStorageMetadata):
         return _load(directory, places[metadata.MetadataIndex(name)])
     dtype, boxes = kind.properties.dtype, []

@@ -107,11 +107,7 @@ def moments_of(parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def require_equal(everyone: Sequence[Mapping[str, tuple[str, int]]]) -> None:
-    """Refuse modules whose parameters differ between ranks, from the sums of all ranks: others' values would be lost.
-
-    Raises:
-        ValueError: on every rank the same.
-    """
+    """Refuse, by one ValueError on all ranks, modules whose parameters differ between ranks: others' would be lost."""
     first = everyone[0]
     names = dict.fromkeys(name for sums in everyone for name in sums)
     wrong = [name for name in names if any(sums.get(name) != first.get(name) for sums in everyone)]
@@ -208,7 +204,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, name: str, kind: str, sta
 
 
 def _saver(state: Mapping[str, Any] | None) -> str:
-    """Say what saves such a shard."""
     if state is None:
         return "a whole part"
     kinds = {"place": "a Hybrid", "stages": "a StageState"}

@@ -114,11 +114,7 @@ def said_by(arguments: argparse.Namespace) -> PlanFile:
 
 
 def tables_said(arguments: argparse.Namespace) -> PlanFile:
-    """Return what the flags say.
-
-    Raises:
-        ValueError: they make no sense together, in the words of a plan file with the names of flags in it.
-    """
+    """Return what the flags say; a ValueError has the words of a plan file, with the names of flags in it."""
     from simulator.plan_file import plan_of_tables
 
     tables = _tables(arguments)

@@ -56,11 +56,7 @@ def tour(arguments: argparse.Namespace) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[TrainingRun, bytes]:
-    """Check what the user asked for before any process starts, and read the data.
-
-    Raises:
-        ValueError: the data file cannot be used, or there is no GPU.
-    """
+    """Check what the user asked for before any process starts, and read the data; a ValueError says what is wrong."""
     from distlab.blocks.data import python_documentation, read_text
     from distlab.blocks.models import GPTConfig
     from distlab.measure import TrainingRun, device_of

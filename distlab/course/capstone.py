@@ -280,11 +280,7 @@ class BoardRow(NamedTuple):
 
 
 def add_row(path: Path, name: str, verdict: CapstoneVerdict) -> None:
-    """Add an attempt, in one write at the end: lines of others who add theirs at the same time stay whole.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Add an attempt in one write at the end, or raise OSError: lines that others add at the same time stay whole."""
     safe = f"'{name}" if name[:1] in ("=", "+", "-", "@") else name  # no formula in a spreadsheet
     own = (verdict.is_kept, round(verdict.time, 3), verdict.sent_bytes, verdict.repeated, verdict.seed, verdict.plan)
     with path.open("a", newline="", encoding="utf-8") as file:

@@ -297,11 +297,7 @@ def grade_all(
 def _told(
     name: str, data: bytes, words: Sequence[str], is_contained: bool, limit_s: float, ending: threading.Event
 ) -> tuple[str, str]:
-    """Check one file in a folder and a process of its own, which end with all that they started.
-
-    Returns:
-        what the process told, line by line, and why it was stopped, or "".
-    """
+    """Check one file in a folder and a process of its own; return what it told, and why it was stopped, or ""."""
     stopped, deadline, size = "", time.monotonic() + limit_s, 0
     home_of = tempfile.TemporaryDirectory(prefix="distlab-grade-", ignore_cleanup_errors=True)
     with home_of as home, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
@@ -361,11 +357,7 @@ def check_one(file: str, number: str, lessons: str, seed: str) -> None:
 
 
 def refuse_unless_contained() -> None:
-    """See whether a container can be made here.
-
-    Raises:
-        ValueError: bubblewrap is not there, or the system does not let it make one; one line that says what to do.
-    """
+    """Refuse, by a ValueError that says what to do, where bubblewrap is missing, or can make no container."""
     if shutil.which("bwrap") is None:
         fix = "on Debian or Ubuntu, apt install bubblewrap"
         raise ValueError(f"--contained needs bubblewrap (bwrap), which is not installed: {fix}")

@@ -206,12 +206,9 @@ def agree_on(what: str, group: ProcessGroup | None, **values: object) -> None:
 
 
 def agree_on_inputs(inputs: Any, group: ProcessGroup | None, what: str = "inputs") -> None:
-    """Refuse, on every rank, inputs of a forward that differ between ranks: they work on the same samples.
+    """Refuse, by a ValueError on every rank, inputs of a forward that differ: ranks work on the same samples.
 
     Two exchanges of 40 bytes; nothing in a group of one.
-
-    Raises:
-        ValueError: naming ranks, and shapes or digests.
     """
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if dist.get_world_size(group) > 1:

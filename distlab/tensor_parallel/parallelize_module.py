@@ -94,7 +94,6 @@ def parallelize_module(
 def _check(
     model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, *, has_example: bool
 ) -> tuple[dict[str, str], Heads, list[list[str]]]:
-    """Return the modules' styles, the heads and the tied tensors; refuse a plan that cannot be done."""
     try:
         if any(hasattr(module, "splits") for module in model.modules()):
             raise ValueError("the model is cut already; pass one that is not")

@@ -51,16 +51,12 @@ def test_tables_of_bars_say_what_the_last_benchmark_measured():
         assert path.read_text() == wanted, f"{path.name} is not what results.json says; run tools/bench_table.py"
 
 
-def test_the_page_has_each_row_that_misses_its_bar_and_the_full_table_has_all():
+def test_the_page_has_each_row_that_misses_its_bar():
     results = json.loads((ROOT / "benchmarks" / "results.json").read_text())
-    page, full = (ROOT / "benchmarks" / "RESULTS.md").read_text(), table.full_text(results).splitlines()
-    rows = table.all_rows(results)
-    missed = [one for one in rows if one.judged and not one.row["holds"]]
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    missed = [one for one in table.all_rows(results) if one.judged and not one.row["holds"]]
     assert missed
     assert [one.row["claim"] for one in missed if f"| {one.row['claim']} | {one.row['bar']} |" not in page] == []
-    assert sum(line.startswith("| **no** |") for line in full) == len(missed)
-    assert sum(line.startswith("| yes |") for line in full) == sum(one.judged for one in rows) - len(missed)
-    assert sum(line.startswith("|") for line in full) == len(rows) + 4  # two tables, each with two lines of heads
     assert all(f"\n| {name} | " in page for name in results)
 
 

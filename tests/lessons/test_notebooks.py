@@ -231,7 +231,7 @@ def test_the_second_sitting_takes_what_was_saved_and_passed(tmp_path, monkeypatc
     folder.mkdir()
     saved = ["%load_ext distlab.course.notebook", OWN, "def fill_buckets(sizes_bytes, bucket_bytes):\n    1/0"]
     cells = [nbformat.v4.new_code_cell(text) for text in saved]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "lesson.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "03_data_parallel.ipynb")
     change_entry("03.average", lambda entry: replace(entry, attempts=1, first_passed=now()), folder)
     change_entry("03.buckets", lambda entry: replace(entry, attempts=1, failed=1), folder)
     _, bring = [cell for cell in second_half(notebook()) if cell.cell_type == "code"][:2]

@@ -64,11 +64,7 @@ def rank_file(folder: Path, rank: int, what: str) -> Path:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file in the place of one that may be there: to write into that one can take a disk milliseconds.
-
-    Raises:
-        OSError: there is no room.
-    """
+    """Write a file in the place of one that may be there, into which to write takes milliseconds; OSError: no room."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 

@@ -141,7 +141,6 @@ class Pool:
             raise
 
     def _start(self, rank: int, echo: Echo | None) -> None:
-        """Ask the fork server for one rank and keep our ends of its channels."""
         ours, theirs = socket.socketpair()
         output_r, output_w = os.pipe()
         status_r, status_w = os.pipe()

@@ -166,12 +166,9 @@ def is_dense_block(tensor: torch.Tensor) -> bool:
 
 
 def refuse_layouts(op: str, tensors: Any, frame: FrameType | None) -> None:
-    """Refuse tensors whose memory is not one dense block in order: gloo would read the wrong numbers without a word.
+    """Refuse, by a ValueError, tensors whose memory is not one dense block in order: gloo would read wrong numbers.
 
     What torch itself hands over (sparse gradients in DDP) is torch's business and passes.
-
-    Raises:
-        ValueError: naming rank, op, shape, stride and what to do.
     """
     for tensor in tensors_in(tensors):
         if not is_dense_block(tensor) and not is_internal(frame):

@@ -28,11 +28,7 @@ def read_dump(data: bytes, what: str) -> dict[str, Any]:
 
 
 def read_dumps(prefix: str | Path) -> dict[int, dict[str, Any]]:
-    """Read the dumps PREFIX0, PREFIX1, ... that torch left, one per rank.
-
-    Raises:
-        ValueError: there are none, or one cannot be read.
-    """
+    """Read the dumps PREFIX0, PREFIX1, ..., one per rank; a ValueError: there are none, or one is none."""
     start, dumps = Path(prefix), {}
     for path in sorted(start.parent.glob(f"{start.name}*")):
         rank = path.name[len(start.name) :]
@@ -44,11 +40,7 @@ def read_dumps(prefix: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def analyzed(dumps: dict[int, dict[str, Any]]) -> str:
-    """Return what torch's analyzer says of dumps: which ranks a call lacks, and which calls do not fit.
-
-    Raises:
-        ValueError: it does not understand them.
-    """
+    """Return what torch's analyzer says of dumps, as which ranks a call lacks; a ValueError: it cannot read them."""
     with contextlib.redirect_stderr(io.StringIO()):  # it says that it could draw tables with a different package
         from torch.distributed.flight_recorder.components.builder import build_db
 

@@ -130,13 +130,10 @@ def _refuse_a_change(before: dict[str, Any], group: Any) -> None:
 
 
 def refuse_unless_plain(value: Any, depth: int = _DEPTH) -> None:
-    """Refuse a result that is not plain data: an object of the answer's own class may say that it equals everything.
+    """Refuse, by `Refused`, a result that is not plain data: an object of the answer's own class may equal everything.
 
     Plain are values of Python's own classes, of torch's, numpy's and this library's; lists, tuples, sets, dicts and
     dataclasses of these; and what can be called, where an exercise asks for it. A generator can be read only once.
-
-    Raises:
-        Refused: something in it is not.
     """
     kind = type(value)
     package = kind.__module__.partition(".")[0]

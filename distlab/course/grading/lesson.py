@@ -176,11 +176,7 @@ def _with_checks(exercise: Exercise, checks: Sequence[types.ModuleType]) -> Exer
 
 
 def lesson_number(name: str | int) -> str:
-    """Return the two digits of a lesson's number, from "3", 3, "03_data_parallel" or "03.flat".
-
-    Raises:
-        ValueError: it begins with no number.
-    """
+    """Return a lesson's two digits, of '3', 3, '03_data_parallel' or '03.flat'; a ValueError: it has no number."""
     match = re.match(r"(\d{1,2})(?=$|[._])", str(name).strip())
     if match is None:
         raise ValueError(f"{name!r} names no lesson; write its number, such as 03, or an exercise, such as 03.flat")

@@ -111,7 +111,6 @@ class Report:
         return f'<div role="status" aria-live="polite" style="{style}">{first}{body}{self._beside()}{foot}</div>'
 
     def _beside(self) -> str:
-        """Return the reference next to the learner's code, for an answer that passed."""
         if not self.passed or self.answer is None:
             return ""
         mine, theirs = (html.escape(source_text(fn)) for fn in (self.answer, self.reference))

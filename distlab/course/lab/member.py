@@ -210,11 +210,7 @@ def _work(number: str, settings: SettingsT, run: Callable[[Lab[SettingsT]], None
 
 
 def load_functions(impl: str, number: str) -> Mapping[str, Function]:
-    """Return the learner's functions by exercise name; none for "reference".
-
-    Raises:
-        ValueError: there is no such module, file or notebook, or it cannot be loaded.
-    """
+    """Return the learner's functions by exercise, none for 'reference'; a ValueError says what cannot be loaded."""
     if impl == "reference":
         return {}
     from distlab.course.grading import load_lesson, load_submission

@@ -48,11 +48,7 @@ class CommonSettings:
     json: bool = False
 
     def nodes_of(self, num_ranks: int) -> Nodes:
-        """Return the nodes that a number of ranks makes.
-
-        Raises:
-            ValueError: the ranks do not fill them, or the wire is none.
-        """
+        """Return the nodes that a number of ranks makes; a ValueError: they do not fill them, or the wire is none."""
         return Nodes.for_ranks(Nodes(self.nodes, self.between or None), num_ranks)
 
     def check_ranks(self, num_ranks: int) -> None:

@@ -82,11 +82,7 @@ def make_copies(lessons: Path, work: Path) -> list[Copy]:
 
 
 def reset(number: str, lessons: Path, work: Path) -> tuple[Path, Path]:
-    """Put the copy of one lesson aside, whatever state it is in, and bring a fresh one; return aside and fresh.
-
-    Raises:
-        ValueError: there is no such lesson, or no copy of it.
-    """
+    """Put the copy of a lesson aside and bring a fresh one; return aside and fresh; a ValueError: there is no copy."""
     known = originals(lessons, work)
     wanted = f"{int(number):02}" if number.isdecimal() else number
     names = [name for name in known if wanted in (name[:2], name.partition("/")[0], name.removesuffix(".ipynb"))]

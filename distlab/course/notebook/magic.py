@@ -50,11 +50,7 @@ class Line(NamedTuple):
 
 
 def read_line(text: str) -> Line:
-    """Read the arguments of %%ranks.
-
-    Raises:
-        ValueError: something there cannot be read; the text says what, and what can stand there.
-    """
+    """Read the arguments of %%ranks; a ValueError says what cannot be read, and what can stand there."""
     line, at = Line(), 0
     while at < len(text):
         if (found := _WORD.match(text, at)) is None:

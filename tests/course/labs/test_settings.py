@@ -82,7 +82,7 @@ def test_your_own_answers_that_have_not_passed_are_told(tmp_path, monkeypatch, c
     folder.mkdir()
     (tmp_path / MARKER).touch()
     script = find_lab("01")[1]
-    nbformat.write(nbformat.v4.new_notebook(), folder / "lesson.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(), folder / "01_ranks_and_messages.ipynb")
     monkeypatch.chdir(folder)
     exercises = [exercise.name for exercise in load_lesson("01").exercises]
     left = "not passed yet: 01.ping_pong, 01.fit, 01.gather, 01.repair. "
