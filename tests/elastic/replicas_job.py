@@ -108,7 +108,7 @@ def train(
     trouble, times = Trouble(plan, seat.number, folder, store), []
     model, update = new_run(optimizer, width)
     parts = {"model": model, "optimizer": update}
-    with Replicas(seat, parts, work=work, backend=backend, **{"timeout_s": 30, **options}) as replicas:
+    with Replicas(seat, parts, work=work, backend=backend, **options) as replicas:
         for step in replicas:
             trouble.begin(step.number)
             is_whole = not replicas.history or len(replicas.history[-1][2]) == seat.num_replicas
