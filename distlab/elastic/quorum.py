@@ -1,9 +1,8 @@
 """Who is in: a pure function of what stands in the store, so that all replicas that read the store agree.
 
-A process group never changes: `get_world_size()` says the same after a death, and calls wait or fail. So those that are
-left make a new group, in an *epoch* of its own, and first settle who that is. Each replica has a number that it keeps.
-It writes an `Arrival` for the epoch: which step it has reached, and whether its state is the newest. When all that live
-have arrived, whoever sees it first proposes `quorum(...)`, and the store keeps one proposal (compare and set).
+Those that are left after a death make a new group, in an *epoch* of its own, and first settle who that is. Each has a
+number that it keeps, and writes an `Arrival` for the epoch. When all that live have arrived, whoever sees it first
+proposes `quorum(...)`, and the store keeps one proposal (compare and set).
 
 Three rules keep the replicas equal:
 

@@ -99,29 +99,33 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
     def __enter__(self) -> Replicas:
         if dist.is_initialized():
             raise RuntimeError("this process is in a process group already, and Replicas makes its own; leave it first")
-        with self._telling(), contextlib.ExitStack() as stack:
-            self._roster = Roster(self.seat)
-            stack.callback(self._leave)
+        self._roster = Roster(self.seat)
+        try:
             self._regroup()
-            self._stack = stack.pop_all()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            note_end(self._roster.store, self.seat)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps that are left; one that could not be committed comes again, dealt anew."""
         while self.position < self.work.end:
             self._deal = deal = self._quorum.deal
-            batch, lr = self.work.batch_at(self.position, len(deal)), self._set_lr(len(deal))
+            batch = self.work.batch_at(self.position, len(deal))
+            lr = self.work.set_lr(self._parts.values(), self.position, len(deal))
             start, stop = split_evenly(batch, len(deal))[deal.index(self.seat.number)]
             samples = torch.from_numpy(self._order.samples(self.position + start, self.position + stop))
             yield Step(self.step, self.position, batch, samples, 1.0, lr)
             if self._deal:
                 raise RuntimeError(f"step {self.step} was not committed; call commit(optimizer.step) in each step")
             if self._wanted or self.position == self.work.end:  # at the end: until all know that they are there
-                with self._telling():
-                    self._regroup()
+                self._regroup()
 
     def commit(self, update: Callable[[], object]) -> None:
         """Average the gradients over the samples of all replicas, and update on all of them or on none.
@@ -144,8 +148,7 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
             else:
                 self._finish()
                 return
-            with self._telling():
-                self._regroup()
+            self._regroup()
             if not self._deal:
                 return
         raise failed
@@ -176,7 +179,7 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
         for parameters, flat in self._flats:
             for parameter, mean in zip(parameters, flat.views, strict=True):
                 parameter.grad = mean.clone()
-        self._set_lr(len(self._quorum.members))
+        self.work.set_lr(self._parts.values(), self.position, len(self._quorum.members))
         batch = self.work.batch_at(self.position, len(self._deal))
         with torch.enable_grad():
             self._update()
@@ -186,16 +189,19 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
         self.step, self.position = self.step + 1, self.position + batch
         self._deal, self._quorum = (), self._quorum._replace(deal=self._quorum.members)
 
-    def _set_lr(self, num_replicas: int) -> float | None:
-        return self.work.set_lr(self._parts.values(), self.position, num_replicas)
-
     def _regroup(self) -> None:
         """Leave the group, settle who goes on, and make a new one with them; again while one dies meanwhile."""
         while True:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            mine = Arrival(self._line, self.step, self._deal, self._facts)
-            settled, me = self._roster.settle(mine, self._quorum), self.seat.number
+            mine, me = Arrival(self._line, self.step, self._deal, self._facts), self.seat.number
+            try:
+                settled = self._roster.settle(mine, self._quorum)
+            except dist.DistError as error:
+                raise RuntimeError(
+                    f"replica {me}: the store at {HOST}:{self.seat.port} does not answer, so no quorum can be settled; "
+                    f"updates made: {self.step}. Start the run anew from a checkpoint"
+                ) from error
             if settled.refused and (me in settled.refused or settled.epoch == 0):
                 raise ValueError(
                     f"replica {settled.refused[0]} has a different model or different work than replica "
@@ -236,23 +242,6 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
             shared, self.step, self.position, self.history = saved
             take_up(self._parts, {"parts": shared}, ())
             self._line, self._deal = self._quorum.epoch, ()
-
-    def _leave(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            note_end(self._roster.store, self.seat)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Say in one line that the store is gone."""
-        try:
-            yield
-        except dist.DistError as error:
-            raise RuntimeError(
-                f"replica {self.seat.number}: the store at {HOST}:{self.seat.port} does not answer, so no "
-                f"quorum can be settled; updates made: {self.step}. Start the run anew from a checkpoint"
-            ) from error
 
 
 def run_replicas(

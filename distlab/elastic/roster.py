@@ -1,7 +1,7 @@
 """The roster of replicas in a store: who has which number, who lives, who asks for a quorum, and what was settled.
 
-The store (a TCPStore) belongs to a process that outlives the replicas. A replica lives while its heartbeat, a count,
-goes on, and nobody has noted its end. Where two may write, the store compares and sets.
+The store (a TCPStore) belongs to a process that outlives the replicas. A replica lives while its last heartbeat is new
+and nobody has noted its end. Where two may write, the store compares and sets.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Roster:
             dist.TCPStore(HOST, seat.port, is_master=False)  # type: ignore[attr-defined]
             for _ in range(3)
         )
-        self._seen: dict[int, tuple[int, float]] = {}
-        expected, until = "", time.monotonic() + 1.5 * DEAD_AFTER_S
-        while (found := _replace(self.store, seat.number, expected, seat.ticket)) != seat.ticket:
+        self.store.compare_set(f"beat/{seat.number}", "", str(time.monotonic()))  # before its number is taken
+        key, expected, until = f"holder/{seat.number}", "", time.monotonic() + 1.5 * DEAD_AFTER_S
+        while (found := self.store.compare_set(key, expected, seat.ticket).decode()) != seat.ticket:
             expected = "" if self.is_alive(seat.number) else found
             if time.monotonic() > until:
                 raise ValueError(
@@ -64,19 +64,18 @@ class Roster:
     def _beat(self) -> None:
         try:
             while self._beats.get(f"holder/{self.seat.number}").decode() == self.seat.ticket:
-                self._beats.add(f"beat/{self.seat.number}", 1)
+                self._beats.set(f"beat/{self.seat.number}", str(time.monotonic()))
                 time.sleep(BEAT_S)
         except RuntimeError:  # the store has gone; the next call of the replica's own says so
             return
 
     def is_alive(self, number: int) -> bool:
         """Return whether a replica lives; one that has not come yet counts."""
-        if not self.store.check([key := f"holder/{number}"]):
+        holder, beat = f"holder/{number}", f"beat/{number}"
+        if not self.store.check([holder]):
             return True
-        now, beat = time.monotonic(), self.store.add(f"beat/{number}", 0)
-        if self._seen.get(number, (-1, 0.0))[0] != beat:
-            self._seen[number] = beat, now
-        return self.store.get(key).decode() != ENDED and now - self._seen[number][1] < DEAD_AFTER_S
+        ended = self.store.get(holder).decode() == ENDED
+        return not ended and time.monotonic() - float(self.store.get(beat)) < DEAD_AFTER_S
 
     def is_asked(self, epoch: int) -> bool:
         """Return whether any replica asks for a quorum of this epoch."""
@@ -111,9 +110,4 @@ class Roster:
 def note_end(store: Any, seat: Seat) -> None:
     """Note the end of a process, for others to know at once, also if it never came."""
     for expected in ("", seat.ticket):
-        _replace(store, seat.number, expected, ENDED)
-
-
-def _replace(store: Any, number: int, expected: str, new: str) -> str:
-    """Let a number be a different process's where it is the expected one's; return whose it is then."""
-    return str(store.compare_set(f"holder/{number}", expected, new).decode())
+        store.compare_set(f"holder/{seat.number}", expected, ENDED)

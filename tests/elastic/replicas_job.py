@@ -5,7 +5,7 @@ A plan is a list of (moment, number, step): what happens once, to the replica wi
 - "step": it is killed when the step begins. "reduced", "voted": killed with the sum, and with the vote's result.
 - "forming", "formed": killed before and after it makes its part of a new group. "giving": when it gives its state.
 - "sum lost", "vote lost": it fails as if a connection broke when it has the result, and lives.
-- "stop": it is stopped for 2.5 s. "raise": it raises. "nan": its gradient is NaN.
+- "stop": it is stopped for 1.8 s. "raise": it raises. "nan": its gradient is NaN.
 - "kill store": it kills the process that serves the store.
 - A number in place of a name: it is killed so many seconds after the step's begin.
 """
@@ -95,7 +95,7 @@ class Trouble:
         if self.is_due("kill store"):
             os.kill(self.store, signal.SIGKILL)
         if self.is_due("stop"):
-            subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", f"sleep 1.8; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.is_due("raise"):
             raise OSError("no such sample")
