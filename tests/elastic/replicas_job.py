@@ -34,8 +34,8 @@ WORK = Work(BatchRule(13), 200, seed=3)
 GROWING = Work(BatchRule(12, world_size=3, lr="linear"), 200, seed=3, lr=0.05)
 
 
-def new_run(optimizer, width=16):
-    torch.manual_seed(0)
+def new_run(optimizer, width=16, seed=0):
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
     return model, OPTIMIZERS[optimizer](model.parameters())
 
@@ -102,13 +102,13 @@ class Trouble:
 
 
 def train(
-    seat, folder, plan, optimizer="adamw", backend="shared", work=WORK, pause_s=0.01, width=16, store=None, **options
+    seat, folder, plan, optimizer="adamw", backend="shared", work=WORK, pause_s=0.01, width=16, store=None, seed=0
 ):
     """Train; return the final bits, the history, and when each update was made."""
     trouble, times = Trouble(plan, seat.number, folder, store), []
-    model, update = new_run(optimizer, width)
+    model, update = new_run(optimizer, width, seed)
     parts = {"model": model, "optimizer": update}
-    with Replicas(seat, parts, work=work, backend=backend, **options) as replicas:
+    with Replicas(seat, parts, work=work, backend=backend) as replicas:
         for step in replicas:
             trouble.begin(step.number)
             is_whole = not replicas.history or len(replicas.history[-1][2]) == seat.num_replicas
@@ -124,20 +124,22 @@ def train(
     return bits_of(model, update), [tuple(who) for who in steps], times
 
 
-def in_words(seat, folder, plan, as_number=None, store=None, model_of=None, **options):
+def in_words(seat, folder, plan, as_number=None, store=None, different=None, **options):
     """Train and return the history; of an error, its kind and text.
 
     Args:
         as_number: number of the replica that comes with the number 0.
         store: process that the first one kills in step 4.
-        model_of: number of the replica that has a wider model.
+        different: what replica 1 builds its model with.
     """
     if store is not None and seat.number == 0:
         plan = [*plan, ("kill store", 0, 4)]
     try:
         own = seat._replace(number=0) if seat.number == as_number else seat
         time.sleep(own is not seat)  # the one that has the number comes first
-        return train(own, folder, plan, width=17 if seat.number == model_of else 16, store=store, **options)[1]
+        if different and seat.number == 1:
+            options |= different
+        return train(own, folder, plan, store=store, **options)[1]
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 

@@ -128,8 +128,9 @@ def test_a_replica_that_comes_twice_is_refused_and_the_earlier_one_goes_on(tmp_p
     assert len(next(history for history in said.values() if isinstance(history, list))) == 15
 
 
-def test_a_replica_with_a_different_model_is_refused_on_every_replica_at_the_start(tmp_path):
-    said = words_of(tmp_path, [], model_of=1)
+@pytest.mark.parametrize("different", [{"width": 17}, {"seed": 1}], ids=["shapes", "weights"])
+def test_a_replica_with_a_different_model_is_refused_on_every_replica_at_the_start(tmp_path, different):
+    said = words_of(tmp_path, [], different=different)
     assert {*said.values()} == {
         "ValueError: replica 1 has a different model or different work than replica 0 (weights, dtypes, samples, seed "
         "or rule); build the same in each replica"
