@@ -1,14 +1,13 @@
 """Who is in: a pure function of what stands in the store, so that all replicas that read the store agree.
 
-A process group never changes: `get_world_size()` says the same after a death, and calls wait or fail. So those that are
-left make a new group, in an *epoch* of its own, and first settle who that is. Each replica has a number that it keeps.
-It writes an `Arrival` for the epoch: which step it has reached, and whether its state is the newest. When all that live
-have arrived, whoever sees it first proposes `quorum(...)`, and the store keeps one proposal (compare and set).
+Those that are left after a death make a new group, in an *epoch* of its own, and first settle who that is. Each has a
+number that it keeps, and writes an `Arrival` for the epoch. When all that live have arrived, whoever sees it first
+proposes `quorum(...)`, and the store keeps one proposal (compare and set).
 
 Three rules keep the replicas equal:
 
 1. Only who was in the quorum before and lives holds the newest state. All others take a holder's: the new, and those
-   that were taken for dead.
+   that were taken for dead. In the first quorum all hold it, since all begin with equal weights.
 2. Holders are at most one update apart: an update is made after a vote in which all said that they have the step's
    average. Some may have read the vote's result when one died, and some not. Who has not makes that update now.
 3. Newcomers join at a step's border. Where a holder is inside a step, the holders finish it among themselves.
@@ -30,7 +29,7 @@ class Arrival(NamedTuple):
         line: the epoch that its state comes from; -1: its state is that of a new process.
         step: updates made.
         deal: the replicas among which the samples of the step were dealt that it is in; () between two steps.
-        facts: stands for the model and the work; equal on all.
+        facts: stands for the work and the weights that it began with; equal on all.
     """
 
     line: int
@@ -48,7 +47,7 @@ class Quorum(NamedTuple):
         step: updates that each has made when the group stands.
         takers: members that take the state of the giver, the first that is none of them.
         deal: among whom the samples of this step were dealt.
-        refused: replicas with a different model or different work.
+        refused: replicas with different weights or different work at the start.
     """
 
     epoch: int
@@ -64,43 +63,30 @@ class Quorum(NamedTuple):
         return next(number for number in self.members if number not in self.takers)
 
 
-def quorum(
-    arrived: Mapping[int, Arrival],
-    alive: Collection[int],
-    last: Quorum,
-    *,
-    min_replicas: int = 1,
-    has_begun: bool = True,
-) -> Quorum | None:
+def quorum(arrived: Mapping[int, Arrival], alive: Collection[int], last: Quorum) -> Quorum | None:
     """Decide who is in the epoch after `last`; None: wait for more.
 
     Args:
         arrived: by number, what those said that ask for it.
         alive: numbers of those that live.
         last: the quorum before; of the first epoch, -1, with those that the run was started with.
-        min_replicas: fewer do not go on.
-        has_begun: whether an update was made.
 
     Raises:
         RuntimeError: all that held the newest state are gone.
     """
     living = {number: arrived[number] for number in sorted(arrived) if number in alive}
-    if any(number in alive and number not in living for number in last.members) or len(living) < min_replicas:
+    if not living or any(number in alive and number not in living for number in last.members):
         return None
-    holders = [number for number, one in living.items() if one.line == last.epoch >= 0]
-    if not holders and has_begun:
+    holders = [number for number, one in living.items() if one.line == last.epoch]
+    if not holders:
         raise RuntimeError(
             f"all replicas that held step {last.step} and later are gone ({', '.join(map(str, last.members))}); "
             "start the run anew from a checkpoint"
         )
-    holders = holders or [min(living)]  # nothing to lose yet: the first gives its weights to all
+    refused = tuple(number for number, one in living.items() if one.facts != living[holders[0]].facts)
     step = max(living[number].step for number in holders)
-    deals = [living[number].deal for number in holders if living[number].deal and living[number].step == step]
-    deal = deals[0] if deals and len(holders) >= min_replicas else ()
-    new = [number for number in living if number not in holders]
-    refused = tuple(number for number in new if living[number].facts != living[holders[0]].facts)
-    takers = () if deal else tuple(number for number in new if number not in refused)
-    members = tuple(sorted([*holders, *takers]))
-    if len(members) < min_replicas and not refused:
-        return None
+    newest = [living[number] for number in holders if living[number].step == step]
+    deal = next((one.deal for one in newest if one.deal), ())
+    takers = () if deal else tuple(number for number in living if number not in (*holders, *refused))
+    members = tuple(sorted({*holders, *takers} - {*refused}))
     return Quorum(last.epoch + 1, members, step, takers, deal or members, refused)

@@ -6,7 +6,7 @@ and repeat the all-reduce: the mean over the samples that are left. The dead one
 Who joins gets the state of one that trains, and its part of the samples from the next step on.
 
 A death ends the others' calls within 0.1 s, on gloo (connections close) and in shared memory (who waits looks who
-lives). A replica that is stopped, not dead, costs the others `timeout_s`.
+lives).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,21 +28,22 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from distlab.blocks.clip import NotFiniteError
 from distlab.blocks.data import SampleOrder
 from distlab.blocks.flat import FlatBuffer, same_kind
-from distlab.blocks.replicate import every_parameter, parameter_facts
-from distlab.checkpoint.parts import Parts, refuse_shards, shared_state, take_up
+from distlab.blocks.replicate import every_parameter
+from distlab.checkpoint.parts import Parts, refuse_shards, shared_state, sums_of, take_up
 from distlab.comm import Nodes, RankError, Ranks
 from distlab.comm.agree import all_gather_bytes
-from distlab.comm.checks import CPU, check_timeout, check_world_size
+from distlab.comm.checks import CPU, check_world_size
 from distlab.comm.groups import init_group
 from distlab.comm.launch.pool import show
 from distlab.comm.rendezvous import loopback_store
 from distlab.elastic.quorum import Arrival, Quorum
-from distlab.elastic.roster import Roster, Seat, note_end
+from distlab.elastic.roster import HOST, Roster, Seat, note_end
 from distlab.elastic.work import Step, Work
 from distlab.plan import split_evenly
 
-FORMING_S = 1.0  # for the members of a quorum to form their group; else they settle anew
-MOST_TRIES = 3  # of a call that fails among the same members: then it is not a death
+FORMING_S, CALL_S = 1.0, 600.0  # for the members of a quorum to form their group, and for a call in it
+MOST_TRIES = 8  # of a step: what fails so often is not a death
+MOST_STARTS = 4  # of one replica's processes
 
 
 class Replicas(contextlib.AbstractContextManager["Replicas"]):
@@ -61,12 +61,10 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
 
     Args:
         seat: which replica this is.
-        parts: modules, whose parameters are averaged, optimizers, and what else a newcomer takes (`state_dict`). Random
-            generators are each replica's own.
+        parts: modules, whose parameters are averaged, optimizers, and what else a newcomer takes (`state_dict`). Built
+            alike in each process, with equal weights. Random generators are each replica's own.
         work: what the run has to do; the rule of batch and learning rate.
-        min_replicas: fewer wait for newcomers.
         backend: "gloo", "shared", or "cpu": shared memory where all can have it.
-        timeout_s: how long a call or a quorum may wait.
 
     Attributes:
         step: updates made so far.
@@ -77,68 +75,57 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
     Error: none: the bits are those of a run that was told from its start who makes which step.
 
     Raises:
-        ValueError: an argument cannot be; this replica has a different model or work, or its number is taken.
+        ValueError: this replica has a different model or work, or its number is taken.
         NotFiniteError: in `commit`, on every replica: a gradient is NaN or infinite; nothing is changed.
-        RuntimeError: the store is gone, too few replicas live, or those with the newest state are gone.
+        RuntimeError: the store is gone, or those with the newest state are gone.
     """
 
-    def __init__(
-        self,
-        seat: Seat,
-        parts: Parts,
-        *,
-        work: Work,
-        min_replicas: int = 1,
-        backend: str = CPU,
-        timeout_s: float = 600.0,
-    ) -> None:
+    def __init__(self, seat: Seat, parts: Parts, *, work: Work, backend: str = CPU) -> None:
         refuse_shards(parts)
-        if not 1 <= min_replicas <= seat.num_replicas:
-            raise ValueError(
-                f"min_replicas is {min_replicas}; pass 1 to {seat.num_replicas}, with which the run begins"
-            )
-        check_timeout(timeout_s)
         self.seat, self.work, self.step, self.position = seat, work, 0, 0
         self.history: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-        self._parts, self._min_replicas, self._backend, self._timeout_s = parts, min_replicas, backend, timeout_s
-        named = {p: name for part in parts.values() if isinstance(part, nn.Module) for name, p in every_parameter(part)}
-        self._flats = [(same, FlatBuffer(same)) for same in same_kind(p for p in named if p.requires_grad)]
-        facts = json.dumps([work.facts(), parameter_facts((name, p) for p, name in named.items())])
+        self._parts, self._backend = parts, backend
+        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+        named = {p: name for module in modules for name, p in every_parameter(module) if p.requires_grad}
+        self._flats = [(same, FlatBuffer(same)) for same in same_kind(named)]
+        facts = repr([work, sums_of(parts), [*named.values()]])
         self._facts = hashlib.sha256(facts.encode()).hexdigest()
         self._order = SampleOrder(work.num_samples, work.seed)
         self._quorum, self._line = Quorum(-1, tuple(range(seat.num_replicas))), -1
         self._deal: tuple[int, ...] = ()  # among whom the samples of the step were dealt that this replica is in
-        self._next_deal: tuple[int, ...] = ()
         self._update: Callable[[], object] = lambda: None
         self._wanted = False  # whether newcomers wait for the step's border
 
     def __enter__(self) -> Replicas:
         if dist.is_initialized():
             raise RuntimeError("this process is in a process group already, and Replicas makes its own; leave it first")
-        with self._telling(), contextlib.ExitStack() as stack:
-            self._roster = Roster(self.seat)
-            stack.callback(self._leave)
+        self._roster = Roster(self.seat)
+        try:
             self._regroup()
-            self._stack = stack.pop_all()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            note_end(self._roster.store, self.seat)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps that are left; one that could not be committed comes again, dealt anew."""
         while self.position < self.work.end:
-            deal = self._next_deal
-            batch, lr = self.work.batch_at(self.position, len(deal)), self._set_lr(len(deal))
+            self._deal = deal = self._quorum.deal
+            batch = self.work.batch_at(self.position, len(deal))
+            lr = self.work.set_lr(self._parts.values(), self.position, len(deal))
             start, stop = split_evenly(batch, len(deal))[deal.index(self.seat.number)]
             samples = torch.from_numpy(self._order.samples(self.position + start, self.position + stop))
-            self._deal = deal
             yield Step(self.step, self.position, batch, samples, 1.0, lr)
             if self._deal:
                 raise RuntimeError(f"step {self.step} was not committed; call commit(optimizer.step) in each step")
             if self._wanted or self.position == self.work.end:  # at the end: until all know that they are there
-                with self._telling():
-                    self._regroup()
+                self._regroup()
 
     def commit(self, update: Callable[[], object]) -> None:
         """Average the gradients over the samples of all replicas, and update on all of them or on none.
@@ -150,24 +137,21 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
             NotFiniteError: on every replica: a gradient is NaN or infinite; nothing is changed.
             RuntimeError: see the class; or the all-reduce fails though nobody is gone.
         """
-        self._update, tries = update, 0
-        while self._deal:
-            failed = None
+        self._update = update
+        for _ in range(MOST_TRIES):
             try:
                 self._average()
             except NotFiniteError:
                 raise
             except RuntimeError as error:
                 failed = error.with_traceback(None)  # its frames hold the group, whose end tells the others
-            if failed is None:
+            else:
                 self._finish()
                 return
-            before = self._quorum.members
-            with self._telling():
-                self._regroup()
-            tries = tries + 1 if self._quorum.members == before else 0
-            if tries == MOST_TRIES:
-                raise failed
+            self._regroup()
+            if not self._deal:
+                return
+        raise failed
 
     def _average(self) -> None:
         """Add up the gradients of all members, weighted by samples, and vote whether all have the sum."""
@@ -195,94 +179,69 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
         for parameters, flat in self._flats:
             for parameter, mean in zip(parameters, flat.views, strict=True):
                 parameter.grad = mean.clone()
-        self._set_lr(len(self._quorum.members))
+        self.work.set_lr(self._parts.values(), self.position, len(self._quorum.members))
         batch = self.work.batch_at(self.position, len(self._deal))
         with torch.enable_grad():
             self._update()
-        if self.step == 0:
-            self._roster.begin()
         who = (self._deal, self._quorum.members)
         if not self.history or self.history[-1][1:] != who:
             self.history.append((self.step, *who))
         self.step, self.position = self.step + 1, self.position + batch
-        self._deal, self._next_deal = (), self._quorum.members
-
-    def _set_lr(self, num_replicas: int) -> float | None:
-        return self.work.set_lr(self._parts.values(), self.position, num_replicas)
+        self._deal, self._quorum = (), self._quorum._replace(deal=self._quorum.members)
 
     def _regroup(self) -> None:
         """Leave the group, settle who goes on, and make a new one with them; again while one dies meanwhile."""
         while True:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            mine = Arrival(self._line, self.step, self._deal, self._facts)
-            is_over = self.position == self.work.end
-            least = 1 if is_over else self._min_replicas
-            settled = self._roster.settle(mine, self._quorum, min_replicas=least, timeout_s=self._timeout_s)
-            me, members = self.seat.number, settled.members
+            mine, me = Arrival(self._line, self.step, self._deal, self._facts), self.seat.number
+            try:
+                settled = self._roster.settle(mine, self._quorum)
+            except dist.DistError as error:
+                raise RuntimeError(
+                    f"replica {me}: the store at {HOST}:{self.seat.port} does not answer, so no quorum can be settled; "
+                    f"updates made: {self.step}. Start the run anew from a checkpoint"
+                ) from error
             if settled.refused and (me in settled.refused or settled.epoch == 0):
                 raise ValueError(
                     f"replica {settled.refused[0]} has a different model or different work than replica "
-                    f"{settled.giver} (shapes, dtypes, samples, seed or rule); build the same in each replica"
+                    f"{settled.giver} (weights, dtypes, samples, seed or rule); build the same in each replica"
                 )
             if me not in settled.takers:
                 if settled.step > self.step:  # the others have seen that all voted for this step
                     self._finish()
                 self._line = settled.epoch
-            self._quorum, self._next_deal, self._wanted = settled, settled.deal, False
+            self._quorum, self._wanted = settled, False
             if self._deal != settled.deal:
                 self._deal = ()  # what was computed does not count: the step is dealt anew
             if self.position == self.work.end and not settled.takers:
                 return
-            try:
-                self._form(members.index(me))
-                if settled.takers:
-                    self._pass_on(members.index(settled.giver), me in settled.takers)
-            except RuntimeError:
-                continue
-            return
+            with contextlib.suppress(RuntimeError):
+                self._form()
+                return
 
-    def _form(self, rank: int) -> None:
+    def _form(self) -> None:
+        """Make the group of the quorum, and send its giver's state to those that have none, or an old one."""
         store = dist.PrefixStore(f"group/{self._quorum.epoch}", self._roster.for_groups)  # type: ignore[attr-defined]
-        size = len(self._quorum.members)
+        members, me = self._quorum.members, self.seat.number
         _world.group_count = 0  # torch names a group by this; a try that failed has counted here and not on newcomers
+        rank, size = members.index(me), len(members)
         init_group(self._backend, Nodes(1), store=store, rank=rank, world_size=size, timeout_s=FORMING_S)
-        _set_pg_timeout(timedelta(seconds=self._timeout_s))
-
-    def _pass_on(self, giver: int, takes: bool) -> None:
-        """Send the state of one member to those that have none, or an old one."""
-        buffer = io.BytesIO()
-        if dist.get_rank() == giver:
+        _set_pg_timeout(timedelta(seconds=CALL_S))
+        if not self._quorum.takers:
+            return
+        giver, buffer = members.index(self._quorum.giver), io.BytesIO()
+        if me == self._quorum.giver:
             torch.save([shared_state(self._parts), self.step, self.position, self.history], buffer)
-        size = torch.tensor([buffer.tell()])
-        dist.broadcast(size, giver)
-        state = torch.zeros(int(size), dtype=torch.uint8)
-        if buffer.tell():
-            state = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        num_bytes = torch.tensor([buffer.tell()])
+        dist.broadcast(num_bytes, giver)
+        state = torch.frombuffer(bytearray(buffer.getvalue() or int(num_bytes)), dtype=torch.uint8)
         dist.broadcast(state, giver)
-        if takes:
-            shared, self.step, self.position, self.history = torch.load(
-                io.BytesIO(state.numpy().tobytes()), weights_only=True
-            )
+        if me in self._quorum.takers:
+            saved = torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True)
+            shared, self.step, self.position, self.history = saved
             take_up(self._parts, {"parts": shared}, ())
             self._line, self._deal = self._quorum.epoch, ()
-
-    def _leave(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._roster.leave()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Say in one line that the store is gone."""
-        try:
-            yield
-        except dist.DistError as error:
-            raise RuntimeError(
-                f"replica {self.seat.number}: the store at {self.seat.host}:{self.seat.port} does not answer, so no "
-                f"quorum can be settled; updates made: {self.step}. Start the run anew from a checkpoint"
-            ) from error
 
 
 def run_replicas(
@@ -290,7 +249,6 @@ def run_replicas(
     num_replicas: int,
     *,
     args: Sequence[Any] = (),
-    max_restarts: int = 3,
     timeout_s: float = 600.0,
     echo: bool = True,
 ) -> dict[int, Any]:
@@ -300,7 +258,6 @@ def run_replicas(
         fn: trains, with `Replicas`.
         num_replicas: processes to begin with.
         args: of fn, after the seat.
-        max_restarts: new processes in the place of each.
         timeout_s: how long one process may take.
         echo: whether what replicas print is shown.
 
@@ -317,8 +274,8 @@ def run_replicas(
     running: dict[int, Ranks] = {}
 
     def keep(number: int) -> None:
-        for start in range(max_restarts + 1):
-            seat = Seat(number, num_replicas, port, ticket=f"{number}.{start}")
+        for start in range(MOST_STARTS):
+            seat = Seat(number, num_replicas, port, f"{number}.{start}")
             shown = (lambda _, line: show(number, line)) if echo else False
             running[number] = Ranks(1, timeout_s=timeout_s, record=False, joined=False, echo=shown)
             try:

@@ -6,20 +6,16 @@ At each start: take up the newest checkpoint, whatever number of ranks saved it.
 2. Is a save due? First the replicas vote on the bits of their weights and of the optimizer's state: wrong bits are not
    saved. A full disk costs a warning and the checkpoint, not the run; only the last save must succeed.
 
-SIGTERM is how a cluster says that it wants its machine back, some 30 seconds before SIGKILL. A rank that waits for
-others in C runs no Python, so no handler of Python's either. But the interpreter writes the signal's number into a pipe
-at once (`signal.set_wakeup_fd`), and a thread reads it. So the limit holds whatever the rank is doing. A rank that is
-stopped (SIGSTOP, a debugger) hears nothing at all: its peers fail when their wait times out, torchrun kills it 30 s
-later, and starts all ranks anew. `run_elastic` does so for functions that `run` starts.
+SIGTERM is how a cluster says that it wants its machine back, some 30 seconds before SIGKILL. A rank that is stopped
+(SIGSTOP, a debugger) hears nothing at all: its peers fail when their wait times out, torchrun kills it 30 s later, and
+starts all ranks anew. `run_elastic` does so for functions that `run` starts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +32,6 @@ from distlab.checkpoint import AsyncSaves, CheckpointError, Resumed, load, save
 from distlab.checkpoint.parts import Parts, moments_of, refuse_shards, require_equal, sums_of
 from distlab.comm import Nodes, RankError, agree, run
 from distlab.comm.agree import group_device
-from distlab.comm.checks import check_timeout
 from distlab.comm.launch.ranks import Watching
 from distlab.comm.together import place_in, together
 from distlab.data_parallel import loss_weight
@@ -69,64 +64,6 @@ class Left(SystemExit):
     """The ranks were asked to end, have saved and leave with status 143: the run is not over, and can be started."""
 
 
-class Notice:
-    """Whether this process was asked to end (SIGTERM).
-
-    Attributes:
-        asked: set by the signal.
-        doing: what the process does, for its last words.
-    """
-
-    def __init__(self, limit_s: float, rank: int) -> None:
-        self.limit_s, self.rank = limit_s, rank
-        self.asked = threading.Event()
-        self.doing = "starting"
-        self._over = threading.Event()
-
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Hear the signal while the block runs; the process ends when it is in the block a limit after the signal.
-
-        Signals reach the main thread alone: in a different one nothing changes.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        ear, mouth = os.pipe()
-        os.set_blocking(mouth, False)
-        handler = signal.signal(signal.SIGTERM, lambda *_: None)  # without one the process would end at once
-        old_mouth = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._forget)
-        thread = threading.Thread(target=self._listen, args=(ear,), name="notice", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            signal.set_wakeup_fd(old_mouth)
-            signal.signal(signal.SIGTERM, handler if handler is not None else signal.SIG_DFL)
-            os.write(mouth, b"\0")  # not close: a child may have the same end of the pipe
-            thread.join()
-            os.close(mouth)
-            os.close(ear)
-
-    def _forget(self) -> None:
-        """Let SIGTERM end a child that this process has forked (a DataLoader's worker), not speak for the parent."""
-        if not self._over.is_set():
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _listen(self, ear: int) -> None:
-        while not self._over.is_set():
-            if signal.SIGTERM not in os.read(ear, 64):
-                continue
-            self.asked.set()
-            if not self._over.wait(self.limit_s):
-                text = f"rank {self.rank}: was asked to end (SIGTERM) {self.limit_s:g} s ago and is still {self.doing}"
-                print(f"{text}; ends now. The newest checkpoint stays", file=sys.stderr, flush=True)
-                os._exit(STATUS)
-
-
 class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
     """The steps that are left of a run, on as many ranks as there are now; every rank iterates over them.
 
@@ -148,7 +85,6 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
         work: what the run has to do.
         saves: when and how to save.
         group: the ranks that train together.
-        leave_within_s: a rank that was asked to end is gone after this; torchrun kills after 30 s.
         faults: what shall go wrong, to try all this.
 
     Attributes:
@@ -178,7 +114,6 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
         work: Work,
         saves: Saves = _USUAL,
         group: ProcessGroup | None = None,
-        leave_within_s: float = 20.0,
         faults: Faults | None = None,
     ) -> None:
         if saves.every < 1:
@@ -188,7 +123,7 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
         self._directory, self._parts, self._saves, self._group = Path(directory), parts, saves, group
         self._rank, self._world_size = place_in(group)
         self._faults = faults or Faults((), self._directory)
-        self._notice = Notice(check_timeout(leave_within_s, what="leave_within_s"), self._rank)
+        self._asked = threading.Event()  # to end, by SIGTERM
         self._order = SampleOrder(work.num_samples, work.seed)
         self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         self._votes = ReplicaVotes(group)
@@ -197,7 +132,9 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
 
     def __enter__(self) -> ElasticRun:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._notice.heard())
+            if threading.current_thread() is threading.main_thread():  # signals reach no other
+                before = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
+                stack.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
             require_equal(self._together(self._look_around))
             if self._world_size > 1:
                 more = {"num_epochs": self.work.num_epochs, "lr": repr(self.work.lr), "saves": self._saves._asdict()}
@@ -216,7 +153,6 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
         """Yield the steps that are left; a step is over when the next one is asked for."""
         while self.position < self.work.end:
             step = self._next()
-            self._notice.doing = f"in step {step.number}"
             self._faults.before_step(step.number, self._rank, self._world_size)
             yield step
             self.number, self.position = step.number + 1, step.position + step.batch
@@ -279,18 +215,16 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
         return Step(self.number, self.position, batch, samples, loss_weight(stop - start, batch, self._world_size), lr)
 
     def _is_any_asked(self) -> bool:
-        asked = self._notice.asked.is_set()
         if self._world_size == 1:
-            return asked
-        flag = torch.tensor([asked], dtype=torch.int32, device=group_device(self._group))
+            return self._asked.is_set()
+        flag = torch.tensor([self._asked.is_set()], dtype=torch.int32, device=group_device(self._group))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
     def _save(self, *, must: bool) -> None:
-        self._notice.doing = f"saving step {self.number}"
         if self._world_size > 1:
             for module in self._modules:
-                self._votes.look(self.number, module, gradients=False)
+                self._votes.look_at(self.number, dict(module.named_parameters()))
             self._votes.look_at(self.number, moments_of(self._parts))
             self._votes.vote()
         if self._writer is not None:

@@ -46,8 +46,6 @@ USUAL = {
     "beside": False,
     "pause_s": 0.0,
     "faults": [],
-    "leave_within_s": 20.0,
-    "hang_at": None,
 }
 SCHEDULE = LearningRateSchedule(0.05, 40, 5, "cosine")
 OPTIMIZERS = {
@@ -156,13 +154,8 @@ def train(folder, **changes):
     token = token_of_start()
     rates, faults = [], MoreFaults([Fault(*fault) for fault in options["faults"]], folder / "marks", model, optimizer)
     saves = Saves(options["save_every"], beside=options["beside"])
-    leave = options["leave_within_s"]
-    with ElasticRun(
-        folder / "saved", parts, work=work_of(options), saves=saves, leave_within_s=leave, faults=faults
-    ) as run:
+    with ElasticRun(folder / "saved", parts, work=work_of(options), saves=saves, faults=faults) as run:
         for step in run:
-            while step.number == options["hang_at"]:
-                time.sleep(0.01)
             loss = torch.nn.functional.cross_entropy(model(inputs[step.samples]), targets[step.samples])
             (loss * step.weight).backward()
             replicas.synchronize()

@@ -5,7 +5,7 @@ A plan is a list of (moment, number, step): what happens once, to the replica wi
 - "step": it is killed when the step begins. "reduced", "voted": killed with the sum, and with the vote's result.
 - "forming", "formed": killed before and after it makes its part of a new group. "giving": when it gives its state.
 - "sum lost", "vote lost": it fails as if a connection broke when it has the result, and lives.
-- "stop": it is stopped for 2.5 s. "raise": it raises. "nan": its gradient is NaN.
+- "stop": it is stopped for 1.8 s. "raise": it raises. "nan": its gradient is NaN.
 - "kill store": it kills the process that serves the store.
 - A number in place of a name: it is killed so many seconds after the step's begin.
 """
@@ -34,8 +34,8 @@ WORK = Work(BatchRule(13), 200, seed=3)
 GROWING = Work(BatchRule(12, world_size=3, lr="linear"), 200, seed=3, lr=0.05)
 
 
-def new_run(optimizer, width=16):
-    torch.manual_seed(0)
+def new_run(optimizer, width=16, seed=0):
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
     return model, OPTIMIZERS[optimizer](model.parameters())
 
@@ -95,20 +95,20 @@ class Trouble:
         if self.is_due("kill store"):
             os.kill(self.store, signal.SIGKILL)
         if self.is_due("stop"):
-            subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", f"sleep 1.8; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.is_due("raise"):
             raise OSError("no such sample")
 
 
 def train(
-    seat, folder, plan, optimizer="adamw", backend="shared", work=WORK, pause_s=0.01, width=16, store=None, **options
+    seat, folder, plan, optimizer="adamw", backend="shared", work=WORK, pause_s=0.01, width=16, store=None, seed=0
 ):
     """Train; return the final bits, the history, and when each update was made."""
     trouble, times = Trouble(plan, seat.number, folder, store), []
-    model, update = new_run(optimizer, width)
+    model, update = new_run(optimizer, width, seed)
     parts = {"model": model, "optimizer": update}
-    with Replicas(seat, parts, work=work, backend=backend, **{"timeout_s": 30, **options}) as replicas:
+    with Replicas(seat, parts, work=work, backend=backend) as replicas:
         for step in replicas:
             trouble.begin(step.number)
             is_whole = not replicas.history or len(replicas.history[-1][2]) == seat.num_replicas
@@ -124,20 +124,22 @@ def train(
     return bits_of(model, update), [tuple(who) for who in steps], times
 
 
-def in_words(seat, folder, plan, as_number=None, store=None, model_of=None, **options):
+def in_words(seat, folder, plan, as_number=None, store=None, different=None, **options):
     """Train and return the history; of an error, its kind and text.
 
     Args:
         as_number: number of the replica that comes with the number 0.
         store: process that the first one kills in step 4.
-        model_of: number of the replica that has a wider model.
+        different: what replica 1 builds its model with.
     """
     if store is not None and seat.number == 0:
         plan = [*plan, ("kill store", 0, 4)]
     try:
         own = seat._replace(number=0) if seat.number == as_number else seat
         time.sleep(own is not seat)  # the one that has the number comes first
-        return train(own, folder, plan, width=17 if seat.number == model_of else 16, store=store, **options)[1]
+        if different and seat.number == 1:
+            options |= different
+        return train(own, folder, plan, store=store, **options)[1]
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 

@@ -161,15 +161,6 @@ def test_asked_to_end_one_rank_takes_all_along_and_new_ranks_go_on_where_they_we
     assert sorted(made) == sorted(2 * [*range(max(made) + 1)]), "nothing was made twice, or not at all"
 
 
-def test_a_rank_that_does_not_come_to_the_end_of_its_step_leaves_at_the_limit(ranks, tmp_path):
-    changes = {"hang_at": 5, "leave_within_s": 0.5, "faults": [("leave", 5, rank, 0.1) for rank in (0, 1)]}
-    with pytest.raises(RankError, match="status 143") as caught:
-        ranks(2).run(lambda: train(tmp_path, **changes))
-    assert newest(tmp_path / "saved").step == 3
-    words = r"rank [01]: was asked to end .SIGTERM. 0.5 s ago and is still in step 5; ends now(.|\n)*rank [01] exited"
-    assert re.search(words, str(caught.value)), str(caught.value)
-
-
 def test_the_plainest_loop_survives_too(ranks, tmp_path):
     expected = ranks(2).run(lambda: plainly(tmp_path / "whole"))[0]
 
@@ -294,7 +285,6 @@ def test_arguments_that_cannot_be_are_refused(tmp_path):
     begin = partial(ElasticRun, tmp_path, {}, work=Work(BatchRule(2), 8))
     for call, words in (
         (partial(begin, saves=Saves(0)), "every is 0; pass the number of steps between two saves"),
-        (partial(begin, leave_within_s=-1), "leave_within_s is -1"),
         (partial(run_elastic, print, 2, max_restarts=-1), "max_restarts is -1"),
     ):
         with pytest.raises(ValueError, match=words):
