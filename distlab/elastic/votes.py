@@ -54,12 +54,21 @@ class ReplicaVotes:
         self._names: list[list[str]] = []  # of the tensors of each step
         self._sums: list[Tensor] = []
 
-    def look(self, step: int, model: nn.Module) -> None:
-        """Add up the bits of a model's parameters and gradients, which are equal on all replicas: as `look_at`."""
-        self.look_at(step, dict(_tensors_of(model)))
+    def look(self, step: int, model: nn.Module, *, gradients: bool = True) -> None:
+        """Add up the bits of a model's parameters and, where they are equal on all replicas, gradients.
+
+        Every k-th call votes.
+
+        Raises:
+            CorruptionError: on every rank, at a vote: as `vote`.
+            ValueError: on every rank, at a vote: as `vote`.
+        """
+        self.look_at(step, dict(_tensors_of(model) if gradients else model.named_parameters()))
 
     def look_at(self, step: int, found: Mapping[str, Tensor]) -> None:
-        """Add up the bits of tensors, by name, that are equal on all replicas; every k-th call votes.
+        """Add up the bits of tensors, by name, that are equal on all replicas, such as an optimizer's state.
+
+        Every k-th call votes, as of `look`.
 
         Raises:
             CorruptionError: on every rank, at a vote: as `vote`.
