@@ -889,14 +889,15 @@ for speed in (5e6, 20e6, 80e6, 320e6):
 # *replica* as if it were alone. Then all meet, and agree.
 #
 # [Local SGD](../GLOSSARY.md#local-sgd) agrees on the mean of the replicas. [DiLoCo](../GLOSSARY.md#diloco) looks at
-# what a replica has changed: agreed values less its own ones. That points uphill, like a gradient of H steps. So the
+# what a replica has changed: agreed values minus own ones. That points uphill, like a gradient of H steps. So the
 # mean change goes to a second optimizer, SGD with Nesterov's momentum: the [outer step](../GLOSSARY.md#outer-step). The
 # *inner* one, AdamW, stays on its rank. With $\theta$ agreed on last, and $\theta_r$ the values of replica r:
 #
 # $$ d = \frac1n \sum_r (\theta - \theta_r) \qquad v \leftarrow \mu v + d
 # \qquad \theta \leftarrow \theta - \eta\,(d + \mu v) $$
 #
-# With $\eta = 1$ and $\mu = 0$ that is local SGD. The library's plainest form, its step:
+# In the exercise $v$ is `momentum`, $\mu$ `factor` and $\eta$ `lr`. With $\eta = 1$ and $\mu = 0$ that is local SGD.
+# The library's plainest form, its step:
 
 # %%
 from distlab.local_sgd import DiLoCo, PlainDiLoCo

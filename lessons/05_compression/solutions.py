@@ -123,7 +123,7 @@ def average_low_rank(gradient: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def outer_step(own: Tensor, agreed: Tensor, momentum: Tensor, lr: float, factor: float) -> None:
     """Let the replicas agree after H steps of their own: take their mean change for a gradient.
 
-    The change is agreed values less own ones. The momentum becomes factor times itself plus the mean change. The agreed
+    The change is agreed minus own values. The momentum becomes factor times itself plus the mean change. The agreed
     values go down by lr times (mean change + factor times the new momentum): Nesterov's momentum, as torch.optim.SGD
     has it. At the end the own values are the agreed ones. All three are written in place.
 

@@ -649,11 +649,11 @@ for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
     print(f"{str(dtype):20} {words}")
 
 # %% [markdown]
-# bfloat16 takes any number of a model as it is. These types do not: below their normal numbers digits are lost, and
-# soon all. So each tensor is multiplied by a **[scale](../GLOSSARY.md#float8)** before it is cast, which brings its
-# largest magnitude to the type's largest, 448. And what if one number is an outlier? Then it takes the scale.
-# [MX](../GLOSSARY.md#mx) formats give each 32 neighbours a scale of their own. Here are the gradients of above, that
-# flow into a block, as e4m3fn has them:
+# bfloat16 takes any number of a model as it is. These types do not: what is smaller than their normal numbers loses
+# digits, and the smallest become 0. So each tensor is multiplied by a **[scale](../GLOSSARY.md#float8)** before it is
+# cast, which brings its largest magnitude to the type's largest, 448. And what if one number is an outlier? Then it
+# alone sets the scale, and the others become small. [MX](../GLOSSARY.md#mx) formats give each 32 neighbours a scale of
+# their own. Here are the gradients of above, that flow into a block, as e4m3fn has them:
 
 # %%
 from distlab.blocks.eight_bits import E4M3, block_scales, from_eight, largest_of, scale_of, to_eight

@@ -116,7 +116,7 @@ def gather_in_eight_bits(part: Tensor) -> Tensor:
     """Return a whole weight as all ranks will use it: its numbers travel as float8_e4m3fn, with one scale for all.
 
     The scale brings the largest magnitude of the whole weight to 448, the largest number of the type. A weight of zeros
-    stays one.
+    stays one. Collectives know no 8-bit floats: what travels is their bytes, viewed as uint8.
 
     Shapes: part [r, c] float32, a rank's rows -> [n r, c] float32, all ranks' rows in order: the same bits everywhere
     """

@@ -112,10 +112,11 @@ EXERCISES = (
         source="solutions:who_goes_on",
         imports=("from distlab.elastic import Arrival, Quorum",),
         hints=(
-            "First who of those that have asked lives. Then: is there one to wait for, in last.members and alive?",
+            "First: which of those that have asked are alive? Then: is one to wait for, in last.members and alive?",
             "Holders are the living whose line is last.epoch. The step is the largest of theirs.",
-            "If a holder is inside that step, and holders are not too few, the members are the holders, else the "
-            "living. Takers are members that are no holders. At the end, fewer members than min_replicas wait.",
+            "If a holder is inside that step, and holders are not too few, the members are the holders, else all "
+            "that live and have asked. Takers are members that are no holders. At the end, fewer members than "
+            "min_replicas wait.",
         ),
         worlds=(1,),
     ),

@@ -156,24 +156,25 @@ def useful_share(uptimes_s: list[float], interval_s: float, save_s: float, resta
 def who_goes_on(
     arrived: dict[int, Arrival], alive: set[int], last: Quorum, min_replicas: int
 ) -> tuple[list[int], list[int], int] | None:
-    """Return who makes the next steps together: all of them, those that take a state, and the step; None: wait.
+    """Return (members, takers, step): who makes the next steps together, who of them takes a state, and the step.
 
-    `arrived` holds, by number, what each replica said that asks to go on: the epoch its state comes from (`line`; -1:
-    a new process), the updates it has made (`step`), and whether it is inside a step (`deal` is not empty). `alive`
-    has the numbers of those that live; one may have died after it had asked. `last` is the quorum before.
+    `arrived` holds, by number, what each replica said that asks to go on: the epoch its state comes from (`line`; an
+    epoch is a group's number, one more for each new group; -1: a new process), how many updates it has made (`step`),
+    and whether it is inside a step, at work on the next update (`deal` is not empty). `alive` has the numbers of those
+    that live; one may have died after it had asked. `last` is the quorum before: its `epoch` and its `members`.
 
-    - Wait for each member of `last` that lives and has not asked yet, and for at least `min_replicas`.
-    - Only who comes from the epoch `last.epoch` holds the newest state; of these at least one has asked. All go on from
-      the step of the one that is ahead: those behind make that update themselves.
+    - The *holders* live, have asked, and come from `last.epoch`: they have the newest state.
+    - Wait (None) for a holder, for each member of `last` that lives and has not asked, and for `min_replicas` members.
+    - All go on from the step of the holder that is ahead: holders that are behind make that update themselves.
     - If a holder is inside that step, the holders finish it among themselves, where they are at least `min_replicas`.
-      Else all that live go on, and those that are no holders take a holder's state.
+      Else all that live and have asked go on, and those that are no holders take a holder's state.
 
     Numbers are sorted: the place of one is its rank.
     """
     living = sorted(number for number in arrived if number in alive)
-    if any(number in alive and number not in arrived for number in last.members):
-        return None
     holders = [number for number in living if arrived[number].line == last.epoch]
+    if not holders or any(number in alive and number not in arrived for number in last.members):
+        return None
     step = max(arrived[number].step for number in holders)
     in_step = any(arrived[number].deal and arrived[number].step == step for number in holders)
     members = holders if in_step and len(holders) >= min_replicas else living

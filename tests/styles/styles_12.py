@@ -204,6 +204,8 @@ def quorum_by_tables(arrived, alive, last, min_replicas):
     if not set(last.members) & set(alive) <= set(here):
         return None
     newest = dict(filter(lambda pair: pair[1].line == last.epoch, here.items()))
+    if newest == {}:
+        return None
     ahead = max(newest.values(), key=lambda one: (one.step, len(one.deal)))
     members = list(newest if ahead.deal and len(newest) >= min_replicas else here)
     return None if min_replicas > len(members) else (members, [one for one in members if one not in newest], ahead.step)
@@ -214,6 +216,8 @@ def quorum_by_sets(arrived, alive, last, min_replicas):
     if waited_for - living:
         return None
     holders = {number for number in living if arrived[number].line >= last.epoch}
+    if len(holders) < 1:
+        return None
     steps = [arrived[number].step for number in holders]
     inside = [arrived[number].step for number in holders if len(arrived[number].deal)]
     is_alone = max(inside, default=-1) == max(steps) and len(holders) >= min_replicas
@@ -236,6 +240,6 @@ def quorum_in_a_loop(arrived, alive, last, min_replicas):
         inside = bool(deal) if made > step else inside or (made == step and bool(deal))
         step = max(step, made)
     takers = [] if inside and len(holders) >= min_replicas else others
-    if len(holders) + len(takers) < min_replicas:
+    if not holders or len(holders) + len(takers) < min_replicas:
         return None
     return tuple(sorted(holders + takers)), takers, step

@@ -57,7 +57,12 @@ change = torch.stack(everyone).sum(0)
 """.strip()
 _ONE_EDIT = (
     ("uphill", "the change is agreed - own: uphill, as a gradient; subtract the step", "agreed - own", "own - agreed"),
-    ("plain momentum", "that is plain momentum: Nesterov's adds the change once more", _NESTEROV, "lr * momentum"),
+    (
+        "plain momentum",
+        "that is plain momentum, or the old one: update it, then add the change once more",
+        _NESTEROV,
+        "lr * momentum",
+    ),
     ("momentum unused", "the step takes the change alone, without its momentum", _NESTEROV, "lr * change"),
     ("mean of the replicas", "that is the mean of the replicas, local SGD: make the outer step", _NESTEROV, "change"),
     ("no rate", "the step lacks its rate, lr", "lr * (change", "(change"),
@@ -65,7 +70,10 @@ _ONE_EDIT = (
     ("steps from own", "the step starts at the own values, not at the agreed ones", ".sub_(lr", ".copy_(own).sub_(lr"),
     ("damped", "the change enters the momentum whole, not times 1 - factor", "add_(ch", "add_((1 - factor) * ch"),
     (
-        *("momentum not kept", "`momentum = ...` only names a new tensor: write into it, mul_ and add_"),
+        *(
+            "momentum not kept",
+            "the caller's momentum stays as it was: write into it, mul_ and add_ (`momentum = ...` names a new tensor)",
+        ),
         *(_REMEMBERS, "momentum = factor * momentum + change"),
     ),
 )

@@ -44,7 +44,7 @@ def _draw_outer(draw: Draw) -> tuple[Any, ...]:
     agreed = draw.tensor(*shape, dtype=dtype, same=True)
     momentum = draw.tensor(*shape, dtype=dtype, same=True)
     rates = draw.one_of(0.7, draw.number(0.1, 2.0)), draw.one_of(0.9, 0.0, draw.number(0.1, 0.95))
-    return draw.tensor(*shape, dtype=dtype, strided=True), agreed, momentum, *rates
+    return draw.tensor(*shape, dtype=dtype), agreed, momentum, *rates
 
 
 def _draw_quantize(draw: Draw) -> tuple[Any, ...]:
@@ -97,7 +97,14 @@ vary_powersgd = Vary(
     left_out=_ROW | {"dims": "a gradient of a matrix", "layout": "both factors are contiguous"},
 )
 vary_feedback = Vary(_draw_memory, left_out=_ROW)
-vary_outer = Vary(_draw_outer, left_out={"sub-group": TAKES_NO_GROUP, "unequal ranks": ALIKE})
+vary_outer = Vary(
+    _draw_outer,
+    left_out={
+        "sub-group": TAKES_NO_GROUP,
+        "unequal ranks": ALIKE,
+        "layout": "own values may be all-reduced where they lie",
+    },
+)
 
 WRONG_TOP_K = (
     Mutant("float32 by default", "raised", "RuntimeError", 1, "one dtype").edit(

@@ -74,7 +74,16 @@ def _eight_cases(rank: int, n: int) -> dict[str, tuple[Any, ...]]:
     return given | {"zeros": (torch.zeros(5, 7),)}
 
 
-drive_eight = Cases(_eight_cases, most_bytes=1.25, needs="one number to agree on, and one byte an element to gather,")
+def _use_eight(fn: Callable[..., Any], part: Tensor) -> Any:
+    """Return the whole weight; of one of zeros whether it is zeros."""
+    whole = fn(part)
+    is_zeros = isinstance(whole, Tensor) and not bool(part.any())
+    return {"a weight of zeros stays zeros": bool(whole.eq(0).all())} if is_zeros else whole
+
+
+drive_eight = Cases(
+    _eight_cases, _use_eight, most_bytes=1.25, needs="one number to agree on, and one byte an element to gather,"
+)
 drive_master = Cases({"": _master_case()}, _use_masters)
 
 
@@ -173,9 +182,9 @@ WRONG_EIGHT = (
     Mutant("no magnitude", "sign forgotten", "the largest number is not the largest magnitude: abs() first", 1).edit(
         "part.abs().max()", "part.max()"
     ),
-    Mutant("division by zero", "nan", "zeros: the result has 35 NaN", 1).edit(
-        " if largest > 0 else torch.tensor(1.0)", ""
-    ),
+    Mutant(
+        "division by zero", "zeros", "a weight of zeros has no largest magnitude to divide by: its scale is 1", 1
+    ).edit(" if largest > 0 else torch.tensor(1.0)", ""),
     Mutant(
         "cast first", "cast first", "it is cast before it is scaled, and small numbers are gone: multiply, then cast", 1
     ).edit(_CAST, "(part.to(torch.float8_e4m3fn).float() * scale).to(torch.float8_e4m3fn)"),
@@ -206,4 +215,20 @@ WRONG_EIGHT = (
     Mutant(
         "own order", "order of ranks", "parts are in the order of ranks, on every rank: do not put the own one first", 2
     ).edit("torch.cat(parts)", "torch.cat(parts[dist.get_rank() :] + parts[: dist.get_rank()])"),
+    Mutant(
+        "whole numbers",
+        "whole numbers",
+        "to(torch.uint8) rounds to whole numbers; view(torch.uint8) keeps the bytes",
+        1,
+    ).edit(f"{_CAST}.view(torch.uint8)", f"{_CAST}.float().abs().to(torch.uint8)"),
+    Mutant("a scale a part", "a scale a part", "each part has a scale of its own: the weight needs one for all", 2)
+    .without(_SHARE)
+    .edit(
+        f"return torch.cat(parts){_BACK}",
+        """
+        scales = [torch.empty(1) for _ in parts]
+        dist.all_gather(scales, scale.reshape(1))
+        return torch.cat([p.view(torch.float8_e4m3fn).float() / s for p, s in zip(parts, scales, strict=True)])
+        """,
+    ),
 )

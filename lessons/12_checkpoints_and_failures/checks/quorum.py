@@ -27,6 +27,8 @@ SITUATIONS = {
     "0 alone is left, and two are asked for": ({0: INSIDE}, {0}, LAST, 2),
     "0 is in step 41, a new 1 asks, and two are asked for": ({0: INSIDE, 1: NEW}, {0, 1}, LAST, 2),
     "0 alone is left, and one is enough": ({0: INSIDE}, {0}, LAST, 1),
+    "0, 1 and 2 were killed, a new 1 asks": ({1: NEW}, {1}, LAST, 1),
+    "5 lives, was in no quorum, and has not asked": ({0: BORDER, 1: BORDER}, {0, 1, 5}, LAST, 1),
 }
 
 
@@ -63,7 +65,7 @@ def _draw_quorum(draw: Draw) -> tuple[Any, ...]:
 vary_quorum = Vary(_draw_quorum, use=_use, num_calls=24, left_out={"empty": "at least one holder has asked"})
 
 _WAITS, _LEAST = (
-    "if any(number in alive and number not in arrived for number in last.members):",
+    "if not holders or any(number in alive and number not in arrived for number in last.members):",
     "if len(members) < min_replicas:",
 )
 _HOLDS, _MEMBERS = (
@@ -75,7 +77,7 @@ WRONG_QUORUM = (
         "for number in arrived if number in alive", "for number in arrived"
     ),
     Mutant("does not wait", "went ahead", "it goes on without a member that lives and has not asked yet: wait", 1).edit(
-        _WAITS, "if not living:"
+        _WAITS, "if not holders:"
     ),
     Mutant("waits for the dead", "waits", "it waits for a member that is dead, which will never ask", 1).edit(
         "number in alive and number not in arrived for number", "number not in arrived for number"
@@ -111,4 +113,13 @@ WRONG_QUORUM = (
     Mutant(
         "all take", "all take", "holders take a state, too; only those take one that do not hold the newest", 1
     ).edit("[number for number in members if number not in holders]", "[*members]"),
+    Mutant("nobody has it", "no holder", "nobody that lives has the newest state: wait for one", 1)
+    .edit("not holders or ", "")
+    .edit(
+        "max(arrived[number].step for number in holders)",
+        "max((arrived[number].step for number in holders), default=0)",
+    ),
+    Mutant("has not asked", "not asked", "one is in that lives but has not asked", 1)
+    .edit("for number in arrived if number in alive", "for number in alive")
+    .edit(_HOLDS, "if number in arrived and arrived[number].line == last.epoch"),
 )
