@@ -182,9 +182,9 @@ WRONG_EIGHT = (
     Mutant("no magnitude", "sign forgotten", "the largest number is not the largest magnitude: abs() first", 1).edit(
         "part.abs().max()", "part.max()"
     ),
-    Mutant(
-        "division by zero", "zeros", "a weight of zeros has no largest magnitude to divide by: its scale is 1", 1
-    ).edit(" if largest > 0 else torch.tensor(1.0)", ""),
+    Mutant("division by zero", "values", "a weight of zeros stays zeros: expected True", 1).edit(
+        " if largest > 0 else torch.tensor(1.0)", ""
+    ),
     Mutant(
         "cast first", "cast first", "it is cast before it is scaled, and small numbers are gone: multiply, then cast", 1
     ).edit(_CAST, "(part.to(torch.float8_e4m3fn).float() * scale).to(torch.float8_e4m3fn)"),
