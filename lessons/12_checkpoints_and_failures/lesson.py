@@ -610,7 +610,7 @@ print("each sample once, none left out:", taken == list(range(position)))
 # the processes are alive, and each holds weights, moments and the gradient of its own samples. So those that are left
 #
 # 1. leave the group, which ends the calls of those who still wait in it;
-# 2. settle who goes on: the *quorum*. A store that outlives them all holds what each says of itself;
+# 2. settle who goes on: the [quorum](../GLOSSARY.md#quorum). A store that outlives them all holds what each says;
 # 3. make a new group, in the same process, and repeat the all-reduce: the mean over the samples that are left;
 # 4. vote whether all have the mean, and only then make the update. So no replica is ever two updates ahead.
 #
@@ -624,8 +624,8 @@ print("each sample once, none left out:", taken == list(range(position)))
 # %% exercise="12.quorum"
 
 # %% [markdown]
-# The library's `Replicas` does all four. Three train with a batch of 12, and replica 1 is killed in step 5. Compared
-# with a step without a death, how much longer does step 5 take for the other two?
+# The library's `Replicas` does all four. Three [replicas](../GLOSSARY.md#replica) train with a batch of 12, and replica
+# 1 is killed in step 5. Compared with a step without a death, how much longer does step 5 take for the other two?
 
 # %%
 guess_4 = predict("The step in which one dies takes how much longer?", unit="ms")

@@ -7,5 +7,5 @@ stands for the few things of pytest that these tests use, and `waits` counts the
 TECHNIQUES = (
     *("collectives", "data_parallel", "zero", "fully_shard", "pipeline", "tensor_parallel"),
     *("context_parallel", "expert_parallel", "hybrid", "compression", "large_batch", "precision", "recompute"),
-    "checkpoint",
+    *("checkpoint", "local_sgd"),
 )
