@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from distlab.loading.shards import TokenFiles
+from distlab.plan import assign_owners
 
 
 class PackedRow(NamedTuple):
@@ -114,14 +115,9 @@ def attention_work(lengths: ArrayLike, hidden_size: int) -> NDArray[np.float64]:
 def balance(work: ArrayLike, num_ranks: int) -> list[list[int]]:
     """Return the samples of each rank: the one with most work first, each to the rank that is least busy.
 
-    Error: the busiest rank has at most 4/3 of the least possible; each has a sample, if there are enough with work.
-
-    Source: Graham 1969, "Bounds on multiprocessing timing anomalies".
+    Error: as of `assign_owners`; each rank has a sample, if there are enough with work.
     """
-    costs, busy = np.asarray(work, np.float64), np.zeros(num_ranks)
-    shares = [list[int]() for _ in range(num_ranks)]
-    for sample in np.argsort(-costs, kind="stable").tolist():
-        rank = int(busy.argmin())
-        shares[rank].append(sample)
-        busy[rank] += costs[sample]
-    return shares
+    costs = np.asarray(work, np.float64)
+    owners = assign_owners(costs.tolist(), num_ranks)
+    falling = np.argsort(-costs, kind="stable").tolist()
+    return [[sample for sample in falling if owners[sample] == rank] for rank in range(num_ranks)]
