@@ -53,7 +53,11 @@ class CriticalPath:
     @classmethod
     def of(cls, trace: Sequence[Span]) -> CriticalPath:
         """Find the path; see `Trace.critical_path`."""
-        work, needs, order = _inferred(trace)
+        return cls.through(*_inferred(trace))
+
+    @classmethod
+    def through(cls, work: Sequence[Span], needs: Sequence[Sequence[Need]], order: Sequence[int]) -> CriticalPath:
+        """Find the path through work whose needs are known; see the attributes."""
         path: list[tuple[Span, int]] = []  # last to first
         row = max(order, key=lambda each: work[each].end_ns, default=-1)
         at, origin = work[row].end_ns if order else 0, min((work[each].start_ns for each in order), default=0)

@@ -1,4 +1,4 @@
-"""The critical path is as long as the trace, and a gain is what is missing when all is timed anew."""
+"""The critical path is the longest of all paths, and a gain what is missing when all is timed anew."""
 
 import random
 from dataclasses import replace
@@ -11,7 +11,10 @@ from distlab.plan import ActionTimes, make_schedule
 from distlab.profile import Profile, report
 from distlab.profile.read import align
 from distlab.trace import Span, Trace
+from distlab.trace.critical_path import CriticalPath, Need
 from simulator import simulate_schedule
+from simulator.engine.event_engine import run
+from simulator.engine.task_graph import Graph
 
 MS = 1_000_000
 
@@ -19,6 +22,37 @@ MS = 1_000_000
 def length_ns(path):
     assert all(one.end_ns == other.start_ns for one, other in zip(path.spans, path.spans[1:], strict=False))
     return path.spans[-1].end_ns - path.spans[0].start_ns if path.spans else 0
+
+
+def chains(needs, lengths, row):
+    """Yield the length of every chain that ends with a row."""
+    yield lengths[row]
+    yield from (so_far + lengths[row] for need in needs[row] for so_far in chains(needs, lengths, need))
+
+
+def test_of_350_random_graphs_path_and_gains_are_those_of_all_chains():
+    for seed in range(350):
+        chance, graph, needs = random.Random(seed), Graph(), []
+        for row in range(chance.randint(1, 9)):
+            needs.append([each for each in range(row) if chance.random() < 0.3])
+            graph.add(chance.randrange(3), chance.randrange(2), chance.randint(0, 4), needs=needs[row])
+        kinds, times = chance.choices("abc", k=len(needs)), run(graph)
+        words = {"lane": list(map(str, graph.lane)), "name": "one", "kind": kinds}
+        spans = list(Trace.from_columns(rank=graph.rank, **words, **times._asdict()))
+        lanes = list(zip(graph.rank, graph.lane, strict=True))
+        every = [[*given, *(e for e in range(row) if lanes[e] == lanes[row])] for row, given in enumerate(needs)]
+        moments = [
+            [Need(e, spans[e].end_ns, 0) for e in its] or [Need(-1, spans[row].start_ns, 0)]
+            for row, its in enumerate(every)
+        ]
+        path = CriticalPath.through(spans, moments, range(len(spans)))
+        longest = {}
+        for shorter in ("", *"abc"):
+            tenths = [length * (10 - (kind == shorter)) for length, kind in zip(graph.duration_ns, kinds, strict=True)]
+            longest[shorter] = max(length for row in range(len(every)) for length in chains(every, tenths, row))
+        assert 10 * length_ns(path) == longest[""], seed
+        gains = {kind: (longest[""] - longest[kind]) / 1e10 for kind in "abc"}
+        assert {kind: path.gains_s.get(kind, 0.0) for kind in "abc"} == pytest.approx(gains), seed
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v", "naive"])
