@@ -200,10 +200,9 @@ class DiLoCo(NotCopied):
         """
         self.inner.step()
         self.num_steps += 1
-        late = [one for one in self.fragments if 0 <= one.started <= self.num_steps - max(1, self.delay)]
         due = [one for one in self.fragments if self.num_steps % self.every == one.due % self.every]
         if self.delay:
-            self._finish(late, self.keep)
+            self._finish([one for one in self.fragments if 0 <= one.started <= self.num_steps - self.delay], self.keep)
         self._start(due)
         if not self.delay:
             self._finish(due, 0)

@@ -113,18 +113,24 @@ class WholeTensorOptimizer(SavedInShards):
         """
         refuse_early(self._shards)
         with on_pieces(torch.optim.SGD(self._shards)):  # which have their gradients here
-            travels, none = [*map(self._travel, self._rounds)], iter(())
-            next([*travels, none][0], None)
+            travels = [*map(self._travel, self._rounds)]
+
+            def go_on(number: int) -> None:
+                """Bring a round to its next stop, if there is such a round."""
+                for travel in travels[number : number + 1] if number >= 0 else ():
+                    next(travel, None)
+
+            go_on(0)
             self.optimizer.step()  # by element, while the first round travels
             for one in self._held:
                 one.part.grad = None if one.name not in self.owners else one.part.grad
-            for before, now, after in zip([none, *travels], travels, [*travels[1:], none], strict=False):
-                next(after, None)  # its parts leave
-                next(now)  # whole
+            for now in range(len(travels)):
+                go_on(now + 1)  # its parts leave
+                go_on(now)  # its tensors are whole
                 self.optimizer.step()
-                next(now, None)  # its new values leave
-                next(before, None)  # is done
-            next([none, *travels][-1], None)
+                go_on(now)  # its new values leave
+                go_on(now - 1)  # its new values are there
+            go_on(len(travels) - 1)
 
     def _travel(self, tensors: Sequence[HeldTensor]) -> Iterator[None]:
         """Send parts to those who see them whole; make them whole there; send new values back; take them: four calls.
