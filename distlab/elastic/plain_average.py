@@ -1,13 +1,14 @@
 """The other way, at its plainest: no restart. Those that are left average once more.
 
 A group never changes (`get_world_size()` says what it said before the death), but calls in it fail, and each rank has
-its own gradient yet. So those that are left make a new group. Some may have passed the last line of the try when one
-dies, and some not: `Replicas` sees to that.
+its own gradient yet. So those that are left make a new group. Some may have passed the barrier when one dies, and some
+not: `Replicas` sees to that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,10 @@ def plain_average(gradient: Tensor, num_samples: int, regroup: Callable[[], None
         regroup: leaves the default group and joins a new one of those that are left.
     """
     while True:
-        try:
+        with suppress(RuntimeError):  # until its end an error holds the group, whose end tells the others
             total, mean = torch.tensor(float(num_samples)), gradient * num_samples
             dist.all_reduce(total)
             dist.all_reduce(mean)
             dist.barrier()  # the vote: nobody goes on who has no result
-        except RuntimeError:
-            pass  # not here: until the end of this block the error holds the group, whose end tells the others
-        else:
             return mean / total
         regroup()
