@@ -10,8 +10,8 @@ from seeded import draw, seeded, simulate_job
 from distlab.plan import ActionTimes, make_schedule
 from distlab.profile import Profile, report
 from distlab.profile.read import align
-from distlab.trace import Span, Trace
-from distlab.trace.critical_path import CriticalPath, Need
+from distlab.trace import CriticalPath, Span, Trace
+from distlab.trace.critical_path import Need
 from simulator import simulate_schedule
 from simulator.engine.event_engine import run
 from simulator.engine.task_graph import Graph
