@@ -69,7 +69,9 @@ class Loader(Iterator[Any]):
         self._lengths = np.asarray(np.ones(size) if lengths is None else lengths)
         if not self.world_size <= batch_size <= size or len(self._lengths) != size:
             text = f"{size} samples with {len(self._lengths)} lengths, {self.world_size} ranks, a batch of {batch_size}"
-            raise ValueError(f"{text}; pass a length for each sample, and a batch with at least one for each rank")
+            raise ValueError(
+                f"{text}; pass a length for each sample, and a batch with at least one for each rank, at most all"
+            )
         self._facts: dict[str, Any] = {"samples": size, "seed": seed, "identity": getattr(dataset, "identity", "")}
         self._torch_loader = partial(DataLoader, dataset, num_workers=num_workers, collate_fn=collate_fn)
         self._made_to = -1  # where the next batch of the workers begins; there are none yet
