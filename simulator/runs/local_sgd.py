@@ -26,7 +26,7 @@ class LocalRound(NamedTuple):
         step_s: mean time of a step, its share of the meetings with it.
         inner_s: time of a step by itself.
         exposed_s: what replicas wait in the round.
-        trace: of the round, on all ranks.
+        trace: of the round, on all ranks; it begins where the fragment that left last has arrived.
     """
 
     step_s: float
@@ -79,8 +79,8 @@ def local_sgd_round(
         rows.append((("compute", "communication")[lane], name, kind))
         return graph.add(0, lane, length_ns, needs=needs)
 
-    for step in range(1, 2 * every + 1):  # the second round is between equal ones
-        begin = len(rows) if step == every + 1 else begin
+    for step in range(1, 2 * every + delay + 1):  # the second round is between equal ones
+        begin = len(rows) if step == every + delay + 1 else begin
         add(COMPUTE, STEP, "F", step_ns)
         for number in [number for number, due in enumerate(dues) if step % every == due % every]:
             ready = add(COMPUTE, "changes", "copy", before_ns)

@@ -68,7 +68,9 @@ def test_regions_are_exactly_the_products_between_norms():
         assert left.matmul_flops == layer.weight_gradient.matmul_flops
         more = layer.weight_gradient.without(left)
         assert more.memory_bytes == min(3 * 4 * layer.num_parameters, layer.weight_gradient.memory_bytes)
-        assert more.num_kernels == min(2 * len(layer.parameter_sizes), layer.weight_gradient.num_kernels)
+        assert more.num_kernels == min(
+            gpt.BACKWARD_KERNELS * len(layer.parameter_sizes), layer.weight_gradient.num_kernels
+        )
 
 
 def test_experts_are_counted_apart_from_what_chooses_them_and_are_as_busy_as_on_the_busiest_rank():
