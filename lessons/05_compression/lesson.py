@@ -1028,11 +1028,17 @@ def make_round(options, spans):
     rank, model = dist.get_rank(), GPT(WIDE, torch.Generator().manual_seed(0))
     optimizer, _ = optimizer_of(options | {"spans": spans}, model)
     call = {"batch": CORPUS.batch(0, 8, rank=rank, world_size=2), "loss_fn": GPT.loss, "spans": spans}
-    return lambda: [train_step(model, optimizer, **call) for _ in range(EVERY)]
+
+    def train(steps=EVERY):
+        for _ in range(steps):
+            train_step(model, optimizer, **call)
+
+    train(options.get("delay", 0))  # a round ends, as the predicted one, where nothing travels
+    return train
 
 
 def measure_round(options):
-    reports = pair.run(timed, 20e6, None, lambda _, spans: make_round(options, spans), 2)
+    reports = pair.run(timed, 20e6, None, lambda _, spans: make_round(options, spans))
     return overlay_of(reports, lambda rounds: local_sgd_round(INNER, with_wire(20e6, rounds), 2, **options).trace)
 
 
