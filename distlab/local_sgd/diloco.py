@@ -199,6 +199,10 @@ class DiLoCo(NotCopied):
             NotFiniteError: on every rank: some rank's values are NaN or infinite at a meeting. The agreed values stand.
         """
         self.inner.step()
+        self.meet()
+
+    def meet(self) -> None:
+        """Make the meetings that are due after an inner step; `step` does both."""
         self.num_steps += 1
         due = [one for one in self.fragments if self.num_steps % self.every == one.due % self.every]
         if self.delay:

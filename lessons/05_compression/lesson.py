@@ -1031,12 +1031,15 @@ def make_round(options, spans):
 
     def train(steps=EVERY):
         for _ in range(steps):
-            train_step(model, optimizer, **call)
+            train_step(model, optimizer.inner, **call)
+            with spans.span("meeting", kind="wait", lane="compute"):
+                optimizer.meet()
 
     train(options.get("delay", 0))  # a round ends, as the predicted one, where nothing travels
     return train
 
 
+# %%
 def measure_round(options):
     reports = pair.run(timed, 20e6, None, lambda _, spans: make_round(options, spans))
     return overlay_of(reports, lambda rounds: local_sgd_round(INNER, with_wire(20e6, rounds), 2, **options).trace)
