@@ -37,6 +37,8 @@ class TensorUnit:
     Attributes:
         members: their names, and the modules that use them.
         parts: this rank's rows of each; what optimizers update.
+        shapes: of the whole tensors.
+        rows: of the longest part of each: the ranks' parts lie that far apart.
         in_eight: numbers of those that travel in 8 bits.
     """
 
@@ -45,11 +47,11 @@ class TensorUnit:
         linear = {at.tensor for at in members.places if isinstance(at.module, nn.Linear) and at.attribute == "weight"}
         self.in_eight = sorted(linear) if eight_bits else []
         self.members, self.group, self.num_ranks = members, group, dist.get_world_size(group)
-        self._shapes = [one.shape for one in members.parameters]
-        self._rows = [-(-len(one) // self.num_ranks) for one in members.parameters]  # of the longest part
+        self.shapes = [one.shape for one in members.parameters]
+        self.rows = [-(-len(one) // self.num_ranks) for one in members.parameters]  # of the longest part
         self.parts = []
-        for whole, rows in zip(members.parameters, self._rows, strict=True):
-            own = whole.detach()[dist.get_rank(group) * rows :][:rows].clone()
+        for whole, rows in zip(members.parameters, self.rows, strict=True):
+            own = whole.detach()[dist.get_rank(group) * rows :][:rows].clone(memory_format=torch.contiguous_format)
             part = nn.Parameter(own, requires_grad=whole.requires_grad)
             part.is_shard = True  # type: ignore[attr-defined]  # checkpoints refuse to take rank 0's for all
             if part.requires_grad:
@@ -69,7 +71,7 @@ class TensorUnit:
         Cost: one all-gather: (n-1)/n of the unit's padded bytes sent per rank, of a number in 8 bits one byte; for each
             tensor in 8 bits 4 bytes of an all-reduce.
         """
-        own: list[Tensor] = [_padded(part, rows) for part, rows in zip(self.parts, self._rows, strict=True)]
+        own: list[Tensor] = [_padded(part, rows) for part, rows in zip(self.parts, self.rows, strict=True)]
         small = {} if exactly else self._scales()
         own = [to_eight(one, E4M3, small[at]) if at in small else one for at, one in enumerate(own)]
         bytes_of = [one.reshape(-1).view(torch.uint8) for one in own]
@@ -79,7 +81,7 @@ class TensorUnit:
         columns = [one.clone(memory_format=torch.contiguous_format) for one in arrived.split([*map(len, bytes_of)], 1)]
         whole = [
             column.view(-1).view(one.dtype).view(-1, *shape[1:])[: shape[0]]
-            for column, one, shape in zip(columns, own, self._shapes, strict=True)
+            for column, one, shape in zip(columns, own, self.shapes, strict=True)
         ]
         return [
             from_eight(one, small[at], self.parts[at].dtype) if at in small else one for at, one in enumerate(whole)
@@ -100,7 +102,7 @@ class TensorUnit:
         Cost: one reduce-scatter: (n-1)/n of the padded bytes of what trains, sent per rank.
         """
         trained = [at for at, part in enumerate(self.parts) if part.requires_grad]
-        rows = [_padded(gradients[at], self.num_ranks * self._rows[at]).view(self.num_ranks, -1) for at in trained]
+        rows = [_padded(gradients[at], self.num_ranks * self.rows[at]).view(self.num_ranks, -1) for at in trained]
         total = DirectScatter(torch.cat(rows, 1).view(-1), self.group, by_rank=True).finish().div_(self.num_ranks)
         found: list[Tensor | None] = [None] * len(self.parts)
         for at, one in zip(trained, total.split([one.shape[1] for one in rows]), strict=True):

@@ -41,14 +41,15 @@ def units(recomputed=False, replicas=False, in_shards=False, by=None, **options)
     return technique
 
 
-def tensors(recomputed=False, **options):
-    """Return the technique of ByTensor; each pass is summed."""
+def tensors(recomputed=False, by=None, **options):
+    """Return the technique of ByTensor; each pass is summed, and tensors may have owners."""
 
     def technique(model, make):
         made = ByTensor(model, **options)
         if recomputed:
             recompute_blocks(made.module)
-        way = Way(made, make(made.parameters()), clip=made.clip_gradients_)
+        optimizer = WholeTensorOptimizer(made, make, by=by) if by else make(made.parameters())
+        way = Way(made, optimizer, clip=made.clip_gradients_)
         way.state = made.full_state
         return way
 
@@ -95,6 +96,8 @@ FEW = {
     "stage 2, tensors": Row(BYTES, "lamb", pieces(2, "tensors")),
     "muon": Row(BYTES, "muon", units(by="owners")),
     "lars": Row(BYTES, "lars", units(by="everywhere")),
+    "by tensor, muon": Row(BYTES, "muon", tensors(by="owners")),
+    "by tensor, lars": Row(BYTES, "lars", tensors(by="everywhere")),
 }
 halves = methodcaller("chunk", 2)
 TWO = {

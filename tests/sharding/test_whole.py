@@ -10,7 +10,7 @@ from refused import message
 from torch import nn
 
 from distlab.large_batch import LAMB, newton_schulz
-from distlab.sharding import FullyShard, ShardedOptimizer, WholeTensorOptimizer, full_state_dict
+from distlab.sharding import ByTensor, FullyShard, ShardedOptimizer, WholeTensorOptimizer, full_state_dict
 from distlab.sharding.whole.plain import by_everyone, by_owners, whole_norms
 
 SHAPES = ((1, 9), (7, 5), (5, 1))  # a matrix of one row, none that is even, fewer than four ranks
@@ -77,35 +77,38 @@ def make_lamb(named):
     return LAMB(named, lr=1e-2)
 
 
-def half(make, by, steps, saved=None):
-    model = FullyShard(Products(torch.float64))
+def half(shard, make, by, steps, saved=None):
+    module = Products(torch.float64)
+    if saved is not None:
+        module.load_state_dict(saved[0])
+    model = shard(module)
     optimizer = WholeTensorOptimizer(model, make, by=by)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2)
     if saved is not None:
-        weights, states, schedule_state = saved
-        with model.summon(write=True) as module:
-            module.load_state_dict(weights)
-        optimizer.load_shards(states)
-        schedule.load_state_dict(schedule_state)
+        optimizer.load_shards(saved[1])
+        schedule.load_state_dict(saved[2])
     for step in steps:
         update(model, optimizer, [own.double() for own in data_of(step, 0)])
         schedule.step()
-    return full_state_dict(model), optimizer.shard_state(), schedule.state_dict(), len(optimizer.optimizer.state)
+    state = model.full_state() if isinstance(model, ByTensor) else full_state_dict(model)
+    num_matrices = sum(one.ndim == 2 for one in optimizer.optimizer.state)
+    return state, optimizer.shard_state(), schedule.state_dict(), num_matrices
 
 
+@pytest.mark.parametrize(("shard", "later"), [(FullyShard, FullyShard), (FullyShard, ByTensor), (ByTensor, FullyShard)])
 @pytest.mark.parametrize("make", [muon, make_lamb])
-def test_a_state_saved_by_owners_goes_on_everywhere_and_on_other_numbers_of_ranks(ranks, make):
+def test_a_state_saved_by_owners_goes_on_everywhere_and_on_other_numbers_of_ranks(ranks, make, shard, later):
     model = Products(torch.float64)
     optimizer = make([*model.named_parameters()])
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for step in range(6):
         update(model, optimizer, [own.double() for own in data_of(step, 0)])
         schedule.step()
-    before = ranks(3).run(half, make, "owners", range(3))
-    assert sum(count for *_, count in before) == 4, "each at its owner alone"
+    before = ranks(3).run(half, shard, make, "owners", range(3))
+    assert sum(count for *_, count in before) == 3, "each at its owner alone"
     for by in ("everywhere", "owners"):
         saved = before[0][0], [one for _, one, *_ in before], before[0][2]
-        after = ranks(2).run(half, make, by, range(3, 6), saved)
+        after = ranks(2).run(half, later, make, by, range(3, 6), saved)
         assert all(difference(found, dict(model.state_dict())) <= 1e-10 for found, *_ in after)
 
 
@@ -185,7 +188,7 @@ def refusals():
 
 
 SAID = """
-ValueError: the model is a Linear; pass a FullyShard
+ValueError: the model is a Linear; pass a FullyShard or a ByTensor
 ValueError: by is 'nobody'; choose one of owners, everywhere
 ValueError: LBFGS looks at all parameters at once, and each rank has some; use it without sharding
 ValueError: make_optimizer made an optimizer of other parameters; build it of those that it is called with

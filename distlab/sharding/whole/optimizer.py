@@ -10,7 +10,8 @@ travel back. What an optimizer updates by element (Muon's AdamW groups) does not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from contextlib import nullcontext
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,12 @@ from distlab.blocks.modules.named_parts import SavedShard
 from distlab.comm import agree
 from distlab.comm.p2p import started
 from distlab.plan.require import chosen
-from distlab.sharding.cut_layers import OwnPieces
+from distlab.sharding.by_tensor import ByTensor
+from distlab.sharding.cut_layers import CutLayers, OwnPieces
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.fsdp.step import on_pieces, refuse_early
 from distlab.sharding.of_pieces import give_pieces, names_and_needs, owners_of
-from distlab.sharding.part import OwnPiece
+from distlab.sharding.part import OwnPiece, plain
 from distlab.sharding.state.parts import SavedInShards, prepare, save_parts
 
 Rows = Sequence[Sequence[Tensor]]  # of each rank
@@ -39,6 +41,11 @@ class HeldTensor(NamedTuple):
     whole: nn.Parameter
     part: nn.Parameter
     ranges: Sequence[tuple[int, int]]
+
+    @property
+    def row(self) -> Tensor:
+        """This rank's elements, end to end."""
+        return self.part.detach().view(-1)
 
 
 class WholeTensorOptimizer(SavedInShards):
@@ -58,7 +65,7 @@ class WholeTensorOptimizer(SavedInShards):
     counts steps for all its tensors at once, since its step is called for some of them at a time.
 
     Args:
-        model: its shards are updated.
+        model: its shards are updated; a `ByTensor` needs no `synchronize()`.
         make_optimizer: builds the optimizer of (name, parameter) pairs, as torch's optimizers take them; the parameters
             have whole shapes and no values.
         by: "owners": each tensor has an owner, balanced by work; or "everywhere": every rank computes all tensors.
@@ -73,24 +80,26 @@ class WholeTensorOptimizer(SavedInShards):
     Error: as one process up to the order in which gradients are added; repeats bit for bit.
 
     Raises:
-        ValueError: on every rank: a model that is no FullyShard, ranks that make different optimizers, or one that
+        ValueError: on every rank: a model that is not in shards, ranks that make different optimizers, or one that
             looks at all parameters at once.
 
     Source: Jordan 2024 (owners, and an all-gather of what they made); Liu et al. 2025 (2502.16982), section 2.3.
     """
 
-    def __init__(self, model: FullyShard, make_optimizer: MakeOptimizer, *, by: str = "owners") -> None:
-        if not isinstance(model, FullyShard):
-            raise ValueError(f"the model is a {type(model).__name__}; pass a FullyShard")
+    def __init__(self, model: FullyShard | ByTensor, make_optimizer: MakeOptimizer, *, by: str = "owners") -> None:
+        if not isinstance(model, FullyShard | ByTensor):
+            raise ValueError(f"the model is a {type(model).__name__}; pass a FullyShard or a ByTensor")
         self.model, self.group, self.by = model, model.group, by
         agree(by, self.group, what="by")
         chosen("by", by, ("owners", "everywhere"))
         self._ranks = range(dist.get_world_size(self.group))
-        self._shards = [unit.shard for unit in model.units if unit.shard.requires_grad]
-        self._held = [*held_by(model)]
+        flat = model.units if isinstance(model, FullyShard) else []
+        self._shards = [unit.shard for unit in flat if unit.shard.requires_grad]
+        self._held = [*(held_by(model) if isinstance(model, FullyShard) else held_by_tensor(model))]
+        self._cut = model.cut if isinstance(model, FullyShard) else CutLayers({}, None)
         named = [(one.name, one.whole) for one in self._held]
         self.optimizer = make_optimizer(list(named))
-        names, needs = names_and_needs(self.optimizer, named, self.group, model.cut)
+        names, needs = names_and_needs(self.optimizer, named, self.group, self._cut)
         whole = [pair for pair in named if needs.get(pair[0]) == "tensors" and pair[1].numel()]
         self.owners = owners_of(self.optimizer, needs, whole, len(self._ranks))
         self._rounds = [*self._in_rounds()]
@@ -112,7 +121,8 @@ class WholeTensorOptimizer(SavedInShards):
             RuntimeError: gradients are on their way.
         """
         refuse_early(self._shards)
-        with on_pieces(torch.optim.SGD(self._shards)):  # which have their gradients here
+        # pieces of flat shards have their gradients here
+        with on_pieces(torch.optim.SGD(self._shards)) if self._shards else nullcontext():
             travels = [*map(self._travel, self._rounds)]
 
             def go_on(number: int) -> None:
@@ -139,7 +149,7 @@ class WholeTensorOptimizer(SavedInShards):
         """
         rank, everywhere = dist.get_rank(self.group), self.by == "everywhere"
         seen = [[one for one in tensors if everywhere or self.owners[one.name] == other] for other in self._ranks]
-        parts = [[row for one in its for row in (_gradient_of(one.part), one.part)] for its in seen]
+        parts = [[row for one in its for row in (_gradient_of(one), one.row)] for its in seen]
         wholes = [(one, one.whole.new_empty(2, one.whole.numel())) for one in seen[rank]]
         places = [[row[slice(*one.ranges[other])] for one, rows in wholes for row in rows] for other in self._ranks]
         arrive = self._exchange(tensors[0].whole, parts, places)
@@ -154,10 +164,10 @@ class WholeTensorOptimizer(SavedInShards):
             one.whole.data, one.whole.grad = one.whole.new_zeros(()).expand(one.whole.shape), None  # without memory
         if everywhere:
             for one, values in new:
-                one.part.copy_(values[slice(*one.ranges[rank])])
+                one.row.copy_(values[slice(*one.ranges[rank])])
             return
         parts = [[values[slice(*one.ranges[other])] for one, values in new] for other in self._ranks]
-        arrive = self._exchange(tensors[0].whole, parts, [[one.part for one in its] for its in seen])
+        arrive = self._exchange(tensors[0].whole, parts, [[one.row for one in its] for its in seen])
         yield
         arrive()
 
@@ -194,7 +204,7 @@ class WholeTensorOptimizer(SavedInShards):
             elif owner is not None and (owner == rank or self.by == "everywhere"):
                 pieces.append(OwnPiece(one.name, 0, 0, one.whole.numel(), one.whole, one.whole.detach()))
         tensors = {one.name: (tuple(one.whole.shape), one.whole.dtype) for one in self._held}
-        return OwnPieces(pieces, tensors, self.model.cut, self.group)
+        return OwnPieces(pieces, tensors, self._cut, self.group)
 
     def shard_state(self) -> dict[str, Any]:
         """Return this rank's shard, for a checkpoint beside `ShardedState(model)`: views, to save before the next step.
@@ -221,11 +231,24 @@ def held_by(model: FullyShard) -> Iterator[HeldTensor]:
         held = [{slot: (start, stop) for slot, start, stop, _ in its} for its in every]  # by each rank
         nothing = nn.Parameter(unit.shard.to_local()[:0])
         for slot, (name, shape) in enumerate(zip(unit.layout.names, unit.layout.shapes, strict=True)):
-            number = torch.zeros((), dtype=unit.shard.dtype, device=unit.options.device)
-            whole, part = nn.Parameter(number.expand(shape)), own.get(slot, nothing)
-            yield HeldTensor(name, whole, part, [its.get(slot, (0, 0)) for its in held])
+            part = own.get(slot, nothing)
+            yield HeldTensor(name, _shown(part, shape), part, [its.get(slot, (0, 0)) for its in held])
 
 
-def _gradient_of(part: nn.Parameter) -> Tensor:
+def held_by_tensor(model: ByTensor) -> Iterator[HeldTensor]:
+    """Yield all tensors that train, as `held_by` does: rows of a tensor lie end to end."""
+    for unit in model.units:
+        for name, part, shape, rows in zip(unit.members.names, unit.parts, unit.shapes, unit.rows, strict=True):
+            bounds = [min(rank * rows, shape[0]) * shape[1:].numel() for rank in range(unit.num_ranks + 1)]
+            if part.requires_grad:
+                yield HeldTensor(name, _shown(part, shape), part, [*pairwise(bounds)])
+
+
+def _shown(part: Tensor, shape: Sequence[int]) -> nn.Parameter:
+    """Return what stands for the whole tensor: its shape, without memory."""
+    return nn.Parameter(part.new_zeros(()).expand(shape))
+
+
+def _gradient_of(one: HeldTensor) -> Tensor:
     """Return a gradient without -0.0; where no rank has one -0.0 for each number, which says so."""
-    return torch.full_like(part, -0.0) if part.grad is None else part.grad + 0.0
+    return torch.full_like(one.row, -0.0) if one.part.grad is None else plain(one.part.grad).reshape(-1) + 0.0
