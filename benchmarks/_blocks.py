@@ -31,6 +31,13 @@ def by_value(*names: str) -> None:
         cloudpickle.register_pickle_by_value(sys.modules[name])
 
 
+def seconds_of(function: Callable[[], object]) -> float:
+    """Return what a call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
 def timed(step: Callable[[], object], repeats: int, device: torch.device = CPU) -> Callable[[], float]:
     """Return a program that meets the others and takes the time of a step, the mean of some."""
 

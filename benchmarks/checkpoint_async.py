@@ -9,14 +9,13 @@ beside it: a rank and its thread share a core here.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _blocks import by_value
+from _blocks import by_value, seconds_of
 from _rows import Row, compare, noise, without_bar
 from _script import run_script
 
@@ -55,20 +54,18 @@ def measure(folder: Path, way: str, blocks: int) -> dict[str, list[float]]:
     model, gradients, optimizer, parts = WAYS[way]()
     tokens = torch.randint(256, (SAMPLES, CONFIG.context), generator=generator(0, dist.get_rank(), "data"))
 
+    def step() -> None:
+        GPT.loss(model(tokens), tokens).backward()
+        gradients.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+
     def steps(number: int) -> float:
-        begin_s = time.perf_counter()
-        for _ in range(number):
-            GPT.loss(model(tokens), tokens).backward()
-            gradients.synchronize()
-            optimizer.step()
-            optimizer.zero_grad()
-        return time.perf_counter() - begin_s
+        return seconds_of(lambda: [step() for _ in range(number)])
 
     def at_once(number: int) -> float:
         dist.barrier()
-        begin_s = time.perf_counter()
-        save(folder / "at once", number, parts=parts, keep=1)
-        return time.perf_counter() - begin_s
+        return seconds_of(lambda: save(folder / "at once", number, parts=parts, keep=1))
 
     found: dict[str, list[float]] = {name: [] for name in ("at once", "again", "held", "alone", "beside")}
     saves = AsyncSaves(folder / "beside", keep=1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
+from _blocks import seconds_of
 from _rows import Row, absolute, compare, noise
 from _script import run_script
 from matplotlib.collections import PolyCollection
@@ -49,9 +50,7 @@ def draw_every_box(trace: Trace) -> Picture:
 
 def seconds(make: Callable[[], Picture]) -> float:
     """Time a picture from its trace to its PNG."""
-    start = time.perf_counter()
-    to_png(make().figure)
-    return time.perf_counter() - start
+    return seconds_of(lambda: to_png(make().figure))
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
@@ -78,12 +77,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
             claim, [seconds(make) for _ in range(blocks)], bar=bar, unit="s", note="figure and PNG, one core"
         )
 
-    def ours() -> float:
-        return seconds(lambda: draw_timeline(many))
-
-    def peer() -> float:
-        return seconds(lambda: draw_every_box(many))
-
+    ours, peer = (partial(seconds, partial(draw, many)) for draw in (draw_timeline, draw_every_box))
     own, every, again = interleave([ours, peer, peer], blocks)
     claim = "32,768 spans against one PolyCollection of every box"
     yield compare(claim, own, every, bar=1.0)

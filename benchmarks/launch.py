@@ -15,12 +15,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from _rows import Row, absolute
+from _blocks import seconds_of
+from _rows import Row, absolute, single
 from _script import run_script
 
 from distlab.comm import RankError, Ranks, run
@@ -89,15 +90,8 @@ def all_reduce_once() -> float:
     return total.item()
 
 
-def timed(function: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def fail(how: str) -> None:
-    """Fail on rank 1 while the others wait for it; the moment is in the message, or in a file."""
+    """Fail on rank 1 while the others wait for it."""
     import torch
     import torch.distributed as dist
 
@@ -256,22 +250,19 @@ def rows(quick: bool = False) -> Iterator[Row]:
     cold = []
     for _ in range(1 if quick else 3):
         shut_down()
-        cold.append(timed(lambda: run(all_reduce_once, 4)))
-    middle = sorted(cold)[len(cold) // 2]
-    note = "loads torch once; later calls do not"
-    yield Row("first run() of a program, 4 ranks", middle, None, None, (min(cold), max(cold)), "s", "-", None, note)
-    warm = [timed(lambda: run(all_reduce_once, 4)) for _ in range(3 if quick else 20)]
+        cold.append(seconds_of(lambda: run(all_reduce_once, 4)))
+    yield single("first run() of a program, 4 ranks", cold, "s", note="loads torch once; later calls do not")
+    warm = [seconds_of(lambda: run(all_reduce_once, 4)) for _ in range(3 if quick else 20)]
     yield absolute("run() of 4 ranks, warm: start, one all_reduce, end", warm, bar=0.15, unit="s")
-    many = [timed(lambda: run(all_reduce_once, 64)) for _ in range(1 if quick else 5)]
+    many = [seconds_of(lambda: run(all_reduce_once, 64)) for _ in range(1 if quick else 5)]
     yield absolute("run() of 64 ranks: start, one all_reduce, end", many, bar=3.0, unit="s")
     for how, words in (("raise", "raises"), ("kill", "is killed by SIGKILL")):
         delays = [report_delay(how) for _ in range(2 if quick else 20)]
         yield absolute(f"a rank that {words} is reported, 3 others wait for it", delays, bar=1.0, unit="s")
     with Ranks(4) as ranks:
         ranks.run(all_reduce_once)
-        calls = [timed(lambda: ranks.run(all_reduce_once)) for _ in range(5 if quick else 100)]
-    middle = sorted(calls)[len(calls) // 2]
-    yield Row("Ranks(4).run, kept alive", middle, None, None, (min(calls), max(calls)), "s", "-", None)
+        calls = [seconds_of(lambda: ranks.run(all_reduce_once)) for _ in range(5 if quick else 100)]
+    yield single("Ranks(4).run, kept alive", calls, "s")
     for launcher, ends in ENDS.items():
         for how in ends if not quick else ends[-1:]:
             left = leftovers_after(launcher, how)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
+from _blocks import seconds_of
 from _rows import Row, absolute, single
 from _script import run_script
 
@@ -38,12 +38,7 @@ TORCH_RANKS, TORCH_MICROBATCHES = 8, 64
 
 def _times_ms(program: Callable[[], object], repeats: int) -> list[float]:
     program()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        program()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
+    return [1e3 * seconds_of(program) for _ in range(repeats)]
 
 
 def _plan_and_run(name: str) -> float:
@@ -180,11 +175,8 @@ def _steps(repeats: int) -> Iterator[Row]:
         note = "information: an exact step, not the analytic estimate of a search"
         yield single(f"simulate(), GPT of 32 layers, {what}", times, "ms", note=note)
     trace = simulate(workload, cluster("dgx-h100", 1024), Plan(data=128, pipeline=8, num_microbatches=64))
-    start = time.perf_counter()
-    spans = len(trace.trace)
-    yield absolute(
-        "the Trace of 1,024 ranks", [time.perf_counter() - start], bar=5.0, unit="s", note=f"{spans:,} spans"
-    )
+    took = [seconds_of(lambda: trace.trace)]
+    yield absolute("the Trace of 1,024 ranks", took, bar=5.0, unit="s", note=f"{len(trace.trace):,} spans")
 
 
 def _large(repeats: int) -> Iterator[Row]:

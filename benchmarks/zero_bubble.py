@@ -6,10 +6,11 @@ which the paper computed them. Its "B" is our I. The times behind its table 8 we
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
+from _blocks import seconds_of
 from _rows import Row, absolute
 from _script import run_script
 
@@ -91,7 +92,8 @@ def rows(quick: bool = False) -> Iterator[Row]:
             yield _rate(cell, name, published)
     repeats = 1 if quick else 10
     for limit in (64, 128):
-        times = [_search_s(limit) for _ in range(repeats)]
+        search = partial(automatic, 64, 1024, ActionTimes(1.0, 1.0, 1.0, 0.05), limit)
+        times = [seconds_of(search) for _ in range(repeats)]
         claim = f"automatic zero bubble for 64 stages x 1,024 micro-batches within {limit}"
         yield absolute(claim, times, bar=1.0, unit="s", note="196,608 actions; the steady state is tiled")
 
@@ -109,12 +111,6 @@ def _rate(cell: BubbleCell, name: str, published: float) -> Row:
     claim = f"bubble rate of {SCHEDULES[name].title}, {cell.model}, {cell.ranks} x {cell.microbatches}"
     note = "peer: arXiv:2401.10241 table 5; cost: the longest rank's own first start to last end"
     return Row(claim, ours, published, None, (ours, ours), "", bar, holds, note)
-
-
-def _search_s(limit: float) -> float:
-    start = time.perf_counter()
-    automatic(64, 1024, ActionTimes(1.0, 1.0, 1.0, 0.05), limit)
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
