@@ -133,8 +133,8 @@ class Software:
         casts_twice: each of the two layouts in 8 bits is made from 16 bits by itself, as torchao does.
         scatters_each: stage 3 scatters gradients in every micro-batch, as FSDP outside of `no_sync`; else in the last.
         gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole in all micro-batches, as torchtitan.
-        loss_copies: of the logits in 32 bits, what a loss keeps for backward, and holds besides in forward, backward,
-            and in backward over divided logits. A half is a 16-bit copy.
+        loss_copies: of 32-bit logits, those kept for backward, and beside them in forward, backward, divided backward.
+        keeps_gathered: a block keeps what tensor ranks gathered for its products, in 8 bits where these are.
         keeps_messages: a pipeline keeps all micro-batches' outputs to a step's end, and room for all their gradients.
         pools_gradients: stage 3 makes shards of gradients on a stream of its own, whose memory no other tensor uses.
         hosts_gradients: offload "optimizer" keeps shards of gradients in the host's memory too, as DeepSpeed does.
@@ -164,6 +164,7 @@ class Software:
     scatters_each: bool = False
     gathers_once: bool = False
     loss_copies: tuple[float, ...] = (1.0, 1.0, 2.0, 2.0)
+    keeps_gathered: bool = False
     keeps_messages: bool = False
     pools_gradients: bool = False
     hosts_gradients: bool = False
@@ -175,8 +176,7 @@ class Software:
         owner = f"Software {self.name!r}"
         require_least(owner, bucket_elements=self.bucket_elements, send_s=self.send_s, slice_s=self.slice_s)
         require_least(owner, pass_launch_s=self.pass_launch_s, expert_launches=self.expert_launches)
-        part = self.send_fraction
-        require(0 < part <= 1, f"{owner}: send_fraction is {part!r}; pass a part above 0, at most 1")
+        require(0 < (part := self.send_fraction) <= 1, f"{owner}: send_fraction is {part!r}; pass a part of 1, above 0")
         for name, hidden in (("tensor_overlap", self.tensor_overlap), ("expert_overlap", self.expert_overlap)):
             require(0 <= hidden <= 1, f"{owner}: {name} is {hidden!r}; pass a part from 0 to 1")
 

@@ -3,7 +3,7 @@
 Under stage 3, forward gathers the root unit first, and each unit with those fetched ahead; backward the same from the
 other end. A unit's gradients wait until all are there (raw), are put end to end (flat), and travel while the next unit
 computes. At the same time the other ranks' parts of the own shard arrive, n - 1 at once. Software that takes each
-tensor by itself has at most two of them whole, or `Software.live_elements`, and as many gradients.
+tensor by itself, a root's too, has at most two of a layer's whole, or `Software.live_elements`, and as many gradients.
 """
 
 from __future__ import annotations
@@ -191,25 +191,25 @@ def unit_bytes(
     root, root_shard, sizes, shards = _padded(units, parameters, experts, plan)
     whole_root, _, whole_sizes, _ = _padded(units, parameters + base, experts, plan)
     up_to, number = np.append(0.0, np.cumsum(whole_sizes)), len(sizes)
-    own = np.full(len(layers), -1)  # the unit of each layer, or -1: the root's, or no parameters
-    for index, unit in enumerate(blocks):
-        own[list(unit.layers)] = index
-    inside = own >= 0
+    inside = np.bincount(np.array([at for unit in blocks for at in unit.layers], np.int64), minlength=len(layers)) > 0
     begun = np.searchsorted([unit.layers[0] for unit in blocks], np.arange(len(layers)), side="right")
     low = begun - inside
     ahead, behind = np.minimum(low + prefetch + inside, number), np.maximum(begun - prefetch - inside, 0)
     kept = sharding.reshard_after_forward
-    limit = max(2 * largest.max(), software.live_elements or 0.0) if kept and software.by_tensor else np.inf
-    width, whole = gathered_bytes(plan, widths, is_root=False), min(whole_root, limit) * widths.parameter
+    by_tensor, live = kept and software.by_tensor, software.live_elements
+    alone = by_tensor and live is None  # nothing stays for its next use
+    limits = np.maximum(2 * largest, live or 0.0) if by_tensor else np.full(len(layers), np.inf)
+    limit = limits[inside].max(initial=0.0)
+    held = np.where(inside, 0.0, parameters + base) if alone else whole_root
+    width, whole = gathered_bytes(plan, widths, is_root=False), np.minimum(held, limits) * widths.parameter
     forward = whole + width * np.minimum(up_to[ahead] - (up_to[low] if kept else 0.0), limit)
     backward = whole + width * np.minimum(up_to[begun] - (up_to[behind] if kept else 0.0), limit)
     # A flat gradient, and the other ranks' parts of the own shard: of the unit done last.
     travels = np.append(np.minimum(2 * sizes - shards, limit), 0.0)
-    last = min(2 * root - root_shard if root else travels[0], limit)
-    raw = np.minimum(_raw(blocks, root, parameters, largest), limit)
-    beyond = len(layers)  # the loss, which uses no parameters: the root went when the model ended, and is not back yet
-    while beyond and not layers[beyond - 1].parameter_sizes and not layers[beyond - 1].forward.matmul_flops:
-        beyond -= 1
+    last = min(2 * root - root_shard if root else travels[0], limits.max())
+    raw = np.minimum(parameters if alone else _raw(blocks, root, parameters, largest), limits)
+    # Behind the last layer that uses parameters is the loss: the root went when the model ended, and is not back yet.
+    beyond = max((n + 1 for n, own in enumerate(layers) if own.parameter_sizes or own.forward.matmul_flops), default=0)
     raw[beyond:] = 0.0
     if kept:
         forward[beyond:] = backward[beyond:] = 0.0
@@ -223,7 +223,7 @@ def unit_bytes(
         raw * widths.parameter,
         np.append(done[begun + 1], total) * widths.gradient,
         np.where(begun == number, last, 0.0) * widths.reduce,
-        once * (whole + width * float(whole_sizes.sum())),
+        once * (whole_root * widths.parameter + width * float(whole_sizes.sum())),
     )
 
 

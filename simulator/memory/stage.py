@@ -195,6 +195,9 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
         in_8_bits = table["whole_inputs"] / along + table["divided_inputs"] / inside
         everything -= width * (2 - _input_bytes(plan, software)) * in_8_bits * (table["input_bytes"] > 0)
     everything += width * software.norm_bytes * table["input_bytes"] / along  # of two norms, 2 bytes an element
+    if software.keeps_gathered and along > plan.context:
+        whole = table["whole_inputs"] * (table["input_bytes"] > 0) * (table["expert_parameters"] == 0)
+        everything += width * (2 if plan.float8 == "none" else 1) * whole * (1 / plan.context - 1 / along)
     if software.fused_gate:
         everything -= width * (table["gate_bytes"] / inside + table["expert_gate_bytes"] / along)
     inputs, operators = width * table["input_bytes"] / along, width * table["operator_bytes"] / inside
@@ -216,13 +219,8 @@ def _kept(table: dict[str, Floats], plan: Plan, width: float, full: Bools, softw
     return kept, again
 
 
-def kept_by_layers(workload: Workload, plan: Plan, software: Software) -> Floats:
-    """Return the bytes of a micro-batch that each layer of a whole model keeps for backward on a rank [L]."""
-    return kept_and_beside(workload, plan, software)[0]
-
-
 def kept_and_beside(workload: Workload, plan: Plan, software: Software) -> tuple[Floats, Floats]:
-    """Return the same, and bytes that each layer's backward has beside it in any stage at least [L].
+    """Return bytes of a micro-batch that each layer of a whole model keeps, and has beside in backward at least [L].
 
     Those of sharding, and of largest tensors' gradients, are not among them.
     """

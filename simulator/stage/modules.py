@@ -10,7 +10,8 @@
     moe             experts, what goes to them and comes back, and the part that every token passes
 
 MaxText's remat_policy full is "full", minimal_with_context is "layernorm,mlp_act" (minimal_offloaded is near it, with
-offload_activations), save_dot_with_context_except_mlp is "layernorm,mlp" (save_qkv_proj keeps less).
+offload_activations), save_dot_with_context_except_mlp is "layernorm,mlp" (save_qkv_proj keeps less); custom, where it
+offloads decoder_layer_input and projections, is near "full" with offload_activations.
 
 Source: NVIDIA/Megatron-LM, transformer_config.py, recompute_modules, 2025; AI-Hypercomputer/maxtext, decoders.py, 2025
     (get_remat_policy: mlp_act).

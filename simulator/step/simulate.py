@@ -17,7 +17,7 @@ import numpy as np
 from distlab.plan import AXES, Cluster, Link, Plan, Schedule, Workload
 from simulator.gradients.compression import MeasuredCodec
 from simulator.hardware.rank_layout import RankLayout
-from simulator.memory.stage import kept_by_layers
+from simulator.memory.stage import kept_and_beside
 from simulator.stage.local_layer import check_divides
 from simulator.stage.modules import check_modules
 from simulator.stage.recomputed import offloaded
@@ -96,7 +96,7 @@ def simulate(
     layout = RankLayout(cluster, plan, tuple(order), measured.links)
     stages = make_stages(workload, layout, rank_of_stage, codec=measured.codec)
     if plan.offload_activations:
-        kept = iter(kept_by_layers(workload, plan, cluster.software).tolist())
+        kept = iter(kept_and_beside(workload, plan, cluster.software)[0].tolist())
         stages = tuple(_with_copies(stage, [next(kept) for _ in stage.layers], cluster, plan) for stage in stages)
     compiled = compile_schedule_of(plan, schedule, stages)
     timing = time_step(compiled, stages, plan, cluster)

@@ -93,6 +93,8 @@ def test_gathered_units_come_and_go_and_prefetch_takes_one_more():
     for live, most in ((None, 8000), (2500, 10000)):  # two tensors, or as many as may live
         own = Software(by_tensor=True, live_elements=live)
         assert memory_of(workload, Plan(4, sharding=Sharding(3, prefetch=2)), software=own).of("buffers") == most + 7000
+    alone = memory_of(GPT, Plan(4, sharding=Sharding(3)), software=Software(by_tensor=True)).stages[0].forward[:, B]
+    assert alone[1:6].tolist() == [2 * 2 * 4 * 96 * 96] * 5, "two tensors of a block, and none of embedding and head"
     wide = held(Plan(data=4, sharding=Sharding(3, unit_layers=4, prefetch=0)), workload)
     assert wide.stages[0].forward[:, B].tolist() == [16000] * 8
 
@@ -361,6 +363,11 @@ def test_inputs_of_products_are_kept_in_8_bits_by_transformer_engine_and_in_16_b
     inputs = 5 * 40 * 4 * (96 + 96 + 96 + 4 * 96)  # of attention, its output, and both products of the feed-forward
     assert (kept[0] - kept[1], kept[2]) == (inputs, kept[0])
     assert [(kept[0] - each) / inputs for each in kept[3:]] == [1 - 1 / 32, 3 / 2 - 1 / 16]
+    for way, width in (("none", 2), ("products", 1)):  # of two norms' outputs the half that another rank made
+        plan, ways = Plan(tensor=2, sequence_parallel=True, float8=way), [Software(casts_twice=True)]
+        ways.append(replace(ways[0], keeps_gathered=True))
+        less, more = (memory_of(GPT, plan, software=own).of("activations") for own in ways)
+        assert more - less == width * 5 * 40 * 4 * 2 * 96 / 2
 
 
 def test_software_says_what_a_loss_and_a_gate_keep():
