@@ -166,7 +166,7 @@ class _Search(NamedTuple):
                 continue
             spent_s += took_s
             for version in (version for version, is_right in zip(batch, are_right, strict=True) if is_right):
-                others = others or [(calls, self.right(calls)) for calls in more_calls]
+                others = others or [(calls, results_of(self.ranks.run(calls, calls.reference))) for calls in more_calls]
                 if all(self.tried([version], *more)[0][0] for more in others) and self.passes(version):
                     change = "with one change there" if is_sealed(self.calls.reference) else version.words
                     num_calls, n = (1 + len(others)) * len(wanted[0]), self.ranks.world_size
@@ -187,10 +187,6 @@ class _Search(NamedTuple):
 
     def text_of(self, version: Version) -> str:
         return f"{self.text.head}\n{textwrap.indent(version.body, '    ')}"
-
-    def right(self, calls: DrawnCalls) -> Results:
-        """Return what the reference gives in these calls."""
-        return results_of(self.ranks.run(calls, calls.reference))
 
     def passes(self, version: Version) -> bool:
         """Whether the exercise's own check finds no fault: wrong calls may give right results, as one rank may."""
