@@ -245,9 +245,6 @@ class SpanWriter:
         """Forget all spans, such as those of the steps that warm up."""
         self._rows.clear()
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def trace(self) -> Trace:
         """Read what was noted so far, in the order in which spans ended; a GPU's times are waited for."""
         return Trace.from_spans(Span(*row[:4], int(row[4]), int(row[5]), *row[6:]) for row in self._rows)

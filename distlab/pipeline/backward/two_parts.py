@@ -164,10 +164,6 @@ class SplitBackward:
             vars(layer).pop(place_of(layer), None)
         self._layers = []
 
-    def note_pass(self) -> None:
-        """Remember the backward pass that runs as the one of this I."""
-        self._pass = torch._C._current_graph_task_id()
-
     def defers(self, notes: Notes) -> bool:
         """Keep a layer's notes for W. Return False outside of I and in a backward that a hook runs itself."""
         if self._work is None or self._pass != torch._C._current_graph_task_id():
@@ -206,7 +202,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.split.note_pass()
+        ctx.split._pass = torch._C._current_graph_task_id()
         return gradient, None
 
 
