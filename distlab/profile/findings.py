@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distlab.comm.agree import ranks_in_words
-from distlab.profile.profile import Profile
-from distlab.profile.sections import HOST, SECTIONS, WAIT_FOR_HOST
+from distlab.profile.profile import Floats, Profile
+from distlab.profile.sections import HOST, SECTIONS, WAIT_FOR_HOST, Ints
 
-Floats = NDArray[np.float64]
 SHOWN_RANKS = 16
 FLOOR = 0.05
 """Of a step: what costs less is not said."""
@@ -243,7 +241,7 @@ def _gathers(profile: Profile) -> bool:
     return bool((profile.calls.spans.is_word("kind", "all_gather") & profile.shares).any())
 
 
-def _latency_s(num_bytes: NDArray[np.int64], seconds: NDArray[np.float64]) -> float:
+def _latency_s(num_bytes: Ints, seconds: Floats) -> float:
     """Estimate what a call takes before its first byte: as the smallest do, or as the larger ones promise."""
     small = num_bytes <= SMALL_BYTES
     if small.mean() >= 0.1:
