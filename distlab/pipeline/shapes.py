@@ -28,10 +28,6 @@ class TensorKind(NamedTuple):
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' (grad)' if self.wants_gradient else ''}"
 
-    def empty(self, device: torch.device | str) -> Tensor:
-        """Make a tensor of this kind, its values undefined."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
     def zeros(self, device: torch.device | str) -> Tensor:
         """Make a tensor of this kind, all zero."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device)

@@ -26,10 +26,11 @@ class NotHere(Tensor):
 
     Attributes:
         label: its name in the model.
+        reason: what it says when it is used.
         known: what it tells.
     """
 
-    label, known = "", KNOWN
+    label, reason, known = "", "", KNOWN
 
     @classmethod
     def __torch_function__(
@@ -45,7 +46,7 @@ class NotHere(Tensor):
 
     def why(self, use: str) -> str:
         """Return why it cannot be used in this way, and what to do."""
-        raise NotImplementedError
+        return self.reason
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Say what is known."""
@@ -53,17 +54,9 @@ class NotHere(Tensor):
 
 
 class Absent(NotHere):
-    """What stands for a gradient that is not there, or not yet.
+    """What stands for a gradient that is not there, or not yet."""
 
-    Attributes:
-        reason: what it says when it is used.
-    """
-
-    reason, known = "", KNOWN | {"data_ptr", "untyped_storage", "is_leaf", "_version"}
-
-    def why(self, use: str) -> str:
-        """Return what it says."""
-        return self.reason
+    known = KNOWN | {"data_ptr", "untyped_storage", "is_leaf", "_version"}
 
 
 def absent(values: Tensor, reason: str) -> Absent:
@@ -81,21 +74,7 @@ def absent(values: Tensor, reason: str) -> Absent:
 
 
 class MovedParameter(NotHere, nn.Parameter):
-    """A parameter as it was before its values moved.
-
-    Attributes:
-        fate: what happened to it.
-    """
-
-    fate = ""
-
-    def why(self, use: str) -> str:
-        """Return what happened to it, and what to do."""
-        return (
-            f"this is {self.label} as it was before {self.fate}. It does not train any more. An optimizer must be "
-            "built afterwards; code that keeps a parameter in a closure, a list or functools.partial must read it by "
-            "its name in forward; for its first values keep a clone()"
-        )
+    """A parameter as it was before its values moved."""
 
 
 def mark_moved(parameter: nn.Parameter, label: str, fate: str) -> None:
@@ -108,7 +87,12 @@ def mark_moved(parameter: nn.Parameter, label: str, fate: str) -> None:
     """
     if type(parameter) is nn.Parameter:
         parameter.__class__ = MovedParameter
-        parameter.label, parameter.fate = label, fate  # type: ignore[attr-defined]
+        text = (
+            f"this is {label} as it was before {fate}. It does not train any more. An optimizer must be built "
+            "afterwards; code that keeps a parameter in a closure, a list or functools.partial must read it by its "
+            "name in forward; for its first values keep a clone()"
+        )
+        parameter.label, parameter.reason = label, text  # type: ignore[attr-defined]
 
 
 class NotCopied:

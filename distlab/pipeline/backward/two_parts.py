@@ -172,6 +172,9 @@ class SplitBackward:
         return True
 
 
+prepare_split = SplitBackward
+
+
 def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run an ordinary backward pass from several outputs.
 
@@ -185,11 +188,6 @@ def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
     ]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def prepare_split(module: nn.Module) -> SplitBackward:
-    """Make a module's backward pass separable; see `SplitBackward`."""
-    return SplitBackward(module)
 
 
 class _Begin(torch.autograd.Function):
