@@ -232,7 +232,7 @@ class Pipeline:
         finally:
             self._state = ""
             for stage in self._stages.values():
-                stage.forget()
+                stage.kept.clear()
         return execution
 
     def _require_idle(self, what: str) -> None:

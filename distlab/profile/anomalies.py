@@ -38,8 +38,7 @@ _PLACES = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitli
 # Which of two ranks began it, where both saw it first in one step: a layer that made it, before a rank that got it.
 _FIRST = {WEIGHTS: 0, FORWARD: 1, INPUT: 2, LOSS: 3, BACKWARD: 4, GRADIENT: 4, AVERAGED: 5}
 _WHOLE = "the model"
-Label = tuple[int, str]
-"""In which pass something was made, and whose it is."""
+Label = tuple[int, str]  # in which pass something was made, and whose it is
 
 
 class AnomalyError(RuntimeError):

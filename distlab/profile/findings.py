@@ -18,9 +18,7 @@ from distlab.profile.profile import Floats, Profile
 from distlab.profile.sections import HOST, SECTIONS, WAIT_FOR_HOST, Ints
 
 SHOWN_RANKS = 16
-FLOOR = 0.05
-"""Of a step: what costs less is not said."""
-
+FLOOR = 0.05  # of a step: what costs less is not said
 SMALL_BYTES = 64_000  # a call of fewer bytes takes its latency and hardly more
 GOOD_BYTES = 1_000_000  # a bucket that is worth a call
 MOST_HIDDEN = 0.75  # of the bytes' time: the last bucket is full when backward ends

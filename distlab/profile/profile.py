@@ -18,8 +18,7 @@ from distlab.trace import CriticalPath, Trace
 from distlab.trace.span import RECEIVES, TOGETHER, noted_twice, number_calls
 
 Floats = NDArray[np.float64]
-NOT_CALLS = ("compute", "wait", "step", "host", "loader")
-"""Lanes that hold no calls."""
+NOT_CALLS = ("compute", "wait", "step", "host", "loader")  # lanes that hold no calls
 
 
 @dataclass(frozen=True)

@@ -91,17 +91,9 @@ class Versions:
     """An answer of which one of several texts is called; behind the same fence as the answer itself."""
 
     def __init__(self, fn: Callable[..., Any], texts: Sequence[str]) -> None:
-        self.fn, self.texts, self.file = fn, texts, file_of(fn)
+        self.fn, self.texts, self.file, self.__name__ = fn, texts, file_of(fn), fn.__name__
+        self.load = getattr(fn, "load", None)  # of an answer that is not in this process yet
         self._now: Callable[..., Any] | None = None
-
-    @property
-    def __name__(self) -> str:
-        return self.fn.__name__
-
-    def load(self) -> None:
-        """Load the answer in this process, where it is not there yet."""
-        if (load := getattr(self.fn, "load", None)) is not None:
-            load()
 
     def choose(self, number: int) -> Callable[..., Any]:
         """Call the text of this number from now on."""
