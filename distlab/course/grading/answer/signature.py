@@ -26,9 +26,6 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 def first_fault(exercise: Exercise, fn: Any, reference: Callable[..., Any]) -> Fault | None:
     """Return what can be said about an answer without running it, or None."""
-    absent = getattr(fn, "absent", None)  # a submission that has no such function says so
-    if absent is not None:
-        return Fault("not attempted", absent)
     found = getattr(fn, "fault", None)  # a submission was looked at where it was loaded
     if isinstance(found, Fault):
         return found
