@@ -126,9 +126,8 @@ def broadcast_each(tensors: Iterable[Tensor], group: ProcessGroup | None = None,
         if tensor.numel() == 0:
             continue
         values = tensor.detach().contiguous()  # a backend sends one block of memory
-        dist.broadcast(
-            values.view(-1).view(torch.uint8), group=group, group_src=source
-        )  # as bytes: masks are of type bool
+        as_bytes = values.view(-1).view(torch.uint8)  # masks are of type bool
+        dist.broadcast(as_bytes, group=group, group_src=source)
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
 

@@ -33,7 +33,6 @@ from distlab.comm.nodes.wire import NodePlacement
 from distlab.comm.record.read import Call
 from distlab.elastic import Fault, Faults, run_elastic
 from distlab.hybrid import Hybrid
-from distlab.plan import Plan
 from simulator import PlanFile, plan_of_text, read_plan_file
 
 MODEL = GPTConfig(context=64, num_layers=4, num_heads=8, hidden_size=128, tied=False)
@@ -64,16 +63,12 @@ class BoardEntry:
     save_every: int
 
     @property
-    def plan(self) -> Plan:
-        """How the ranks share the work."""
-        return self.file.plan
-
-    @property
     def text(self) -> str:
         """The plan in a few words: its degrees above 1, micro-batches, sharding, and the order where it matters."""
-        axes = [f"{axis} {size}" for axis in self.file.order if (size := getattr(self.plan, axis)) > 1]
-        more = [f"{self.plan.num_microbatches} micro-batches", f"save every {self.save_every}"]
-        stage = [f"ZeRO-{self.plan.sharding.stage}"] if self.plan.sharding.stage else []
+        plan = self.file.plan
+        axes = [f"{axis} {size}" for axis in self.file.order if (size := getattr(plan, axis)) > 1]
+        more = [f"{plan.num_microbatches} micro-batches", f"save every {self.save_every}"]
+        stage = [f"ZeRO-{plan.sharding.stage}"] if plan.sharding.stage else []
         return ", ".join([" x ".join(axes), *stage, *more])
 
 
@@ -92,7 +87,7 @@ def read_entry(path: Path | str, save_every: int) -> BoardEntry:
     entry = BoardEntry(read_plan_file(path), save_every)
     if not 1 <= save_every <= UPDATES:
         raise ValueError(f"--save-every is {save_every}; pass a number of updates from 1 to {UPDATES}")
-    plan, workload, fixed = entry.plan, entry.file.workload, first_entry().file.workload
+    plan, workload, fixed = entry.file.plan, entry.file.workload, first_entry().file.workload
     parts, samples = plan.num_replicas * plan.num_microbatches, workload.microbatch_size
     wrong = ""
     if plan.world_size != NUM_RANKS:
@@ -125,7 +120,7 @@ def train(entry: BoardEntry, folder: Path, updates: int, faults: Sequence[Fault]
     """Run on each rank: train until the last update; return the bytes that this rank sent to the other node in one."""
     torch.set_num_threads(1)
     corpus, rank = ByteCorpus(python_documentation(), MODEL.context), dist.get_rank()
-    hybrid = Hybrid(new_model(), entry.plan, new_optimizer, order=entry.file.order)
+    hybrid = Hybrid(new_model(), entry.file.plan, new_optimizer, order=entry.file.order)
     plan = Faults(faults, folder)
     try:
         resumed = load(folder, parts={"training": hybrid})

@@ -334,7 +334,6 @@ def check_one(file: str, number: str, lessons: str, seed: str) -> None:
     that, and what else is printed is dropped.
     """
     from distlab.comm.command import put_on_path
-    from distlab.comm.launch.fork_client import OPTIMIZERS, PRELOAD, fork_server
     from distlab.course.grading.answer.submission import isolated_submission
     from distlab.course.grading.check import examine
     from distlab.course.grading.guard import limit_number_of_processes
@@ -344,8 +343,6 @@ def check_one(file: str, number: str, lessons: str, seed: str) -> None:
         put_on_path()  # commands that a student is told are short
         limit_number_of_processes(MAX_MORE_PROCESSES)
         lesson = load_lesson(number, Path(lessons))
-        if not lesson.uses_optimizers():
-            fork_server([module for module in PRELOAD if module != OPTIMIZERS])
         try:
             functions, notes = isolated_submission(file, lesson)
         except ValueError as error:

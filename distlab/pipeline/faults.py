@@ -90,18 +90,10 @@ def raise_together(
             failed.append((slots[place], rank, place, why))
     _, rank, place, why = min(failed)
     stage, kind, microbatch = root = next(action for action in schedule.actions(rank) if str(action) == place)
-    raise StageError(
-        f"rank {rank}: stage {stage} raised in {place} ({_WORDS[kind]} of micro-batch {microbatch}): {why}. {_left()}",
-        rank,
-        root,
-    ) from error
-
-
-def _left() -> str:
-    """Say what the failure leaves behind."""
-    if not torch.is_grad_enabled():
-        return "No output was made"
-    return "The step's gradients are incomplete on every rank: call zero_grad() before the next one"
+    where = f"rank {rank}: stage {stage} raised in {place} ({_WORDS[kind]} of micro-batch {microbatch})"
+    left = "The step's gradients are incomplete on every rank: call zero_grad() before the next one"
+    left = left if torch.is_grad_enabled() else "No output was made"
+    raise StageError(f"{where}: {why}. {left}", rank, root) from error
 
 
 _WORDS = {"F": "forward", "B": "backward", "I": "the input's gradient", "W": "the weights' gradients"}

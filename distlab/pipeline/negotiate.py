@@ -94,27 +94,25 @@ def negotiate(
     rank = group_rank(group)
     layouts: list[ValueLayout] = []
     for number, owner in enumerate(stage_to_rank):
-        text = ""
+        made: list[ValueLayout | str] = [""]
         if owner == rank:
             given = layouts[-1] if number else inputs
             assert given is not None, "inputs were checked on the rank of stage 0"
             try:
-                text = json.dumps(try_out(stages[number], given, device).to_json())
+                made = [try_out(stages[number], given, device)]
             except Exception as error:  # whatever a module raises: the other ranks must hear of it
                 if on_failure is not None:
                     on_failure(error)
                 source = f"stage {number - 1} gives" if number else "the inputs have"
-                text = json.dumps(
+                made[0] = (
                     f"rank {rank}: stage {number} ({type(stages[number].module).__name__}) cannot run on what "
                     f"{source}, {given}: {type(error).__name__}: {str(error).rstrip('.')}. Nothing has run; give the "
                     "stage inputs of the shape that it wants"
                 )
-        said = [text]
-        dist.broadcast_object_list(said, group_src=owner, group=group, device=group_device(group))
-        answer = json.loads(said[0])
-        if isinstance(answer, str):
-            raise ValueError(answer)
-        layouts.append(ValueLayout.from_json(answer))
+        dist.broadcast_object_list(made, group_src=owner, group=group, device=group_device(group))
+        if isinstance(made[0], str):
+            raise ValueError(made[0])
+        layouts.append(made[0])
     return layouts
 
 

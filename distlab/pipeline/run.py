@@ -232,7 +232,7 @@ class Pipeline:
         finally:
             self._state = ""
             for stage in self._stages.values():
-                stage.forget()
+                stage.kept.clear()
         return execution
 
     def _require_idle(self, what: str) -> None:
@@ -274,9 +274,8 @@ class Pipeline:
             [stage.module.training, sum(parameter.requires_grad for parameter in stage.module.parameters())]
             for stage in self._stages.values()
         ]
-        layout = batch.layout and batch.layout.to_json()
         autocast = torch.is_autocast_enabled(self._device.type)
-        facts = json.dumps([what, problem, layout, batch.sizes, modes, autocast])
+        facts = json.dumps([what, problem, repr(batch.layout), batch.sizes, modes, autocast])
         number = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "big")
         numbers = tuple(gather_numbers(number, self._group))
         if numbers not in self._known:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-_ONE_TENSOR = '["t", 0]'
 
 
 class TensorKind(NamedTuple):
@@ -27,10 +24,6 @@ class TensorKind(NamedTuple):
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' (grad)' if self.wants_gradient else ''}"
-
-    def empty(self, device: torch.device | str) -> Tensor:
-        """Make a tensor of this kind, its values undefined."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def zeros(self, device: torch.device | str) -> Tensor:
         """Make a tensor of this kind, all zero."""
@@ -49,7 +42,7 @@ class ValueLayout(NamedTuple):
     kinds: tuple[TensorKind, ...]
 
     def __str__(self) -> str:
-        return _as_text(_tree(self.structure), self.kinds)
+        return _as_text(json.loads(self.structure), self.kinds)
 
     @property
     def with_gradient(self) -> tuple[TensorKind, ...]:
@@ -59,17 +52,6 @@ class ValueLayout(NamedTuple):
     def without_gradients(self) -> ValueLayout:
         """Return the same layout for a value that no backward pass reaches."""
         return ValueLayout(self.structure, tuple(kind._replace(wants_gradient=False) for kind in self.kinds))
-
-    def to_json(self) -> list[Any]:
-        """Return it as lists, numbers and text, for JSON."""
-        kinds = [[list(k.shape), str(k.dtype).removeprefix("torch."), k.wants_gradient] for k in self.kinds]
-        return [self.structure, kinds]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> ValueLayout:
-        """Undo `to_json`."""
-        structure, kinds = value
-        return cls(structure, tuple(TensorKind(tuple(s), getattr(torch, dtype), wants) for s, dtype, wants in kinds))
 
 
 def take_apart(value: Any) -> tuple[list[Tensor], ValueLayout]:
@@ -82,21 +64,14 @@ def take_apart(value: Any) -> tuple[list[Tensor], ValueLayout]:
         ValueError: it holds something else.
     """
     tensors: list[Tensor] = []
-    structure = json.dumps(_take_out(value, tensors)) if type(value) is not Tensor else _ONE_TENSOR
-    if type(value) is Tensor:
-        tensors.append(value)
+    structure = json.dumps(_take_out(value, tensors))
     kinds = (TensorKind(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
     return tensors, ValueLayout(structure, tuple(kinds))
 
 
 def put_together(layout: ValueLayout, tensors: Sequence[Tensor]) -> Any:
     """Undo `take_apart`."""
-    return _put_back(_tree(layout.structure), tensors)
-
-
-@lru_cache(maxsize=256)
-def _tree(structure: str) -> Any:
-    return json.loads(structure)
+    return _put_back(json.loads(layout.structure), tensors)
 
 
 def _take_out(value: Any, tensors: list[Tensor]) -> Any:

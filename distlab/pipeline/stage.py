@@ -115,13 +115,9 @@ class Stage:
         self.split.weight_gradient(work)
         del self.kept[microbatch]
 
-    def forget(self) -> None:
-        """Free everything that is kept, after a step that failed."""
-        self.kept.clear()
-
     def close(self) -> None:
         """Give the module its own backward back."""
-        self.forget()
+        self.kept.clear()
         if self.split is not None:
             self.split.close()
 

@@ -151,7 +151,7 @@ class Wire:
 
     def _post_next(self, peer: int) -> None:
         receive = self._coming[peer].popleft()
-        tensors = [kind.empty(self.device) for kind in self.kinds(receive)]
+        tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self.device) for kind in self.kinds(receive)]
         group, from_ = self._channel(peer, self._rank), self._number(peer)
         pending = start(*(Receive(tensor, from_) for tensor in tensors), group=group)
         self._arriving[receive] = (pending, tensors)

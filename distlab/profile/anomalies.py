@@ -22,6 +22,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ from distlab.blocks.modules.structures import find
 from distlab.comm.agree import all_gather_bytes, ranks_in_words
 
 WEIGHTS, INPUT, FORWARD, LOSS, BACKWARD, GRADIENT, AVERAGED = range(7)
+_PLACES = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()  # in words, in this order
 # Which of two ranks began it, where both saw it first in one step: a layer that made it, before a rank that got it.
 _FIRST = {WEIGHTS: 0, FORWARD: 1, INPUT: 2, LOSS: 3, BACKWARD: 4, GRADIENT: 4, AVERAGED: 5}
 _WHOLE = "the model"
-Label = tuple[int, str]
-"""In which pass something was made, and whose it is."""
+Label = tuple[int, str]  # in which pass something was made, and whose it is
 
 
 class AnomalyError(RuntimeError):
@@ -186,15 +187,6 @@ def _first_bad(step: int, labels: Sequence[Label], values: Sequence[float]) -> l
 def _place(labels: Sequence[Label], index: int) -> str:
     phase, name = labels[index]
     same = FORWARD if phase == FORWARD else BACKWARD
-    before = next((other for its, other in reversed(labels[:index]) if its == same), "")
-    whose = f"the gradient of {name}" if phase == GRADIENT else f"the gradient of the output of {name}"
-    backward = f"in backward, in {whose} (right until {before or 'the loss began its backward'})"
-    return {
-        WEIGHTS: f"in the weight {name} as the step began: the optimizer made it in the step before, or a bit flipped",
-        INPUT: f"in the model's {name}: in this rank's data, or in what a different stage sent",
-        FORWARD: f"in forward, at the output of {name} (right until {before or 'the model got its input'})",
-        LOSS: "in the loss, after all layers' forward",
-        BACKWARD: backward,
-        GRADIENT: backward,
-        AVERAGED: f"in the gradient of {name} after backward: in the exchange, or in what changed it since",
-    }[phase]
+    began = "the model got its input" if phase == FORWARD else "the loss began its backward"
+    before = next((other for its, other in reversed(labels[:index]) if its == same), began)
+    return _PLACES[phase].format(name=name, before=before)

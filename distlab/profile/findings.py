@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distlab.comm.agree import ranks_in_words
-from distlab.profile.profile import Profile
-from distlab.profile.sections import HOST, SECTIONS, WAIT_FOR_HOST
+from distlab.profile.profile import Floats, Profile
+from distlab.profile.sections import HOST, SECTIONS, WAIT_FOR_HOST, Ints
 
-Floats = NDArray[np.float64]
 SHOWN_RANKS = 16
-FLOOR = 0.05
-"""Of a step: what costs less is not said."""
-
+FLOOR = 0.05  # of a step: what costs less is not said
 SMALL_BYTES = 64_000  # a call of fewer bytes takes its latency and hardly more
 GOOD_BYTES = 1_000_000  # a bucket that is worth a call
 MOST_HIDDEN = 0.75  # of the bytes' time: the last bucket is full when backward ends
@@ -81,8 +77,6 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
     if slow.any():
         shorter = np.where(slow, 100 - 100 / np.maximum(np.median(slower, axis=1), 1.0), 0.0)
         cost_s = _gain_s(profile, dict(zip(profile.ranks, shorter.tolist(), strict=True)))
-        if cost_s < FLOOR * step_s:
-            return
         factors = [np.median(each[slow] / np.maximum(lower_median(each), 1e-12)) for each in (passes, update)]
         ranks = tuple(rank for rank, is_slow in zip(profile.ranks, slow, strict=True) if is_slow)
         factor = float(np.median(slower[slow]))
@@ -98,7 +92,7 @@ def find_uneven_ranks(profile: Profile) -> Iterator[Finding]:
         yield Finding(kind, text, ranks, cost_s, cost_s / step_s, advice)
         return
     cost_s = float(np.median(passes.max(axis=0) - passes.mean(axis=0)))
-    if cost_s >= FLOOR * step_s and passes.shape[1] >= 4 and _long_together(seconds) >= TOGETHER:
+    if passes.shape[1] >= 4 and _long_together(seconds) >= TOGETHER:
         text = "a different rank is last in each step: forward and backward of the same rank are long together"
         advice = "Batches hold uneven work: sort or pack samples by length."
         yield Finding("imbalance", text, (), cost_s, cost_s / step_s, advice)
@@ -109,8 +103,6 @@ def find_slow_loaders(profile: Profile) -> Iterator[Finding]:
     data = _of(profile.seconds, "data")
     step_s = float(np.mean(profile.step_s))
     cost_s = float(data.max(axis=0).mean())
-    if cost_s < FLOOR * step_s:
-        return
     each = data.mean(axis=1)
     slow = each >= 0.5 * each.max()
     ranks = tuple(rank for rank, is_slow in zip(profile.ranks, slow, strict=True) if is_slow)
@@ -216,10 +208,9 @@ def find_small_buckets(profile: Profile) -> Iterator[Finding]:
     exposed_s = float(np.median(exposed)) / 1e9 / profile.num_steps
     step_s = float(np.median(profile.step_s))
     cost_s = min((num_calls - fewer) * latency_s, exposed_s)
-    if cost_s >= FLOOR * step_s:
-        text = f"{num_calls:.0f} calls carry {num_bytes / num_calls / 1e3:.3g} kB each, and each takes "
-        text += f"{latency_s * 1e6:.3g} us before its first byte"
-        yield Finding("small buckets", text, (), cost_s, cost_s / step_s, "Use buckets of 1 MB or more.")
+    text = f"{num_calls:.0f} calls carry {num_bytes / num_calls / 1e3:.3g} kB each, and each takes "
+    text += f"{latency_s * 1e6:.3g} us before its first byte"
+    yield Finding("small buckets", text, (), cost_s, cost_s / step_s, "Use buckets of 1 MB or more.")
 
 
 def find_host_bound(profile: Profile) -> Iterator[Finding]:
@@ -248,7 +239,7 @@ def _gathers(profile: Profile) -> bool:
     return bool((profile.calls.spans.is_word("kind", "all_gather") & profile.shares).any())
 
 
-def _latency_s(num_bytes: NDArray[np.int64], seconds: NDArray[np.float64]) -> float:
+def _latency_s(num_bytes: Ints, seconds: Floats) -> float:
     """Estimate what a call takes before its first byte: as the smallest do, or as the larger ones promise."""
     small = num_bytes <= SMALL_BYTES
     if small.mean() >= 0.1:
@@ -272,10 +263,10 @@ LOOKS: Sequence[Callable[[Profile], Iterator[Finding]]] = (
 
 
 def find(profile: Profile) -> list[Finding]:
-    """Find what makes the steps slow, the most costly first; nothing where it is not known when ranks compute."""
+    """Find what costs `FLOOR` of a step or more, the most first; nothing where it is not known when ranks compute."""
     if profile.unmarked or not np.median(profile.step_s) > 0:
         return []
-    found = [finding for look in LOOKS for finding in look(profile)]
+    found = [finding for look in LOOKS for finding in look(profile) if finding.share >= FLOOR]
     return sorted(found, key=lambda finding: -finding.cost_s)
 
 

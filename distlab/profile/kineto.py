@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from distlab.profile.sections import HOST, KIND_OF, STEP, WAIT_FOR_HOST, covers
+from distlab.profile.sections import HOST, KIND_OF, STEP, WAIT_FOR_HOST, Ints, covers
 from distlab.trace import Span, Trace
 
 CATEGORIES = ("cpu_op", "user_annotation", "kernel", "cuda_runtime", "gpu_memcpy", "gpu_user_annotation")
@@ -34,7 +33,6 @@ KINDS = (  # of calls; their names contain these words, and a longer one may con
     *("send", "recv", "scatter", "gather", "reduce"),
 )
 LEAST_WAIT_NS = 100_000  # shorter gaps between operators are Python's
-Ints = NDArray[np.int64]
 _SECTION = re.compile(r"\W*(data|forward|backward|sync|optimizer)\W*", re.IGNORECASE)
 _STEP = re.compile(r"ProfilerStep\W*(\d+)")
 _AUTOGRAD = "autograd::engine::evaluate_function"

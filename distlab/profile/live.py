@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,8 +96,7 @@ class Profiler:
         """
         if name not in KIND_OF:
             raise ValueError(f"rank {self._rank}: no section is called {name!r}; choose from {', '.join(KIND_OF)}")
-        is_traced = torch.autograd.profiler._is_profiler_enabled  # then torch.profiler's trace shows the sections too
-        with record_function(name) if is_traced else nullcontext(), self.spans.span(name, KIND_OF[name]):
+        with record_function(name), self.spans.span(name, KIND_OF[name]):
             yield
             self._look()
 

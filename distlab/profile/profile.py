@@ -13,14 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distlab.comm.agree import ranks_in_words
-from distlab.profile.sections import SECTIONS, STEP, SectionMoments, covers, moments_of, windows_of
+from distlab.profile.sections import SECTIONS, STEP, Ints, SectionMoments, covers, moments_of, windows_of
 from distlab.trace import CriticalPath, Trace
 from distlab.trace.span import RECEIVES, TOGETHER, noted_twice, number_calls
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-NOT_CALLS = ("compute", "wait", "step", "host", "loader")
-"""Lanes that hold no calls."""
+NOT_CALLS = ("compute", "wait", "step", "host", "loader")  # lanes that hold no calls
 
 
 @dataclass(frozen=True)

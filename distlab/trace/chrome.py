@@ -74,17 +74,13 @@ def _events(traces: dict[str, Trace]) -> Iterator[dict[str, Any]]:
                 threads[key] = len(threads) + 1
                 name = span.lane if row == 0 else f"{span.lane} ({row + 1})"
                 yield _metadata("thread_name", pids[span.rank], threads[key], name=name, lane=span.lane)
-            yield _event(span, pids[span.rank], threads[key], origin_ns)
+            us = {"ts": (span.start_ns - origin_ns) / 1000, "dur": (span.end_ns - span.start_ns) / 1000}
+            shown = {"name": span.name, "cat": span.kind, "pid": pids[span.rank], "tid": threads[key]}
+            yield {"ph": "X", **shown, **us, "args": {field: getattr(span, field) for field in EXACT}}
 
 
 def _metadata(event: str, pid: int, tid: int, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": args}
-
-
-def _event(span: Span, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
-    us = {"ts": (span.start_ns - origin_ns) / 1000, "dur": (span.end_ns - span.start_ns) / 1000}
-    args = {field: getattr(span, field) for field in EXACT}
-    return {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid, **us, "args": args}
 
 
 def _rows(trace: Trace) -> list[int]:

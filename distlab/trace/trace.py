@@ -89,16 +89,13 @@ class Trace:
     @classmethod
     def concatenate(cls, traces: Iterable[Trace]) -> Trace:
         """Join traces that share a clock, one after the other."""
-        parts = list(traces)
         words: dict[str, int] = {}
         arrays: dict[str, list[NDArray[np.generic]]] = {field: [] for field in Span._fields}
-        for part in parts:
+        for part in list(traces) or [cls.from_spans([])]:
             codes = np.array([words.setdefault(word, len(words)) for word in part.words], dtype=np.int32)
             for field in Span._fields:
                 column = getattr(part, field)
                 arrays[field].append(codes[column] if field in WORDS and len(column) else column)
-        if not parts:
-            return cls.from_spans([])
         return cls(**{f: np.concatenate(a) for f, a in arrays.items()}, words=tuple(words))
 
     def __len__(self) -> int:
@@ -244,9 +241,6 @@ class SpanWriter:
     def clear(self) -> None:
         """Forget all spans, such as those of the steps that warm up."""
         self._rows.clear()
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def trace(self) -> Trace:
         """Read what was noted so far, in the order in which spans ended; a GPU's times are waited for."""

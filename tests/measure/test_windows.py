@@ -46,9 +46,14 @@ def test_noise_excuses_twice_its_size_and_no_more():
     assert (near.holds, far.holds) == (True, False)
 
 
-def test_cores_that_the_ranks_leave_free_are_not_taken_from_them():
+def test_cores_that_the_ranks_leave_free_are_not_taken_from_them(monkeypatch):
+    monkeypatch.setattr(on_ranks, "group_device", lambda: None)
     for all_s, cores, num_ranks, taken in ((3.0, 2, 4, 1.0), (3.0, 4, 2, 0.0), (5.0, 4, 2, 1.0), (1.9, 2, 2, 0.0)):
-        assert on_ranks.taken_cores(all_s, 2.0, 1.0, cores=cores, num_ranks=num_ranks) == pytest.approx(taken)
+        monkeypatch.setattr(on_ranks, "num_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(on_ranks.dist, "get_world_size", lambda num_ranks=num_ranks: num_ranks)
+        means = 1.0, 2.0 / num_ranks, all_s
+        monkeypatch.setattr(on_ranks, "mean_over_ranks", lambda *_, means=means: means)
+        assert on_ranks.OtherProcesses().taken() == pytest.approx(taken)
 
 
 def test_busy_time_is_that_of_own_cores_and_grows_with_work(monkeypatch):

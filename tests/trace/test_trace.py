@@ -259,7 +259,7 @@ def test_spans_nest_and_are_noted_when_their_block_raises():
     with pytest.raises(KeyError), writer.span("step"), writer.span("forward", "F"):
         raise KeyError
     inner, outer = writer.trace()
-    assert (inner.name, outer.name, len(writer)) == ("forward", "step", 2)
+    assert (inner.name, outer.name, len(writer.trace())) == ("forward", "step", 2)
     assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
     writer.clear()
     assert writer.trace() == tr.Trace.from_spans([])

@@ -88,10 +88,9 @@ class GradientSlots:
 
     def take_rest(self) -> None:
         """Pack the slots that this backward did not reach: gradients accumulated earlier, or zeros."""
-        if not self.full:
-            for slot, packed in enumerate(self.packed):
-                if not packed:
-                    self.take(slot)
+        for slot, packed in enumerate(self.packed):
+            if not packed:
+                self.take(slot)
 
     def pack(self, slot: int) -> None:
         """Copy a gradient to its place, if it has one already; one that is None counts as zeros."""
@@ -216,19 +215,14 @@ def sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGroup
 
     Cost: per dtype and group one all-reduce of the parameters' elements, and of one flag per parameter.
     """
-    groups = [group for group in groups if dist.get_world_size(group) > 1]
-    if not groups:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(divisor)
-        return
     for same in same_kind(parameters):
         flat = torch.cat(
             [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same]
             + [same[0].new_tensor([float(p.grad is not None) for p in same])]
         )
         for group in groups:
-            all_reduce_in_float32(flat, group)
+            if dist.get_world_size(group) > 1:
+                all_reduce_in_float32(flat, group)
         *parts, present = flat.split([*(p.numel() for p in same), len(same)])
         for parameter, part, ranks in zip(same, parts, present.tolist(), strict=True):
             if ranks:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -36,25 +37,9 @@ class GradientStatus(IntEnum):
 
 USED, UNUSED, NOT_FINITE, SPARSE, TWICE, MOVED = GradientStatus
 
-FAULTS = {
-    SPARSE: ("got a sparse gradient, and buckets hold dense ones", "Build the layer with sparse=False"),
-    TWICE: (
-        "got a second gradient before synchronize()",
-        "Call synchronize() after each backward, also of a step that you skip; or run all but the last backward "
-        "inside `with no_sync():`. Where one backward brings two (a layer that several of torch's reentrant "
-        "checkpoints use), pass use_reentrant=False to checkpoint",
-    ),
-    MOVED: (
-        "left the buckets: the parameter's memory was replaced since construction",
-        "Move or convert the module first (.to(), .half(), load_state_dict with assign=True), and shard it then",
-    ),
-    UNUSED: (
-        "got no gradient on some rank of the group",
-        "Use them in the loss on every rank; or build this one (anew, after close()) when they are frozen, or with "
-        'unused="zeros"',
-    ),
-    NOT_FINITE: ("got a gradient that is not finite (NaN or infinite)", "Skip the update, or lower the learning rate"),
-}
+# By status: what happened, and what to do; in the order in which they are told.
+_ROWS = Path(__file__).with_name("faults.txt").read_text(encoding="utf-8").splitlines()
+FAULTS = {GradientStatus[name]: (what, advice) for name, what, advice in (row.split(" | ") for row in _ROWS)}
 ON_THEIR_WAY = (
     "gradients are on their way between backward() and synchronize(), where nothing may read, change or forget them. "
     "Call synchronize() after backward(), also of a step that you skip; then clip, scale, step or zero_grad(). One "

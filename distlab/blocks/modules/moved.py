@@ -8,6 +8,7 @@ be used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -16,15 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from distlab.comm.together import place_in
 
-_PROPERTIES = (
-    "shape dtype device requires_grad layout ndim itemsize nbytes grad_fn names is_cpu is_cuda is_meta is_sparse "
-    "is_sparse_csr is_nested is_quantized is_mkldnn is_mps is_xpu is_hpu is_mtia is_vulkan is_ipu is_maia is_xla"
-)
-_METHODS = (
-    "size dim numel nelement ndimension stride storage_offset element_size is_floating_point is_complex is_contiguous "
-    "is_signed is_inference is_conj is_neg get_device __len__ __hash__"
-)
-KNOWN = frozenset([*_PROPERTIES.split(), *_METHODS.split()])  # without the values
+# Properties and methods of a tensor that tell nothing of its values.
+KNOWN = frozenset(Path(__file__).with_name("known.txt").read_text(encoding="utf-8").split())
 
 
 class NotHere(Tensor):
@@ -32,10 +26,11 @@ class NotHere(Tensor):
 
     Attributes:
         label: its name in the model.
+        reason: what it says when it is used.
         known: what it tells.
     """
 
-    label, known = "", KNOWN
+    label, reason, known = "", "", KNOWN
 
     @classmethod
     def __torch_function__(
@@ -51,7 +46,7 @@ class NotHere(Tensor):
 
     def why(self, use: str) -> str:
         """Return why it cannot be used in this way, and what to do."""
-        raise NotImplementedError
+        return self.reason
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Say what is known."""
@@ -59,17 +54,9 @@ class NotHere(Tensor):
 
 
 class Absent(NotHere):
-    """What stands for a gradient that is not there, or not yet.
+    """What stands for a gradient that is not there, or not yet."""
 
-    Attributes:
-        reason: what it says when it is used.
-    """
-
-    reason, known = "", KNOWN | {"data_ptr", "untyped_storage", "is_leaf", "_version"}
-
-    def why(self, use: str) -> str:
-        """Return what it says."""
-        return self.reason
+    known = KNOWN | {"data_ptr", "untyped_storage", "is_leaf", "_version"}
 
 
 def absent(values: Tensor, reason: str) -> Absent:
@@ -87,21 +74,7 @@ def absent(values: Tensor, reason: str) -> Absent:
 
 
 class MovedParameter(NotHere, nn.Parameter):
-    """A parameter as it was before its values moved.
-
-    Attributes:
-        fate: what happened to it.
-    """
-
-    fate = ""
-
-    def why(self, use: str) -> str:
-        """Return what happened to it, and what to do."""
-        return (
-            f"this is {self.label} as it was before {self.fate}. It does not train any more. An optimizer must be "
-            "built afterwards; code that keeps a parameter in a closure, a list or functools.partial must read it by "
-            "its name in forward; for its first values keep a clone()"
-        )
+    """A parameter as it was before its values moved."""
 
 
 def mark_moved(parameter: nn.Parameter, label: str, fate: str) -> None:
@@ -114,7 +87,12 @@ def mark_moved(parameter: nn.Parameter, label: str, fate: str) -> None:
     """
     if type(parameter) is nn.Parameter:
         parameter.__class__ = MovedParameter
-        parameter.label, parameter.fate = label, fate  # type: ignore[attr-defined]
+        text = (
+            f"this is {label} as it was before {fate}. It does not train any more. An optimizer must be built "
+            "afterwards; code that keeps a parameter in a closure, a list or functools.partial must read it by its "
+            "name in forward; for its first values keep a clone()"
+        )
+        parameter.label, parameter.reason = label, text  # type: ignore[attr-defined]
 
 
 class NotCopied:

@@ -30,8 +30,6 @@ def find(value: object) -> tuple[list[Tensor], bool]:
     Returns:
         What was found, and whether there may be more: in an iterator, a function, an object of a class of its own.
     """
-    if isinstance(value, Tensor):
-        return [value], False
     found: list[Tensor] = []
     is_hidden = False
     seen: dict[int, object] = {}  # keeps what it has seen, so that no number is used twice

@@ -61,12 +61,6 @@ class Lesson:
             for mutant in exercise.mutants
         )
 
-    def uses_optimizers(self) -> bool:
-        """Return whether its references or checks name torch.optim; where they are sealed, nobody can tell: True."""
-        paths = [self.folder / "solutions.py", self.folder / "exercises.py", *self.folder.glob("checks/*.py")]
-        texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
-        return any("optim" in text or "unseal(" in text for text in texts)
-
     def exercise(self, name: str) -> Exercise:
         """Return the exercise of this name; a ValueError lists those that there are."""
         found = {exercise.name: exercise for exercise in self.exercises}

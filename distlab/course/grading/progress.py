@@ -39,9 +39,7 @@ class Entry:
     Attributes:
         attempts: checks of an answer, right or wrong; one that is not written yet does not count.
         first_passed: time of the first right answer (ISO 8601, UTC), or "".
-        last_passed: time of the last one, or "".
         budget: what the last right answer used.
-        seconds: how long its check took.
         failed: checks of a wrong answer.
         hints: how many of its hints were seen.
         solution_seen: time when the solution was first shown, or "".
@@ -49,9 +47,7 @@ class Entry:
 
     attempts: int = 0
     first_passed: str = ""
-    last_passed: str = ""
     budget: tuple[str, ...] = ()
-    seconds: float = 0.0
     failed: int = 0
     hints: int = 0
     solution_seen: str = ""
@@ -117,14 +113,12 @@ def keep(report: Report, start: Path | None = None) -> str:
     if report.verdict not in ("passed", "wrong"):
         return OUTSIDE if work_folder(start) is None else ""
     name = report.exercise.name
-    time = now()
 
     def updated(entry: Entry) -> Entry:
         entry = replace(entry, attempts=entry.attempts + 1)
         if not report.passed:
             return replace(entry, failed=entry.failed + 1)
-        entry = replace(entry, first_passed=entry.first_passed or time, last_passed=time)
-        return replace(entry, budget=report.budget, seconds=round(report.seconds, 3))
+        return replace(entry, first_passed=entry.first_passed or now(), budget=report.budget)
 
     told = change_entry(name, updated, start) or ("" if work_folder(start) else OUTSIDE)
     entry = entry_of(name, start)
@@ -232,11 +226,11 @@ def _numbers(name: str, found: Any) -> dict[str, float]:
 
 
 def _entry(name: str, found: Any) -> Entry:
-    kinds = {each.name: type(each.default) for each in fields(Entry)} | {"budget": list, "seconds": int | float}
+    kinds = {each.name: type(each.default) for each in fields(Entry)} | {"budget": list}
     if not isinstance(found, dict) or any(not isinstance(found.get(key), kind) for key, kind in kinds.items()):
         raise ValueError(f"its entry {name!r} is damaged")
     known = {key: found[key] for key in kinds}
-    return Entry(**known | {"budget": tuple(map(str, found["budget"])), "seconds": float(found["seconds"])})
+    return Entry(**known | {"budget": tuple(map(str, found["budget"]))})
 
 
 def _write(folder: Path, record: Record) -> None:

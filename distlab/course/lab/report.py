@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 Value = float | int | str | bool
-FAR_OFF = 0.25
-"""Relative error from which on the last line names a prediction: twice what a quiet machine's calibration leaves."""
+FAR_OFF = 0.25  # relative, from which on a prediction is named: twice what a quiet machine's calibration leaves
 
 
 class ReportRow(NamedTuple):

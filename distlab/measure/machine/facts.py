@@ -39,9 +39,11 @@ class Machine:
 
 def this_machine() -> Machine:
     """Read the facts of the machine that runs this."""
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", path.read_text() if path.is_file() else "", re.M)
     return Machine(
         date=date.today().isoformat(),
-        processor=_processor(),
+        processor=found[1].strip() if found else platform.processor() or platform.machine(),
         cores=num_cores(),
         memory_bytes=memory_bytes(),
         gpus=gpu_names(),
@@ -71,12 +73,6 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", path.read_text() if path.is_file() else "", re.M)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int:

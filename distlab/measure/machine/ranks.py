@@ -126,20 +126,6 @@ def busy_s() -> float | None:
         return None
 
 
-def taken_cores(all_s: float, ranks_s: float, wall_s: float, *, cores: int, num_ranks: int) -> float:
-    """Return the cores that other processes took from the ranks; cores that the ranks leave free do not count.
-
-    Args:
-        all_s: seconds that all processes computed.
-        ranks_s: seconds that the ranks computed, all together.
-        wall_s: seconds that passed.
-        cores: of the machine.
-        num_ranks: ranks on it, each of which can use one core.
-    """
-    free = max(0, cores - num_ranks)
-    return max(0.0, (all_s - ranks_s) / wall_s - free) if wall_s > 0 else 0.0
-
-
 def busy_sentence(cores: float) -> str:
     """Say how many cores other processes took from the ranks."""
     return f"The machine was busy: other processes took {cores:.1f} of its cores from the ranks."
@@ -157,12 +143,15 @@ class OtherProcesses:
     def taken(self) -> float:
         """Return the cores taken since the last call, the same on every rank; 0 where the system does not tell.
 
+        Cores that the ranks leave free, each of which can use one, do not count.
+
         Cost: one all-reduce of 24 bytes.
         """
         before, self._last = self._last, self._read()
         passed = [after - start for after, start in zip(self._last, before, strict=True)]
         num_ranks, (wall_s, own_s, all_s) = dist.get_world_size(), mean_over_ranks(passed, group_device())
-        return taken_cores(all_s, num_ranks * own_s, wall_s, cores=num_cores(), num_ranks=num_ranks)
+        free = max(0, num_cores() - num_ranks)
+        return max(0.0, (all_s - num_ranks * own_s) / wall_s - free)
 
     def _read(self) -> tuple[float, float, float]:
         return time.perf_counter(), time.process_time(), busy_s() or 0.0

@@ -223,6 +223,7 @@ def _time_contention(device: torch.device) -> tuple[float, float]:
     _, _, loss = REFERENCES[2].build(device)
     tensor = torch.zeros(262_144, device=device)  # 1 MiB
 
+    @torch.enable_grad()  # `time_calls` switches gradients off
     def compute() -> None:
         for _ in range(3):
             loss().backward()
@@ -230,16 +231,8 @@ def _time_contention(device: torch.device) -> tuple[float, float]:
     def communicate(count: int) -> list[dist.Work]:
         return [dist.all_reduce(tensor, async_op=True) for _ in range(count)]
 
-    compute()
-    dist.barrier()
-    start = on_ranks.now(device)
-    compute()
-    compute_s = on_ranks.now(device) - start
-    dist.barrier()
-    start = on_ranks.now(device)
-    for work in communicate(4):
-        work.wait()
-    one_s = (on_ranks.now(device) - start) / 4
+    compute_s = on_ranks.time_calls(compute, 1, device)
+    one_s = on_ranks.time_calls(lambda: [work.wait() for work in communicate(4)], 1, device) / 4
     (agreed,) = on_ranks.largest_over_ranks([max(4, min(200, round(1.5 * compute_s / one_s)))], device)
     count = int(agreed)
     dist.barrier()

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,16 +200,8 @@ def track_memory(
         memory.close()
 
 
-ADVICE = {  # the cheapest first
-    "optimizer": "shard the optimizer state (ZeRO-1 or more)",
-    "master weights": "shard the optimizer state, master weights with it (ZeRO-1 or more)",
-    "gradients": "shard the gradients (ZeRO-2 or more)",
-    "parameters": "shard the parameters (ZeRO-3, FSDP)",
-    "activations": "recompute activations, or use smaller micro-batches",
-    "logits": "use smaller micro-batches",
-    "buffers": "use smaller buckets or units",
-    "temporary": "use smaller micro-batches",
-}
+_ROWS = Path(__file__).with_name("advice.txt").read_text(encoding="utf-8").splitlines()
+ADVICE = dict(row.split(": ", 1) for row in _ROWS)  # by kind of memory, the cheapest first
 
 
 class MemoryLimitError(RuntimeError):

@@ -147,11 +147,9 @@ def predict_step(
     # Of a pipeline alone only messages travel; how they and computing slow each other down is in the overhead.
     if plan_calls.is_pipeline_alone(plan):
         cluster = replace(cluster, contention=Contention())
-    if measured.codec is not None:
-        codec = measured.codec.slower(overhead.codec_slowdown)
-        return simulate(workload, cluster, plan, order=order, measured=Measured(codec, links))
-    costed = _with_overhead(workload, overhead, cluster, plan)
-    return simulate(costed, cluster, plan, order=order, measured=Measured(None, links))
+    codec = measured.codec and measured.codec.slower(overhead.codec_slowdown)
+    costed = workload if codec else _with_overhead(workload, overhead, cluster, plan)
+    return simulate(costed, cluster, plan, order=order, measured=Measured(codec, links))
 
 
 def num_blocks(layer: Layer) -> int:

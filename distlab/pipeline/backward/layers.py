@@ -65,10 +65,12 @@ class Sums:
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient."""
         before, gradient = self._before(parameter), gradient.to(parameter.dtype)
-        if before is None:
-            self._set(parameter, gradient)
-        else:
+        if before is not None:
             before.add_(gradient)
+        elif self._holds(parameter):
+            self._held[parameter] = gradient
+        else:
+            parameter.grad = gradient
 
     def add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """Add left @ right: in one pass over memory where it can be."""
@@ -93,12 +95,6 @@ class Sums:
 
     def _before(self, parameter: nn.Parameter) -> Tensor | None:
         return self._held.get(parameter) if self._holds(parameter) else parameter.grad
-
-    def _set(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if self._holds(parameter):
-            self._held[parameter] = gradient
-        else:
-            parameter.grad = gradient
 
 
 class WeightWork:

@@ -164,16 +164,15 @@ class SplitBackward:
             vars(layer).pop(place_of(layer), None)
         self._layers = []
 
-    def note_pass(self) -> None:
-        """Remember the backward pass that runs as the one of this I."""
-        self._pass = torch._C._current_graph_task_id()
-
     def defers(self, notes: Notes) -> bool:
         """Keep a layer's notes for W. Return False outside of I and in a backward that a hook runs itself."""
         if self._work is None or self._pass != torch._C._current_graph_task_id():
             return False
         self._work.add(notes)
         return True
+
+
+prepare_split = SplitBackward
 
 
 def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -191,11 +190,6 @@ def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def prepare_split(module: nn.Module) -> SplitBackward:
-    """Make a module's backward pass separable; see `SplitBackward`."""
-    return SplitBackward(module)
-
-
 class _Begin(torch.autograd.Function):
     """Pass an output on; backward, it comes before all else and says which pass this is."""
 
@@ -206,7 +200,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.split.note_pass()
+        ctx.split._pass = torch._C._current_graph_task_id()
         return gradient, None
 
 

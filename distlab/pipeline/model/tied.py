@@ -94,9 +94,6 @@ class TiedGradients:
         self._rank = group_rank(group)
         self._shares: list[tuple[nn.Parameter, list[int]]] = []  # with other ranks: my copy, all holders
         self._earlier: list[Tensor | None] = []
-        if not tied:
-            agree([], group, what="tied parameters")
-            return
         _check(tied, modules, [int(rank) for rank in stage_to_rank], group)
         for one in tied:
             holders = sorted({int(stage_to_rank[stage]) for stage in one.stages})

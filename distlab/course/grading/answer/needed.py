@@ -12,8 +12,6 @@ import re
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 UNREADABLE = (SyntaxError, ValueError)
 _CHANGES = re.compile(
@@ -54,9 +52,8 @@ def needed_statements(
     imported = [of[0] for of, (_, one) in zip(names, statements, strict=True) if isinstance(one, _IMPORTS)]
     fixed = known.union(*imported)
     names = [(own[0] | _changed(one, fixed), own[1]) for own, (_, one) in zip(names, statements, strict=True)]
-    live = [place for place in range(len(names)) if not _is_replaced(place, statements, names)]
     needed, chosen = {*wanted, "*"}, set[int]()
-    while new := {place for place in live if place not in chosen and names[place][0] & needed}:
+    while new := {place for place in range(len(names)) if place not in chosen and names[place][0] & needed}:
         chosen |= new
         needed = needed.union(*(names[place][1] for place in new))
     unbound = needed - known - {name for place in chosen for name in names[place][0]}
@@ -66,21 +63,6 @@ def needed_statements(
         if unbound & set(re.findall(r"\w+", text)) or needed & set(re.findall(r"\b(?:def|class) +(\w+)", text))
     ]
     return [statements[place] for place in sorted(chosen)], notes
-
-
-def _is_replaced(
-    place: int, statements: Sequence[tuple[str, ast.stmt]], names: Sequence[tuple[set[str], set[str]]]
-) -> bool:
-    """Whether a function or class is defined again later, and nothing between uses the first definition."""
-    statement = statements[place][1]
-    if not isinstance(statement, _DEFINITIONS):
-        return False
-    for (_, later), (_, uses) in zip(statements[place + 1 :], names[place + 1 :], strict=True):
-        if isinstance(later, _DEFINITIONS) and later.name == statement.name:
-            return True
-        if statement.name in uses:
-            return False
-    return False
 
 
 def _names(statement: ast.stmt) -> tuple[set[str], set[str]]:
@@ -130,7 +112,7 @@ def _changed(statement: ast.stmt, fixed: set[str]) -> set[str]:
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
     """Go through what is executed with a statement: not through the bodies of functions that it defines."""
-    if not isinstance(node, (*_FUNCTIONS, ast.Lambda)):
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         yield node
         for part in ast.iter_child_nodes(node):
             yield from _executed(part)

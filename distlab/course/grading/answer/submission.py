@@ -53,13 +53,11 @@ class Submitted:
     Attributes:
         source: where it comes from.
         name: the function's name.
-        absent: words for a source that has no such function, or None.
-        fault: what is wrong with it before it runs, or None.
+        fault: what is wrong with it before it runs, such as that the source has no such function, or None.
     """
 
     source: Source
     name: str
-    absent: str | None = None
     fault: Fault | None = None
     _fn: Callable[..., Any] | None = field(default=None, repr=False)
 
@@ -98,9 +96,9 @@ def isolated_submission(impl: str, lesson: Lesson) -> tuple[dict[str, Callable[.
     functions: dict[str, Callable[..., Any]] = {}
     for exercise in lesson.exercises:
         verdict = found if isinstance(found, Fault) else found[exercise.name]
-        absent = _absent(source, exercise, notes) if verdict is None else None
+        verdict = verdict or Fault("not attempted", _absent(source, exercise, notes))
         fault = verdict if isinstance(verdict, Fault) else None
-        functions[exercise.name] = Submitted(source, exercise.function, absent, fault)
+        functions[exercise.name] = Submitted(source, exercise.function, fault)
     return functions, notes
 
 

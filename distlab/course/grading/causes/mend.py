@@ -91,17 +91,9 @@ class Versions:
     """An answer of which one of several texts is called; behind the same fence as the answer itself."""
 
     def __init__(self, fn: Callable[..., Any], texts: Sequence[str]) -> None:
-        self.fn, self.texts, self.file = fn, texts, file_of(fn)
+        self.fn, self.texts, self.file, self.__name__ = fn, texts, file_of(fn), fn.__name__
+        self.load = getattr(fn, "load", None)  # of an answer that is not in this process yet
         self._now: Callable[..., Any] | None = None
-
-    @property
-    def __name__(self) -> str:
-        return self.fn.__name__
-
-    def load(self) -> None:
-        """Load the answer in this process, where it is not there yet."""
-        if (load := getattr(self.fn, "load", None)) is not None:
-            load()
 
     def choose(self, number: int) -> Callable[..., Any]:
         """Call the text of this number from now on."""
@@ -166,7 +158,7 @@ class _Search(NamedTuple):
                 continue
             spent_s += took_s
             for version in (version for version, is_right in zip(batch, are_right, strict=True) if is_right):
-                others = others or [(calls, self.right(calls)) for calls in more_calls]
+                others = others or [(calls, results_of(self.ranks.run(calls, calls.reference))) for calls in more_calls]
                 if all(self.tried([version], *more)[0][0] for more in others) and self.passes(version):
                     change = "with one change there" if is_sealed(self.calls.reference) else version.words
                     num_calls, n = (1 + len(others)) * len(wanted[0]), self.ranks.world_size
@@ -187,10 +179,6 @@ class _Search(NamedTuple):
 
     def text_of(self, version: Version) -> str:
         return f"{self.text.head}\n{textwrap.indent(version.body, '    ')}"
-
-    def right(self, calls: DrawnCalls) -> Results:
-        """Return what the reference gives in these calls."""
-        return results_of(self.ranks.run(calls, calls.reference))
 
     def passes(self, version: Version) -> bool:
         """Whether the exercise's own check finds no fault: wrong calls may give right results, as one rank may."""

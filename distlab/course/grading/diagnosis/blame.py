@@ -81,10 +81,8 @@ def file_of(fn: Callable[..., Any]) -> str:
 
 def fault_of(error: RankError, exercise: Exercise, fn: Callable[..., Any], world_size: int) -> Fault:
     """Name the fault of a run that raised, ended, or did not end."""
-    if exercise.on_failure is not None:
-        named = exercise.on_failure(error, world_size)
-        if named is not None:
-            return named
+    if exercise.on_failure is not None and (named := exercise.on_failure(error, world_size)) is not None:
+        return named
     if isinstance(error, RankTimeout):
         return _hang(error, fn)
     misfit = messages_that_do_not_fit(str(error))

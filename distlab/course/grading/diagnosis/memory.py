@@ -10,8 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_weak: Any = StorageWeakRef
-
 
 class _Watch(TorchDispatchMode):
     def __init__(self, known: set[int]) -> None:
@@ -24,16 +22,12 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                self._enter(leaf.untyped_storage())
+                storage, entry = leaf.untyped_storage(), self._alive.get(leaf.untyped_storage()._cdata)
+                if storage._cdata not in self._known and (entry is None or entry[0].expired()):
+                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
-
-    def _enter(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        entry = self._alive.get(key)
-        if key not in self._known and (entry is None or entry[0].expired()):
-            self._alive[key] = (_weak(storage), storage.nbytes())
 
 
 def peak_bytes(fn: Callable[..., Any], *args: Any) -> tuple[Any, int]:
