@@ -193,13 +193,10 @@ class SharedGroup(dist.ProcessGroup):
         return self._gather(inputs, [[*its] for its in zip(*output_lists, strict=True)], opts)
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Copy every rank's tensor to its place in one tensor."""
-        who = self._who("all_gather")
-        return self._gather([dense.only(inputs, who)], [dense.only(outputs, who)], opts)
+        """Copy every rank's tensor to its place in one tensor; so with each of several tensors."""
+        return self._gather(dense.listed(inputs), dense.listed(outputs), opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        """As `all_gather_single`, for several tensors."""
-        return self._gather(inputs, outputs, opts)
+    all_gather_single_coalesced = all_gather_single
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy every rank's tensor to the root's list."""
@@ -232,13 +229,10 @@ class SharedGroup(dist.ProcessGroup):
         return self._scatter_sum([output], [dense.only_list(input_lists)], opts)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Combine a tensor of all ranks; rank r gets the r-th part."""
-        who = self._who("reduce_scatter")
-        return self._scatter_sum([dense.only(outputs, who)], [dense.only(inputs, who)], opts)
+        """Combine a tensor of all ranks, of which rank r gets the r-th part; so with each of several tensors."""
+        return self._scatter_sum(dense.listed(outputs), dense.listed(inputs), opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        """As `reduce_scatter_single`, for several tensors."""
-        return self._scatter_sum(outputs, inputs, opts)
+    reduce_scatter_single_coalesced = reduce_scatter_single
 
     def _scatter_sum(self, outputs: Tensors, inputs: list[Any], opts: Any) -> Any:
         """Combine each input, a tensor or a list of them, into its output."""

@@ -24,10 +24,20 @@ import torch.distributed as dist
 
 from distlab.comm.agree import not_the_same
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, Arena, CannotShare, join
+from distlab.comm.shared_memory.arena import (
+    FAILED,
+    LEFT,
+    PRESENT,
+    RECORD_BYTES,
+    STEP,
+    Arena,
+    CannotShare,
+    join,
+    text_at,
+)
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
-_HEAD = 16  # of a record: the number that stands for it, and the length of its text
+_MARK_BYTES, _HEAD = 8, 16  # of a record: the number that stands for it; that and the length of its text
 
 
 class CallRecord:
@@ -38,15 +48,9 @@ class CallRecord:
     def __init__(self, text: str) -> None:
         self.text = text
         whole = text.encode()
-        shown, mark = whole[: RECORD_BYTES - _HEAD], hashlib.blake2b(whole, digest_size=8).digest()
+        shown, mark = whole[: RECORD_BYTES - _HEAD], hashlib.blake2b(whole, digest_size=_MARK_BYTES).digest()
         self.data = mark + len(shown).to_bytes(8, "little") + shown
         self.mark = int.from_bytes(mark, "little")
-
-
-def text_at(address: int) -> str:
-    """Return the text of a record in shared memory."""
-    length = int.from_bytes(ctypes.string_at(address + 8, 8), "little")
-    return ctypes.string_at(address + _HEAD, min(length, RECORD_BYTES - _HEAD)).decode(errors="replace")
 
 
 @functools.lru_cache(4096)
@@ -209,7 +213,8 @@ class Meeting:
             while self._is_behind(rank) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
                 futex.wait(self._steps[rank], self._words[rank].value)
             is_here = not self._is_behind(rank)
-            calls[self.members[rank]] = text_at(self._slots[rank][self.parity]) if is_here else None
+            text = self._slots[rank][self.parity] + _MARK_BYTES
+            calls[self.members[rank]] = text_at(text, RECORD_BYTES - _HEAD) if is_here else None
         raise ValueError(not_the_same(self.members, calls))
 
     def _is_behind(self, rank: int) -> bool:
