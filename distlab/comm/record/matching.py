@@ -59,13 +59,18 @@ class SourceLine(NamedTuple):
 
 
 class Exchanges:
-    """Remember a job's calls that ranks made from different lines, and tell where these are exchanged."""
+    """Remember a job's calls that ranks made from different lines, and tell where these are exchanged.
 
-    def __init__(self) -> None:
+    Args:
+        names: the texts that rows name, by rank.
+    """
+
+    def __init__(self, names: Mapping[int, list[str]]) -> None:
+        self.names = names
         self._forks: defaultdict[int, dict[int, Calls]] = defaultdict(dict)
         self._found: Sequence[Calls] = ()
 
-    def add(self, rows: NDArray[Any], ranks: Sequence[int], names: Mapping[int, list[str]]) -> None:
+    def add(self, rows: NDArray[Any], ranks: Sequence[int]) -> None:
         """Enter calls that met and agree, made from more than one line."""
         if rows[0]["op"] == _BARRIER or self._found:  # it carries nothing that could be exchanged
             return
@@ -75,17 +80,17 @@ class Exchanges:
         windows = [(number - 1, number), (number, number + 1), (number - 2, number), (number, number + 2)]
         for window in (*windows, *((n, n + 1, n + 2) for n in range(number - 2, number + 1))):
             calls = [forks[n] for n in window if n in forks]
-            if len(calls) == len(window) and _is_exchange(calls, names):
+            if len(calls) == len(window) and _is_exchange(calls, self.names):
                 self._found = calls
                 return
         if len(forks) > _KEPT:
             del forks[min(forks)]
 
-    def explain(self, names: Mapping[int, list[str]]) -> str:
+    def explain(self) -> str:
         """Say which calls are exchanged, with every rank's operation, shape and lines; "" where none are."""
         if not self._found:
             return ""
-        ranks = sorted(self._found[0])
+        ranks, names = sorted(self._found[0]), self.names
         calls = {rank: [call_of(rank, met[rank], names[rank]) for met in self._found] for rank in ranks}
         members = list(group_ranks(names[ranks[0]][self._found[0][ranks[0]]["group"]]))
         numbers = " and ".join(f"#{call.number}" for call in calls[ranks[0]])
@@ -185,11 +190,11 @@ class CallLedger:
         self.names: dict[int, list[str]] = {}
         self._numbers: defaultdict[int, dict[tuple[int, bool], int]] = defaultdict(dict)
         self._incomplete: set[int] = set()
-        self._rows: NDArray[Any] = np.empty(0, ROW)
+        self.open: NDArray[Any] = np.empty(0, ROW)  # after `disagreement`: calls that not all have made who meet there
         self._ranks: NDArray[np.int64] = np.empty(0, np.int64)
         self._sites: NDArray[np.int64] = np.empty(0, np.int64)  # numbers of call sites, alike on all ranks
         self._site_numbers: dict[str, int] = {}
-        self._exchanges = Exchanges()
+        self.exchanges = Exchanges(self.names)  # as `disagreement` finds them on its way
         self._open_ends: set[tuple[str, int]] = set()
 
     def add(self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False) -> None:
@@ -211,7 +216,7 @@ class CallLedger:
         for row in rows[is_pair(rows) & (rows["parties"] == 0)]:
             self._open_ends.add((names[row["group"]], rank))
         meeting = rows["parties"] > 1
-        self._rows = np.concatenate([self._rows, rows[meeting]])
+        self.open = np.concatenate([self.open, rows[meeting]])
         self._ranks = np.concatenate([self._ranks, np.full(int(meeting.sum()), rank)])
         own, inverse = np.unique(rows["site"][meeting], return_inverse=True)
         numbers = [self._site_numbers.setdefault(names[site], len(self._site_numbers)) for site in own.tolist()]
@@ -229,10 +234,10 @@ class CallLedger:
 
         Calls of all_to_all do not agree either where a rank gives more or less than a rank takes.
         """
-        while len(self._rows):
-            keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
+        while len(self.open):
+            keys = self.open["channel"] * _SPREAD + self.open["seq"]
             order = np.argsort(keys, kind="stable")
-            keys, rows, ranks, sites = keys[order], self._rows[order], self._ranks[order], self._sites[order]
+            keys, rows, ranks, sites = keys[order], self.open[order], self._ranks[order], self._sites[order]
             starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
             sizes = np.diff(np.r_[starts, len(keys)])
             wrong = rows["fp"] != np.repeat(rows["fp"][starts], sizes)
@@ -245,8 +250,8 @@ class CallLedger:
                 forked = (sites != np.repeat(sites[starts], sizes)) & ~waiting & ~is_pair(rows)
                 for start in starts[np.add.reduceat(forked.astype(np.int64), starts) > 0].tolist():
                     end = start + int(sizes[np.searchsorted(starts, start)])
-                    self._exchanges.add(rows[start:end], ranks[start:end].tolist(), self.names)
-                self._rows, self._ranks, self._sites = rows[waiting], ranks[waiting], sites[waiting]
+                    self.exchanges.add(rows[start:end], ranks[start:end].tolist())
+                self.open, self._ranks, self._sites = rows[waiting], ranks[waiting], sites[waiting]
                 return None
             first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
             met = keys == keys[first]
@@ -254,17 +259,8 @@ class CallLedger:
             receiver = rank if row["op"] == RECV else int(row["peer"])  # one that takes from anyone has no known order
             if not is_pair(row) or (self.names[rank][row["group"]], receiver) not in self._open_ends:
                 return _by_rank(rows[met], ranks[met])
-            self._rows, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
+            self.open, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
         return None
-
-    @property
-    def num_open(self) -> int:
-        """Calls that `disagreement` has seen, and that not all have made who are to meet there."""
-        return len(self._rows)
-
-    def exchange(self) -> str:
-        """Say which calls are alike and made in a different order, as `disagreement` finds on its way; else ""."""
-        return self._exchanges.explain(self.names)
 
 
 @functools.lru_cache(maxsize=1024)

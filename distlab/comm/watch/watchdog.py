@@ -179,7 +179,7 @@ def is_settled(records: Records, ranks: Collection[int]) -> bool:
     for rank, record in zip(ranks, own, strict=True):
         ledger.add(rank, record.rows, record.names)
     is_over = all((record.rows["state"] == DONE).all() for record in own)
-    return is_over and ledger.disagreement() is None and not ledger.num_open
+    return is_over and ledger.disagreement() is None and not len(ledger.open)
 
 
 STABLE_S = 2.0
@@ -271,7 +271,7 @@ class Watchdog:
                 self._ledger.add(rank, rows, names, dropped=lost)
         found = self._ledger.disagreement()
         if found is None:
-            if exchange := self._ledger.exchange():
+            if exchange := self._ledger.exchanges.explain():
                 return exchange
             before, self._num_groups = self._num_groups, sum(f.header.groups_begun for f in self._followers.values())
             return (self.groups() or None) if self._num_groups != before else None
