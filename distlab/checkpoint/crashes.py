@@ -85,12 +85,9 @@ class _Seen:
     def called(self, frame: FrameType, event: str, function: Any) -> None:
         """Look at the folder each time a call into C has ended. Python calls this (`sys.setprofile`)."""
         name = getattr(function, "__name__", "a call")
-        if event in ("c_return", "c_exception"):
-            if (
-                not isinstance(getattr(function, "__self__", None), _PLAIN)
-                and getattr(function, "__module__", "") != "builtins"
-            ):
-                self.look(name)
+        may_write = not isinstance(getattr(function, "__self__", None), _PLAIN)
+        if event in ("c_return", "c_exception") and may_write and getattr(function, "__module__", "") != "builtins":
+            self.look(name)
         elif event == "c_call" and name in _RENAMES:
             time.sleep(self._pause_s)
 
