@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import re
@@ -22,6 +23,7 @@ PEER_NOISE = re.compile(
     re.IGNORECASE,
 )
 
+_WHY_KILLED = dict(csv.reader(Path(__file__).with_name("signals.csv").read_text("utf-8").splitlines()))
 _FRAME = 'File "'
 MAX_SUMMARY, MAX_TEXT = 5_000, 20_000  # characters of what an error says of a rank, and of its traceback
 LONGEST_LINE = 500  # of what an error repeats of a line
@@ -84,14 +86,7 @@ def describe_exit(exit_code: int) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    reason = {
-        "SIGKILL": " (out of memory? the kernel kills the largest process; or kill -9 was run)",
-        "SIGSEGV": " (segmentation fault: an error in C or C++ code)",
-        "SIGBUS": " (bus error: often a full /dev/shm or a truncated mapped file)",
-        "SIGABRT": " (abort: an error in C or C++ code, whose message is in the output above)",
-        "SIGTERM": " (a different process asked it to end)",
-        "SIGINT": " (interrupt: Ctrl-C, or kill -INT)",
-    }.get(name, "")
+    reason = f" ({_WHY_KILLED[name]})" if name in _WHY_KILLED else ""
     return f"was killed by {name}{reason}"
 
 

@@ -59,17 +59,13 @@ class ReduceOperation(NamedTuple):
             out.div_(len(values), rounding_mode=None if has_point else "trunc")
 
 
-_TABLE = {
-    "SUM": ReduceOperation("sum", torch.add),
-    "AVG": ReduceOperation("avg", torch.add, divides=True),
-    "PRODUCT": ReduceOperation("product", torch.mul),
-    "MIN": ReduceOperation("min", torch.minimum),
-    "MAX": ReduceOperation("max", torch.maximum),
-    "BAND": ReduceOperation("band", torch.bitwise_and),
-    "BOR": ReduceOperation("bor", torch.bitwise_or),
-    "BXOR": ReduceOperation("bxor", torch.bitwise_xor),
+COMBINE: dict[str, Callable[..., torch.Tensor]]
+COMBINE = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
+COMBINE |= {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+_BY_OP = {
+    int(getattr(dist.ReduceOp, name)): ReduceOperation(name.lower(), function, divides=name == "AVG")
+    for name, function in COMBINE.items()
 }
-_BY_OP = {int(getattr(dist.ReduceOp, name)): reduction for name, reduction in _TABLE.items()}
 
 
 def reduction_of(op: Any, dtype: torch.dtype, who: str) -> ReduceOperation:
@@ -80,7 +76,7 @@ def reduction_of(op: Any, dtype: torch.dtype, who: str) -> ReduceOperation:
     """
     found = _BY_OP.get(int(op))
     if found is None:
-        raise ValueError(f"{who}: got {op}; pass ReduceOp.{', '.join(_TABLE)}")
+        raise ValueError(f"{who}: got {op}; pass ReduceOp.{', '.join(COMBINE)}")
     if reason := _why_not(found, dtype):
         raise ValueError(
             f"{who}: torch has no ReduceOp.{found.name.upper()} of {dtype} on the CPU ({reason}); convert the tensor "
