@@ -282,7 +282,7 @@ class _Round:
             if self.watchdog is not None and all(failure.is_noise for failure in self.failures):
                 before_ns = min(failure.time_ns for failure in self.failures)
                 self.failures += [Failure(r, what, "", False, before_ns) for r, what in self.watchdog.left().items()]
-            explanation = self._explanation()
+            explanation = "\n".join(self._recorded(lambda dog: [dog.mismatch() or dog.check(self.replies) or ""]))
             raise error_of(self.failures, stacks, sorted(self.replies), self.owner.world_size, explanation)
         if self.waiting:
             raise timeout_of(stacks, self.owner.timeout_s, self.owner.world_size, self._words())
@@ -332,24 +332,17 @@ class _Round:
             heads = [f"rank {rank} of {self.owner.world_size} {what}\n" for rank, what in left.items()]
             raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), next(iter(left), None))
 
-    def _explanation(self) -> str:
-        """What the recorded calls add to a failure: a mismatch often shows first as an error in C++."""
-        try:
-            if self.watchdog is None:
-                return ""
-            return self.watchdog.mismatch() or self.watchdog.check(self.replies) or ""
-        except Exception as error:  # the failure itself matters more
-            return f"(the recorded calls could not be read: {error})"
-
     def standing(self) -> list[str]:
         """Lines that say where each unfinished rank stands."""
         return standing(self._stacks(), self._words())
 
     def _words(self) -> list[str]:
-        if self.watchdog is None:
-            return []
+        return self._recorded(lambda _: describe(read_records(self.pool.folder), self.owner.world_size))
+
+    def _recorded(self, words: Callable[[Watchdog], list[str]]) -> list[str]:
+        """What the recorded calls add to a failure: a mismatch often shows first as an error in C++."""
         try:
-            return describe(read_records(self.pool.folder), self.owner.world_size)
+            return [] if self.watchdog is None else words(self.watchdog)
         except Exception as error:  # the failure that is being told must not be lost
             return [f"(the recorded calls could not be read: {error})"]
 

@@ -26,14 +26,17 @@ profiler and modes, `dense` takes tensors as blocks of bytes, `futex` talks to t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 NAME = "shared"
 
 
-def register() -> None:
-    """Let torch.distributed know the backend by its name; once more changes nothing."""
+def register(name: str = NAME, make: Callable[..., Any] | None = None) -> None:
+    """Let torch.distributed know the backend, or what `make` makes, by its name; once more changes nothing."""
     import torch.distributed as dist
 
-    from distlab.comm.shared_memory.group import make
+    from distlab.comm.shared_memory import group
 
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, make or group.make, extended_api=True, devices=["cpu"])

@@ -307,11 +307,9 @@ class SharedGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """Send a tensor to a rank of the group."""
-        dense.check(tensors[0], self._who("send"))
-        message = self._message(tensors[0], destination, tag, "send")
+        message = self._message(tensors, destination, tag, "send")
         if self.wire is not None:
             message.until_s, message.arrives_s = self.wire.message(destination, message.num_bytes)
-        message.end.event = event_of("send", tensors)
         self._messages.send(message)
         return self._with(message)
 
@@ -324,13 +322,13 @@ class SharedGroup(dist.ProcessGroup):
         return self._receive(tensors, -1, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
-        dense.check(tensors[0], self._who("recv"), written=True)
-        message = self._message(tensors[0], source, tag, "recv")
-        message.end.event = event_of("recv", tensors)
+        message = self._message(tensors, source, tag, "recv")
         self._messages.receive(message)
         return self._with(message)
 
-    def _message(self, tensor: torch.Tensor, peer: int, tag: int, op: str) -> Message:
+    def _message(self, tensors: Tensors, peer: int, tag: int, op: str) -> Message:
+        tensor = tensors[0]
+        dense.check(tensor, self._who(op), written=op == "recv")
         if not -1 <= peer < self._meeting.size:
             raise ValueError(f"{self._who(op)}: there is no rank {peer}: the group has ranks 0 to {self.size() - 1}")
         if peer == self._meeting.rank:
@@ -340,7 +338,9 @@ class SharedGroup(dist.ProcessGroup):
         mark = record_of("message", -1, "", ((tensor.numel(),), tensor.dtype)).mark
         text = record_of(op, -1, "", (tensor.shape, tensor.dtype)).text
         with dense.unseen():
-            return Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
+            message = Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
+        message.end.event = event_of(op, tensors)
+        return message
 
 
 class AsBackend:
