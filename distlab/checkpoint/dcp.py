@@ -141,10 +141,6 @@ class _Planner(DefaultSavePlanner):
         self.held = held
         self.objects: dict[metadata.MetadataIndex, Any] = {}
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Take nothing: what is held is known."""
-        self.is_coordinator = is_coordinator
-
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write."""
         items, places = {}, {}
