@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
@@ -58,17 +59,13 @@ def crash_points(
         pause_s: sleep so long after each change and before each rename, so that other ranks run ahead.
     """
     seen = _Seen(folder, alone, pause_s)
-    before = sys.getprofile()
-    kept = {name: getattr(os, name) for name in _FLUSHES}
-    for name, real in kept.items():
-        setattr(os, name, seen.flushing(real))
-    sys.setprofile(seen.called)
-    try:
+    with ExitStack() as undo:
+        for name in _FLUSHES:
+            undo.callback(setattr, os, name, getattr(os, name))
+            setattr(os, name, seen.flushing(getattr(os, name)))
+        undo.callback(sys.setprofile, sys.getprofile())
+        sys.setprofile(seen.called)
         action()
-    finally:
-        sys.setprofile(before)
-        for name, real in kept.items():
-            setattr(os, name, real)
     seen.look("the last call")
     return seen.crashes
 
