@@ -277,9 +277,9 @@ class Watchdog:
             return (self.groups() or None) if self._num_groups != before else None
         now = time.monotonic()
         self._mismatch_at = self._mismatch_at or now
-        if patient and len(found[0]) < found[0][0]["parties"] and now - self._mismatch_at < MISMATCH_GRACE_S:
+        if patient and len(found) < found[0]["parties"] and now - self._mismatch_at < MISMATCH_GRACE_S:
             return None
-        return matching.explain(self._ledger, *found)
+        return matching.explain(self._ledger, found)
 
     def groups(self, *, is_over: bool = False) -> str:
         """Return where the ranks do not make the same groups, or ""; `is_over`: no rank will make a further one."""
