@@ -144,7 +144,8 @@ class Collectives:
                 self._collect(base, before, itemsize, root)
             self._combine(flat, parts[me], reduction, share)
             if root in (-1, me):
-                copy(base + parts[me][0] * itemsize, self._own(share, itemsize), parts[me][1] * itemsize)
+                own = meeting.open() + me * share * itemsize  # for the next step
+                copy(base + parts[me][0] * itemsize, own, parts[me][1] * itemsize)
             before = parts
         meeting.open()
         meeting.post()
@@ -157,10 +158,6 @@ class Collectives:
         count = max(0, min(each, flats[0].numel() - first))
         combine(flats, first, count, reduction, [flat.data_ptr() + first * itemsize for flat in flats])
         self.barrier()
-
-    def _own(self, share: int, itemsize: int) -> int:
-        """Where this rank leaves the result of its share, for the next step."""
-        return self.meeting.open() + self.rank * share * itemsize
 
     def _combine(self, mine: torch.Tensor, part: tuple[int, int], reduction: ReduceOperation, share: int) -> None:
         """Combine this rank's part of all ranks' data into its place of its next slot."""
@@ -214,7 +211,8 @@ class Collectives:
                 copy(slot + rank * share * itemsize, inputs[rank].data_ptr() + start * itemsize, length * itemsize)
             meeting.post()
             self._combine(inputs[self.rank], (start, length), reduction, share)
-            copy(output.data_ptr() + start * itemsize, self._own(share, itemsize), length * itemsize)
+            own = meeting.open() + self.rank * share * itemsize
+            copy(output.data_ptr() + start * itemsize, own, length * itemsize)
 
     def all_gather(self, places: Sequence[int], source: torch.Tensor) -> None:
         """Copy every rank's tensor to this rank's address of its number; a rank that passes no addresses takes none."""

@@ -155,7 +155,10 @@ def _look(eye: Watch, done: threading.Event, main: int, what: str) -> None:
         if words and not done.is_set():
             who = what or f"rank {eye.rank} of {len(eye.watchdog.ranks)}"
             kind = RankTimeout if what else RankError
-            end(kind(f"{who} cannot go on: {words}"), stack_of(main), aloud=not what)
+            frames = traceback.extract_stack(main_frame(main))
+            shown = [frame for frame in frames if not is_machinery(frame.filename)]  # not those that only carry calls
+            stack = "".join(traceback.format_list(shown or frames))
+            end(kind(f"{who} cannot go on: {words}"), stack, aloud=not what)
 
 
 def end(error: RankError, stack: str, *, aloud: bool = True) -> NoReturn:
@@ -167,13 +170,6 @@ def end(error: RankError, stack: str, *, aloud: bool = True) -> NoReturn:
         print(f"{error}\n\nIt stands here (innermost call last):\n{stack}", file=sys.stderr, flush=True)
     time.sleep(TELL_S)
     os._exit(1)
-
-
-def stack_of(thread: int) -> str:
-    """Return where a thread is, without the frames that only carry calls."""
-    frames = traceback.extract_stack(main_frame(thread))
-    shown = [frame for frame in frames if not is_machinery(frame.filename)]
-    return "".join(traceback.format_list(shown or frames))
 
 
 def _meet(address: Address, folder: Path | None) -> tuple[Recorder, Watch]:
