@@ -165,7 +165,7 @@ class CannotShare(RuntimeError):
     """The ranks cannot share memory: every rank of the group is told the same line."""
 
 
-def join(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Arena:
+def join(store: Any, rank: int, members: list[int], timeout_s: float) -> Arena:
     """Make the arena of a group, or map it; every member calls this.
 
     Args:
@@ -173,14 +173,12 @@ def join(store: Any, rank: int, members: list[int], timeout_s: float, reason: st
         rank: this process's number among the members.
         members: global rank of each.
         timeout_s: how long to wait for each other rank.
-        reason: why this rank does not want to share memory.
 
     Raises:
         CannotShare: on every rank.
         RuntimeError: one does not come in time, or has ended.
     """
-    reason = reason or futex.why_not_here()
-    store.set(f"place{rank}", json.dumps([reason, _here(), os.getpid(), start_of(os.getpid())]))
+    store.set(f"place{rank}", json.dumps([futex.why_not_here(), _here(), os.getpid(), start_of(os.getpid())]))
     made = _make(store, members, timeout_s) if rank == 0 else -1
     try:
         told = _told(store, "arena", rank, members, 0, timeout_s)

@@ -45,7 +45,6 @@ class SharedGroup(dist.ProcessGroup):
         self._meeting, self._members = meeting, meeting.members
         self._collectives, self._messages = Collectives(meeting), Messages(meeting)
         self._queue = CallQueue(f"shared-calls-{meeting.members}")
-        self._num_calls = 0
         self._coalesced: list[SharedWork] | None = None
         self.shown = Shown(self)
         self._who = functools.cache(functools.partial("rank {}: {}".format, meeting.me))  # begins an error's text
@@ -91,10 +90,6 @@ class SharedGroup(dist.ProcessGroup):
         """Set how long a call may wait for a different rank, from the next call on."""
         self._meeting.timeout_s = timeout.total_seconds()
 
-    def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has made."""
-        return self._num_calls
-
     def shutdown(self) -> None:
         """Leave the group; the others learn of it."""
         self._end()
@@ -118,7 +113,6 @@ class SharedGroup(dist.ProcessGroup):
             dense.check(tensor, who)
         for tensor in writes:
             dense.check(tensor, who, written=True)
-        self._num_calls += 1
         record = call.record(self._members)
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call

@@ -235,17 +235,17 @@ class Meeting:
                 self.arena.change_state(LEFT)
 
 
-def meet(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Meeting:
+def meet(store: Any, rank: int, members: list[int], timeout_s: float) -> Meeting:
     """Make or map the memory of a group and meet there; every member calls this, with the arguments of `join`.
 
     Raises:
         CannotShare: on every rank.
         RuntimeError: one does not come in time, or has ended.
     """
-    return Meeting(join(store, rank, members, timeout_s, reason), members, timeout_s)
+    return Meeting(join(store, rank, members, timeout_s), members, timeout_s)
 
 
-def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, reason: str = "") -> Meeting | None:
+def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float) -> Meeting | None:
     """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
 
     Args:
@@ -253,10 +253,9 @@ def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, r
         rank: of this process.
         world_size: number of ranks.
         timeout_s: how long a call may wait for a different rank.
-        reason: why this rank does not want to; one that has a reason is enough.
     """
     part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
     try:
-        return meet(part, rank, list(range(world_size)), timeout_s, reason)
+        return meet(part, rank, list(range(world_size)), timeout_s)
     except CannotShare:
         return None
