@@ -195,7 +195,10 @@ def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None
         found = [one for name, part in parts.items() for one in _held_by(part, name)]
         held.extend(one for one in found if one.place != GROUPS)
         if rank == 0:
-            _begin(target, prepared)
+            if target.exists() or target.is_symlink():
+                raise FileExistsError(f"{str(target)!r} exists; nothing is overwritten: choose a different name")
+            files.remove(prepared)
+            prepared.mkdir(parents=True)
         return [one.value for one in found if one.place == GROUPS]
 
     try:
@@ -215,14 +218,6 @@ def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None
         if rank == 0:
             files.remove(prepared)
     return target
-
-
-def _begin(target: Path, prepared: Path) -> None:
-    if target.exists() or target.is_symlink():
-        raise FileExistsError(f"{str(target)!r} exists; nothing is overwritten: choose a different name")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    files.remove(prepared)
-    prepared.mkdir()
 
 
 def _sum_of(path: Path) -> str:

@@ -47,7 +47,7 @@ class Watch:
 
     def __init__(self, rank: int, watchdog: Watchdog, board: Path) -> None:
         self.rank, self.watchdog = rank, watchdog
-        self._board = os.open(board, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.board = os.open(board, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def look(self) -> str:
         """Return why the job cannot go on, as this rank or a different one has found it; else ""."""
@@ -60,14 +60,14 @@ class Watch:
 
     def said(self) -> str:
         """Return what a rank has told, or ""."""
-        text, end, _ = os.pread(self._board, os.fstat(self._board).st_size, 0).partition(b"\0")
+        text, end, _ = os.pread(self.board, os.fstat(self.board).st_size, 0).partition(b"\0")
         return text.decode(errors="replace") if end else ""
 
     def tell(self, words: str) -> str:
         """Let the other ranks know; return the words."""
         if words:
             with contextlib.suppress(OSError):  # a full disk: they learn from this rank's end that something is wrong
-                os.write(self._board, words.encode(errors="replace") + b"\0")
+                os.write(self.board, words.encode(errors="replace") + b"\0")
         return words
 
     def why(self, error: Exception) -> str:
@@ -81,10 +81,6 @@ class Watch:
             return words
         gone = [f"rank {rank} {what}" for rank, what in self.watchdog.left().items()]
         return "\n".join(filter(None, [*gone, self.watchdog.failed(self.rank)]))
-
-    def close(self) -> None:
-        """Close the board."""
-        os.close(self._board)
 
 
 @contextlib.contextmanager
@@ -105,7 +101,7 @@ def watching(address: Address, *, watch: bool, folder: Path | None = None, what:
         if watch and address.world_size > 1 and address.is_on_one_machine:
             recorder, eye = _meet(address, folder)
             stack.callback(recorder.close)
-            stack.callback(eye.close)
+            stack.callback(os.close, eye.board)
             stack.enter_context(recorder)
             stack.enter_context(_looking(eye, recorder, what))
         elif folder is not None:
