@@ -59,51 +59,6 @@ class SourceLine(NamedTuple):
     is_inner: bool
 
 
-class Exchanges:
-    """Remember a job's calls that ranks made from different lines, and tell where these are exchanged.
-
-    Args:
-        names: the texts that rows name, by rank.
-    """
-
-    def __init__(self, names: Mapping[int, list[str]]) -> None:
-        self.names = names
-        self._forks: defaultdict[int, dict[int, Calls]] = defaultdict(dict)
-        self._found: Sequence[Calls] = ()
-
-    def add(self, rows: NDArray[Any]) -> None:
-        """Enter calls that met and agree, made from more than one line; rows of a ledger."""
-        if rows[0]["op"] == _BARRIER or self._found:  # it carries nothing that could be exchanged
-            return
-        forks, number = self._forks[int(rows[0]["channel"])], int(rows[0]["seq"])
-        forks[number] = dict(zip(rows["rank"].tolist(), rows, strict=True))
-        # Neighbours: two, two with one between (a list turned round), three (rotated).
-        windows = [(number - 1, number), (number, number + 1), (number - 2, number), (number, number + 2)]
-        for window in (*windows, *((n, n + 1, n + 2) for n in range(number - 2, number + 1))):
-            calls = [forks[n] for n in window if n in forks]
-            if len(calls) == len(window) and _is_exchange(calls, self.names):
-                self._found = calls
-                return
-        if len(forks) > _KEPT:
-            del forks[min(forks)]
-
-    def explain(self) -> str:
-        """Say which calls are exchanged, with every rank's operation, shape and lines; "" where none are."""
-        if not self._found:
-            return ""
-        ranks, names = sorted(self._found[0]), self.names
-        calls = {rank: [call_of(rank, met[rank], names[rank]) for met in self._found] for rank in ranks}
-        members = list(group_ranks(names[ranks[0]][self._found[0][ranks[0]]["group"]]))
-        numbers = " and ".join(f"#{call.number}" for call in calls[ranks[0]])
-        head = f"the ranks of group {members} make calls that are alike in a different order, calls {numbers}:"
-        lines = [f"  rank {rank}: {', then '.join(map(str, own))}" for rank, own in calls.items()]
-        rule = (
-            "they would combine different tensors: make them in the same order on every rank (if ranks are meant to "
-            "take turns here, choose the line by an if in one function)"
-        )
-        return "\n".join([head, *lines, rule])
-
-
 def _is_exchange(calls: Sequence[Calls], names: Mapping[int, list[str]]) -> bool:
     """Tell whether every rank makes the same calls, each once, and not all in the same order."""
     if len({int(row["fp"]) for met in calls for row in met.values()}) > 1:
@@ -193,7 +148,8 @@ class CallLedger:
         self._incomplete: set[int] = set()
         self.open: NDArray[Any] = np.empty(0, _MET)  # after `disagreement`: calls that not all have made who meet there
         self._site_numbers: dict[str, int] = {}
-        self.exchanges = Exchanges(self.names)  # as `disagreement` finds them on its way
+        self._forks: defaultdict[int, dict[int, Calls]] = defaultdict(dict)  # made from several lines, by channel
+        self._exchanged: Sequence[Calls] = ()
         self._open_ends: set[tuple[str, int]] = set()
 
     def add(self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False) -> None:
@@ -249,7 +205,7 @@ class CallLedger:
                 waiting = np.repeat(sizes, sizes) < rows["parties"]
                 forked = (rows["line"] != np.repeat(rows["line"][starts], sizes)) & ~waiting & ~is_pair(rows)
                 for start in starts[np.add.reduceat(forked.astype(np.int64), starts) > 0].tolist():
-                    self.exchanges.add(rows[start : start + int(sizes[np.searchsorted(starts, start)])])
+                    self._enter_fork(rows[start : start + int(sizes[np.searchsorted(starts, start)])])
                 self.open = rows[waiting]
                 return None
             first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
@@ -260,6 +216,38 @@ class CallLedger:
                 return np.sort(rows[met], order="rank")
             self.open = rows[~met]
         return None
+
+    def _enter_fork(self, rows: NDArray[Any]) -> None:
+        """Remember calls that met and agree, made from more than one line; find those that are exchanged."""
+        if rows[0]["op"] == _BARRIER or self._exchanged:  # it carries nothing that could be exchanged
+            return
+        forks, number = self._forks[int(rows[0]["channel"])], int(rows[0]["seq"])
+        forks[number] = dict(zip(rows["rank"].tolist(), rows, strict=True))
+        # Neighbours: two, two with one between (a list turned round), three (rotated).
+        windows = [(number - 1, number), (number, number + 1), (number - 2, number), (number, number + 2)]
+        for window in (*windows, *((n, n + 1, n + 2) for n in range(number - 2, number + 1))):
+            calls = [forks[n] for n in window if n in forks]
+            if len(calls) == len(window) and _is_exchange(calls, self.names):
+                self._exchanged = calls
+                return
+        if len(forks) > _KEPT:
+            del forks[min(forks)]
+
+    def exchange(self) -> str:
+        """Say which calls `disagreement` has found to be exchanged: every rank's operation, shape and lines; or ""."""
+        if not self._exchanged:
+            return ""
+        ranks, names = sorted(self._exchanged[0]), self.names
+        calls = {rank: [call_of(rank, met[rank], names[rank]) for met in self._exchanged] for rank in ranks}
+        members = list(group_ranks(names[ranks[0]][self._exchanged[0][ranks[0]]["group"]]))
+        numbers = " and ".join(f"#{call.number}" for call in calls[ranks[0]])
+        head = f"the ranks of group {members} make calls that are alike in a different order, calls {numbers}:"
+        lines = [f"  rank {rank}: {', then '.join(map(str, own))}" for rank, own in calls.items()]
+        rule = (
+            "they would combine different tensors: make them in the same order on every rank (if ranks are meant to "
+            "take turns here, choose the line by an if in one function)"
+        )
+        return "\n".join([head, *lines, rule])
 
 
 @functools.lru_cache(maxsize=1024)

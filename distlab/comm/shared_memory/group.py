@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distlab.comm.shared_memory import dense
 from distlab.comm.shared_memory.collectives import Collectives, ReduceOperation, reduction_of
 from distlab.comm.shared_memory.forms import Shown, as_torch_calls_it, event_of, until
-from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, meet, record_of
+from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, record_of
 from distlab.comm.shared_memory.messages import Message, Messages
 from distlab.comm.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
 
@@ -378,7 +378,7 @@ def make(options: Any, met: Meeting | None) -> SharedGroup:
     """
     if met is None:
         members = list(options.global_ranks_in_group) or list(range(options.group_size))
-        met = meet(options.store, options.group_rank, members, options.timeout.total_seconds())
+        met = Meeting(options.store, options.group_rank, members, options.timeout.total_seconds())
     return SharedGroup(met)
 
 

@@ -24,17 +24,7 @@ import torch.distributed as dist
 
 from distlab.comm.agree import not_the_same
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import (
-    FAILED,
-    LEFT,
-    PRESENT,
-    RECORD_BYTES,
-    STEP,
-    Arena,
-    CannotShare,
-    join,
-    text_at,
-)
+from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, CannotShare, join, text_at
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _MARK_BYTES, _HEAD = 8, 16  # of a record: the number that stands for it; that and the length of its text
@@ -92,9 +82,17 @@ class GroupCall(NamedTuple):
 
 
 class Meeting:
-    """One rank's part in the meetings of its group. Only one thread at a time may use it."""
+    """One rank's part in the meetings of its group. Only one thread at a time may use it.
 
-    def __init__(self, arena: Arena, members: list[int], timeout_s: float) -> None:
+    It makes or maps the memory of the group: every member makes one, with the arguments of `join`.
+
+    Raises:
+        CannotShare: on every rank.
+        RuntimeError: one does not come in time, or has ended.
+    """
+
+    def __init__(self, store: Any, rank: int, members: list[int], timeout_s: float) -> None:
+        arena = join(store, rank, members, timeout_s)
         self.arena, self.members, self.timeout_s = arena, members, timeout_s
         self.rank, self.size = arena.rank, arena.size
         self.me = members[arena.rank]
@@ -235,16 +233,6 @@ class Meeting:
                 self.arena.change_state(LEFT)
 
 
-def meet(store: Any, rank: int, members: list[int], timeout_s: float) -> Meeting:
-    """Make or map the memory of a group and meet there; every member calls this, with the arguments of `join`.
-
-    Raises:
-        CannotShare: on every rank.
-        RuntimeError: one does not come in time, or has ended.
-    """
-    return Meeting(join(store, rank, members, timeout_s), members, timeout_s)
-
-
 def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float) -> Meeting | None:
     """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
 
@@ -256,6 +244,6 @@ def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float) -
     """
     part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
     try:
-        return meet(part, rank, list(range(world_size)), timeout_s)
+        return Meeting(part, rank, list(range(world_size)), timeout_s)
     except CannotShare:
         return None

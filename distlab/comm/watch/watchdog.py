@@ -271,7 +271,7 @@ class Watchdog:
                 self._ledger.add(rank, rows, names, dropped=lost)
         found = self._ledger.disagreement()
         if found is None:
-            if exchange := self._ledger.exchanges.explain():
+            if exchange := self._ledger.exchange():
                 return exchange
             before, self._num_groups = self._num_groups, sum(f.header.groups_begun for f in self._followers.values())
             return (self.groups() or None) if self._num_groups != before else None
