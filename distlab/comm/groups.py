@@ -33,7 +33,8 @@ from distlab.comm.launch.forkserver import PR_SET_PDEATHSIG, prctl
 from distlab.comm.nodes import Nodes as Nodes
 from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, loopback_interface, make_store, read_environment, variables
-from distlab.comm.shared_memory.meeting import meet_if_possible
+from distlab.comm.shared_memory.arena import CannotShare
+from distlab.comm.shared_memory.meeting import Meeting
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.stacks import answering
 from distlab.plan import Mesh
@@ -112,7 +113,9 @@ def init_group(chosen: str, nodes: Nodes, *, store: Any, rank: int, world_size: 
         crossing_nodes.register()
         chosen, options = crossing_nodes.NAME, nodes
     elif chosen == CPU:
-        options = meet_if_possible(store, rank, world_size, timeout_s)
+        with contextlib.suppress(CannotShare):  # all ranks are told so, and go the same way
+            place = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
+            options = Meeting(place, rank, list(range(world_size)), timeout_s)
         chosen = "gloo" if options is None else shared_memory.NAME
     if chosen == shared_memory.NAME:
         shared_memory.register()

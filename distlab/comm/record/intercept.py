@@ -109,12 +109,8 @@ class FrontEnd:
         functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
         self._undo.callback(library._destroy)
         self._undo.callback(functional._destroy)
-        tap_groups(self._tell_group, self._undo)
+        tap_groups(self, self._undo)
         tap_shared_memory(self, self._undo)
-
-    def _tell_group(self, event: str, what: str = "") -> None:
-        for sink in self.sinks:
-            sink.group(event, what)
 
     def _operator(self, op: Any, operation: operations.Operation) -> Callable[..., Any]:
         """Make the kernel of one operator: it records the call and passes it on."""
@@ -327,14 +323,13 @@ def _method(front: Any, operation: operations.Operation, real: Callable[..., Any
     return untraced(method)
 
 
-def tap_groups(tell: Callable[..., None], undo: contextlib.ExitStack) -> None:
-    """Tell at which line a group is made or destroyed, as ranks wait for each other there.
-
-    Args:
-        tell: called with "begun", "made" or "left", and the members and the line.
-        undo: ends this.
-    """
+def tap_groups(front: FrontEnd, undo: contextlib.ExitStack) -> None:
+    """Tell recorders of which ranks, and at which line, a group is "begun", "made" or "left": ranks wait there."""
     make, destroy = c10d._new_group_with_tag, c10d.destroy_process_group
+
+    def tell(event: str, what: str = "") -> None:
+        for sink in front.sinks:
+            sink.group(event, what)
 
     def note(event: str, ranks: Any) -> None:
         site = find_site(sys._getframe(2))

@@ -16,7 +16,7 @@ Buckets of `DataParallel`, and shards and gradients of `FullyShard`, lie where a
 
 Limits: ranks of one host, one container and one user; CPU tensors; x86-64; not tuned for more ranks than a machine has
 cores. A process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named,
-all take gloo (`meeting.meet_if_possible`).
+all take gloo (`distlab.comm.groups.init_group`).
 
 Read `arena` (the memory, and how ranks come to map it) and `meeting` (steps). Then `collectives`
 (and how values are combined), `messages` (sends and receives), `work` (what a call returns, and what runs where) and

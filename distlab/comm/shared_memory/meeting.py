@@ -20,11 +20,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 
 from distlab.comm.agree import not_the_same
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, CannotShare, join, text_at
+from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, join, text_at
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
 _MARK_BYTES, _HEAD = 8, 16  # of a record: the number that stands for it; that and the length of its text
@@ -231,19 +230,3 @@ class Meeting:
             self.failure = "this rank has left it (destroy_process_group)"
             if self.arena.owner == os.getpid():
                 self.arena.change_state(LEFT)
-
-
-def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float) -> Meeting | None:
-    """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
-
-    Args:
-        store: through which the ranks find each other.
-        rank: of this process.
-        world_size: number of ranks.
-        timeout_s: how long a call may wait for a different rank.
-    """
-    part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
-    try:
-        return Meeting(part, rank, list(range(world_size)), timeout_s)
-    except CannotShare:
-        return None
