@@ -50,10 +50,8 @@ SUMS, METADATA = "SHA256SUMS", ".metadata"
 Place = tuple[str | int, ...]
 STATE: Place = ("optimizer", "state")
 GROUPS: Place = ("optimizer", "param_groups")
-_KINDS = (
-    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-    *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-)
+_KINDS = ["Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"]
+_KINDS += ["TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"]
 RECORDS: dict[tuple[str, str], object] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in _KINDS},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,

@@ -100,14 +100,11 @@ def watching(address: Address, *, watch: bool, folder: Path | None = None, what:
     with contextlib.ExitStack() as stack:
         if watch and address.world_size > 1 and address.is_on_one_machine:
             recorder, eye = _meet(address, folder)
-            stack.callback(recorder.close)
             stack.callback(os.close, eye.board)
-            stack.enter_context(recorder)
+            stack.enter_context(contextlib.closing(recorder.start()))
             stack.enter_context(_looking(eye, recorder, what))
         elif folder is not None:
-            recorder = Recorder(folder, address.rank)
-            stack.callback(recorder.close)
-            stack.enter_context(recorder)
+            stack.enter_context(contextlib.closing(Recorder(folder, address.rank).start()))
         yield
 
 
