@@ -198,8 +198,7 @@ class Ranks:
     @property
     def output_bytes(self) -> tuple[int, ...]:
         """Bytes that each of the ranks that run now has printed."""
-        pool = self._pool
-        return () if pool is None else tuple(process.output.num_bytes for process in pool.ranks)
+        return () if self._pool is None else tuple(process.output.num_bytes for process in self._pool.ranks)
 
     def interrupt(self) -> None:
         """Stop the call that is running (from a different thread); it raises RankError and the processes are gone."""
@@ -301,13 +300,10 @@ class _Round:
         return is_settled(records, self.ranks)
 
     def _give_up_at(self) -> float:
-        """When to stop waiting: at the deadline, or a short grace after the first failure with a cause of its own."""
+        """When to stop waiting: at the deadline, or a grace after a failure, short where it has a cause of its own."""
         if not self.failures:
             return self.deadline
-        causes = [failure.time_ns for failure in self.failures if not failure.is_noise]
-        if causes:
-            return min(causes) / 1e9 + GRACE_S
-        return min(failure.time_ns for failure in self.failures) / 1e9 + NOISE_GRACE_S
+        return min(one.time_ns / 1e9 + (NOISE_GRACE_S if one.is_noise else GRACE_S) for one in self.failures)
 
     def _take(self, timeout_s: float) -> None:
         for rank, failure, is_gone in self.pool.poll(timeout_s):

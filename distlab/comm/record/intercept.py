@@ -295,7 +295,6 @@ def tap_shared_memory(front: Any, undo: contextlib.ExitStack) -> None:
 
 def _method(front: Any, operation: operations.Operation, real: Callable[..., Any]) -> Callable[..., Any]:
     is_pair = operation.op in ("send", "recv")
-    main = threading.main_thread().ident
 
     @functools.wraps(real)
     def method(group: SharedGroup, *args: Any, **named: Any) -> Any:
@@ -308,7 +307,7 @@ def _method(front: Any, operation: operations.Operation, real: Callable[..., Any
         is_waiting = not is_pair and not getattr(opts, "asyncOp", True)
         tokens = front.begin(operation, group, args, terms, frame)
         if is_waiting:
-            front.wait(tokens, WAITING if threading.get_ident() == main or blocks_rank() else ASIDE)
+            front.wait(tokens, WAITING if threading.get_ident() == front._main or blocks_rank() else ASIDE)
         try:
             work = real(group, *args)
         except BaseException:

@@ -26,8 +26,6 @@ from distlab.comm.record.operations import Operation, Terms, num_bytes_of, tenso
 from distlab.comm.shared_memory.work import SharedWork
 from distlab.comm.where.frames import Site
 
-PAIRS = ("send", "recv")
-
 
 class ThrottledLink:
     """This rank's link: a listener to every call, which makes whoever waits for one wait long enough."""
@@ -43,7 +41,7 @@ class ThrottledLink:
         Raises:
             ValueError: it is a send or a receive: when a message began to travel is the other rank's knowledge.
         """
-        if operation.op in PAIRS:
+        if operation.op in ("send", "recv"):
             raise ValueError(
                 f"rank {dist.get_rank()}: {operation.op} at {site[0]}:{site[1]} inside throttled(), which slows down "
                 "collectives only; use a collective, or slow the network down with the Linux tool tc"

@@ -73,9 +73,7 @@ class Watch:
     def why(self, error: Exception) -> str:
         """Return what the records add to an exception of this rank, or ""."""
         deadline = time.monotonic() + (GRACE_S if isinstance(error, RuntimeError) else 0)
-        while not (words := self.said() or self.tell(self.watchdog.mismatch() or "")):
-            if time.monotonic() > deadline:
-                break
+        while not (words := self.said() or self.tell(self.watchdog.mismatch() or "")) and time.monotonic() < deadline:
             time.sleep(0.05)
         if words or PEER_NOISE.search(str(error)) is None:
             return words

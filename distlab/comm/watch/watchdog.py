@@ -22,7 +22,6 @@ from distlab.comm.record.read import RankRecord, RecordReader, Records, call_of,
 
 NEED_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 NEVER_S = 5.0  # a call of C++ code that is so old, and that a finished rank never made, will never end
-_ALL_MAKE = "every rank must call new_group, also a rank outside the group"
 
 
 class Wait(NamedTuple):
@@ -160,7 +159,8 @@ def find_deadlock(
             return None
         why = ", ".join(matching.absences(wait.absent, finished, wait.lacks))
         is_group = wait.op == "new_group"
-        lasted, rule = ("", f"; {_ALL_MAKE}") if is_group else (f" for {wait.since_s:.1f} s", "")
+        lasted = "" if is_group else f" for {wait.since_s:.1f} s"
+        rule = "; every rank must call new_group, also a rank outside the group" if is_group else ""
         lines.append(f"  rank {rank} waits in {wait.call}{lasted}: {why}{rule}")
     if not lines:
         return None
