@@ -107,12 +107,10 @@ def error_of(
         explanation: what the recorded calls show, if anything.
     """
     ordered = sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))  # a cause of its own first
-    root = ordered[0]
+    root, returned = ordered[0], ranks_in_words(finished)
     lines = [f"rank {root.rank} of {world_size} {root.summary}"]
     if root.is_noise and finished:
-        lines += [
-            f"A different rank had gone: {ranks_in_words(finished)} had already returned while rank {root.rank} waited."
-        ]
+        lines.append(f"A different rank had gone: {returned} had already returned while rank {root.rank} waited.")
     if explanation:
         lines += ["", explanation]
     if root.traceback:
@@ -126,7 +124,7 @@ def error_of(
     for rank, stack in sorted(stacks.items()):
         lines.append(f"rank {rank} was still running{_place(stack)}")
     if finished:
-        lines.append(f"{ranks_in_words(finished)} had returned")
+        lines.append(f"{returned} had returned")
     return RankError("\n".join(lines), root.rank, ordered)
 
 
