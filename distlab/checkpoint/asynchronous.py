@@ -113,7 +113,8 @@ class AsyncSaves(AbstractContextManager["AsyncSaves"]):
             path: Path | None = everywhere(writing.published.result)[0]
             writing.thread.join()
         except CheckpointError:
-            writing.stop()
+            writing.stopped.set()
+            writing.thread.join()
             if self._rank == 0:
                 files.quietly(lambda: files.remove(writing.prepared))
             raise
@@ -125,7 +126,8 @@ class AsyncSaves(AbstractContextManager["AsyncSaves"]):
             self.wait()
         elif self._writing is not None:
             self._hook.remove()
-            self._writing.stop()
+            self._writing.stopped.set()
+            self._writing.thread.join()
 
     def _everywhere(self, step: int) -> Callable[[Callable[[], Any]], list[Any]]:
         what = f"save step {step} in {str(self._directory)!r}"
@@ -157,6 +159,7 @@ class _Writing:
 
     Attributes:
         copied: set when the next update may change what is saved.
+        stopped: set when the thread shall wait for no other rank any more.
         written: this rank's files.
         published: the checkpoint, on rank 0.
     """
@@ -186,11 +189,6 @@ class _Writing:
                     result.set_exception(error)
         finally:
             self.copied.set()
-
-    def stop(self) -> None:
-        """Give up waiting for other ranks, and wait for the thread."""
-        self.stopped.set()
-        self.thread.join()
 
 
 def _note(rank: int) -> str:

@@ -12,6 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
@@ -58,17 +60,13 @@ def crash_points(
         pause_s: sleep so long after each change and before each rename, so that other ranks run ahead.
     """
     seen = _Seen(folder, alone, pause_s)
-    before = sys.getprofile()
-    kept = {name: getattr(os, name) for name in _FLUSHES}
-    for name, real in kept.items():
-        setattr(os, name, seen.flushing(real))
-    sys.setprofile(seen.called)
-    try:
+    with ExitStack() as undo:
+        for name in _FLUSHES:
+            undo.callback(setattr, os, name, getattr(os, name))
+            setattr(os, name, partial(seen.flush, getattr(os, name)))
+        undo.callback(sys.setprofile, sys.getprofile())
+        sys.setprofile(seen.called)
         action()
-    finally:
-        sys.setprofile(before)
-        for name, real in kept.items():
-            setattr(os, name, real)
     seen.look("the last call")
     return seen.crashes
 
@@ -85,25 +83,18 @@ class _Seen:
     def called(self, frame: FrameType, event: str, function: Any) -> None:
         """Look at the folder each time a call into C has ended. Python calls this (`sys.setprofile`)."""
         name = getattr(function, "__name__", "a call")
-        if event in ("c_return", "c_exception"):
-            if (
-                not isinstance(getattr(function, "__self__", None), _PLAIN)
-                and getattr(function, "__module__", "") != "builtins"
-            ):
-                self.look(name)
+        may_write = not isinstance(getattr(function, "__self__", None), _PLAIN)
+        if event in ("c_return", "c_exception") and may_write and getattr(function, "__module__", "") != "builtins":
+            self.look(name)
         elif event == "c_call" and name in _RENAMES:
             time.sleep(self._pause_s)
 
-    def flushing(self, real: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return os.fsync, which notes what is on the disk from now on."""
-
-        def flush(file: Any) -> None:
-            self.look("a call before fsync")
-            real(file)
-            self._unflushed.discard(os.stat(file if isinstance(file, int) else file.fileno()).st_ino)
-            self._add("fsync", self._files)
-
-        return flush
+    def flush(self, real: Callable[[Any], None], file: Any) -> None:
+        """Call os.fsync or the like, and note what is on the disk from now on."""
+        self.look("a call before fsync")
+        real(file)
+        self._unflushed.discard(os.stat(file if isinstance(file, int) else file.fileno()).st_ino)
+        self._add("fsync", self._files)
 
     def look(self, after: str) -> None:
         """Note the state of the folder, where it has changed."""
@@ -137,10 +128,8 @@ class _Seen:
 def _files(folder: Path) -> Files:
     """Return all that is in a folder, folders before what is in them."""
     while True:
-        try:
+        with suppress(FileNotFoundError):  # a different rank has just moved it
             return dict(_below(folder, ""))
-        except FileNotFoundError:  # a different rank has just moved it
-            continue
 
 
 def _below(folder: Path, prefix: str) -> list[tuple[str, tuple[int, bytes | None]]]:

@@ -50,10 +50,8 @@ SUMS, METADATA = "SHA256SUMS", ".metadata"
 Place = tuple[str | int, ...]
 STATE: Place = ("optimizer", "state")
 GROUPS: Place = ("optimizer", "param_groups")
-_KINDS = (
-    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-    *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-)
+_KINDS = ["Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"]
+_KINDS += ["TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"]
 RECORDS: dict[tuple[str, str], object] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in _KINDS},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
@@ -141,10 +139,6 @@ class _Planner(DefaultSavePlanner):
         self.held = held
         self.objects: dict[metadata.MetadataIndex, Any] = {}
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Take nothing: what is held is known."""
-        self.is_coordinator = is_coordinator
-
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write."""
         items, places = {}, {}
@@ -199,7 +193,10 @@ def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None
         found = [one for name, part in parts.items() for one in _held_by(part, name)]
         held.extend(one for one in found if one.place != GROUPS)
         if rank == 0:
-            _begin(target, prepared)
+            if target.exists() or target.is_symlink():
+                raise FileExistsError(f"{str(target)!r} exists; nothing is overwritten: choose a different name")
+            files.remove(prepared)
+            prepared.mkdir(parents=True)
         return [one.value for one in found if one.place == GROUPS]
 
     try:
@@ -219,14 +216,6 @@ def write_dcp(directory: str | Path, parts: Parts, *, group: ProcessGroup | None
         if rank == 0:
             files.remove(prepared)
     return target
-
-
-def _begin(target: Path, prepared: Path) -> None:
-    if target.exists() or target.is_symlink():
-        raise FileExistsError(f"{str(target)!r} exists; nothing is overwritten: choose a different name")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    files.remove(prepared)
-    prepared.mkdir()
 
 
 def _sum_of(path: Path) -> str:

@@ -21,6 +21,7 @@ from distlab.checkpoint import files, parts as of_parts
 from distlab.checkpoint.manifest import SHARED, CheckpointError, FileRecord, Manifest, rank_file
 from distlab.comm.together import place_in, together
 
+Everywhere = Callable[[Callable[[], Any]], list[Any]]  # `together`, in one group and with its words for errors
 OWN = "own"  # what a rank writes for itself, until its file has the rank's name
 
 
@@ -76,21 +77,21 @@ def save(
     """
     rank, world_size = place_in(group)
     directory = Path(directory)
-    everywhere = partial(together, group=group, what=f"save step {step} in {str(directory)!r}", failure=CheckpointError)
+    everywhere: Everywhere = partial(
+        together, group=group, what=f"save step {step} in {str(directory)!r}", failure=CheckpointError
+    )
     contents, _ = agreed_contents(everywhere, step, keep, parts, data_position)
     try:
         prepared = everywhere(lambda: files.begin(directory, step) if rank == 0 else None)[0]
-        assert prepared is not None
         records = everywhere(lambda: write(prepared, contents, rank))
         manifest = Manifest(step, world_size, tuple(record for own in records for record in own))
-        path = everywhere(lambda: files.publish(prepared, manifest) if rank == 0 else None)[0]
+        path: Path = everywhere(lambda: files.publish(prepared, manifest) if rank == 0 else None)[0]
     except CheckpointError:
         if rank == 0 and directory.is_dir():
             files.quietly(lambda: files.discard(directory))
         raise
     if rank == 0:
         files.quietly(lambda: files.prune(directory, step, keep))
-    assert path is not None
     return path
 
 
@@ -146,7 +147,7 @@ def _fits(parts: of_parts.Parts, states: list[dict[str, Any]]) -> bool:
 
 
 def agreed_contents(
-    everywhere: Callable[[Callable[[], Any]], list[Any]],
+    everywhere: Everywhere,
     step: int,
     keep: int,
     parts: of_parts.Parts,

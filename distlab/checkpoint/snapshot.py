@@ -15,18 +15,16 @@ those through `.data` or through a numpy array of the same memory.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from distlab.blocks.modules.structures import replace
 from distlab.comm import device
 
 SMALL_BYTES = 1 << 16
-_LEAVES = {bool, int, float, str, bytes, type(None)}
 
 
 class Snapshot:
@@ -72,7 +70,8 @@ class Snapshot:
                 self._later.append((value, buffer, value._version))
             return buffer
 
-        copied = _rebuilt(state, copy)
+        # New lists and dictionaries, too: the part that gave them may change its own later.
+        copied = pytree.tree_map_only(Tensor, copy, state)
         self._ready = {place: device.event(place) for place in places}
         return copied
 
@@ -97,26 +96,15 @@ class Snapshot:
             )
 
 
-def _rebuilt(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a state's lists and dictionaries: the part that gave them may change its own later."""
-    kind = type(state)
-    if kind in (dict, OrderedDict):
-        return kind((key, one if type(one) in _LEAVES else _rebuilt(one, copy)) for key, one in state.items())
-    if kind in (list, tuple):
-        return kind([one if type(one) in _LEAVES else _rebuilt(one, copy) for one in state])
-    return copy(state) if isinstance(state, Tensor) else state
-
-
 def compact(state: Any) -> Any:
     """Copy each view of a larger storage: torch.save would write the whole storage."""
     known: dict[tuple[Any, ...], Tensor] = {}
 
-    def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.untyped_storage().nbytes() == value.nbytes:
-            return value
-        return known.setdefault(memory_of(value), value.detach().clone())
+    def copy(value: Tensor) -> Tensor:
+        is_whole = value.untyped_storage().nbytes() == value.nbytes
+        return value if is_whole else known.setdefault(memory_of(value), value.detach().clone())
 
-    return replace(state, copy)
+    return pytree.tree_map_only(Tensor, copy, state)
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:

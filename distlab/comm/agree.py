@@ -47,13 +47,10 @@ def agree(value: object, group: dist.ProcessGroup | None = None, *, what: str = 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Device whose tensors this group moves: the current GPU for nccl, the CPU for anything else."""
     import torch
-    import torch.distributed as dist
 
     from distlab.comm.device import current
 
-    if dist.get_backend(group) == "nccl":
-        return current()
-    return torch.device("cpu")
+    return current() if torch.distributed.get_backend(group) == "nccl" else torch.device("cpu")
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

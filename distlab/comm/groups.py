@@ -33,7 +33,8 @@ from distlab.comm.launch.forkserver import PR_SET_PDEATHSIG, prctl
 from distlab.comm.nodes import Nodes as Nodes
 from distlab.comm.record.read import read_records
 from distlab.comm.rendezvous import Address, loopback_interface, make_store, read_environment, variables
-from distlab.comm.shared_memory.meeting import meet_if_possible
+from distlab.comm.shared_memory.arena import CannotShare
+from distlab.comm.shared_memory.meeting import Meeting
 from distlab.comm.watch.watch import watching
 from distlab.comm.where.stacks import answering
 from distlab.plan import Mesh
@@ -94,9 +95,7 @@ def choose_backend(local_world_size: int, *, on_cpu: bool = False) -> str:
     return "gloo"
 
 
-def init_group(
-    chosen: str, nodes: Nodes, *, store: Any, rank: int, world_size: int, timeout_s: float, why_not: str = ""
-) -> str:
+def init_group(chosen: str, nodes: Nodes, *, store: Any, rank: int, world_size: int, timeout_s: float) -> str:
     """Join the group of all ranks, and return its backend; one of this project's is registered first.
 
     "cpu" becomes "shared" where all ranks can map one memory, else "gloo": the ranks try, and all go the same way.
@@ -108,14 +107,15 @@ def init_group(
         rank: of this process.
         world_size: number of ranks.
         timeout_s: how long a call may wait for a different rank.
-        why_not: why "cpu" is not to become "shared".
     """
     options: Any = None
     if nodes.count > 1:
         crossing_nodes.register()
         chosen, options = crossing_nodes.NAME, nodes
     elif chosen == CPU:
-        options = meet_if_possible(store, rank, world_size, timeout_s, why_not)
+        with contextlib.suppress(CannotShare):  # all ranks are told so, and go the same way
+            place = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
+            options = Meeting(place, rank, list(range(world_size)), timeout_s)
         chosen = "gloo" if options is None else shared_memory.NAME
     if chosen == shared_memory.NAME:
         shared_memory.register()
@@ -163,14 +163,13 @@ def process_group(
     if address.has_parent:  # without torchrun it would wait for its peers forever
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     local = made.environment(address.rank, address.world_size) if made.count > 1 else {}
-    several = "" if address.local_world_size == address.world_size else "the job has several agents, as on machines"
+    if chosen == CPU and address.local_world_size != address.world_size:
+        chosen = "gloo"  # the job has several agents, as on several machines
     rank, world_size = address.rank, address.world_size
     interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if address.is_on_one_machine else ()  # else its choice
     with variables(dict.fromkeys(interfaces, loopback_interface()) | local), answering(rank):
         store = make_store(address, timeout_s)
-        chosen = init_group(
-            chosen, made, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s, why_not=several
-        )
+        chosen = init_group(chosen, made, store=store, rank=rank, world_size=world_size, timeout_s=timeout_s)
         try:
             world = dist.group.WORLD
             assert world is not None, "init_process_group makes the group of all ranks"

@@ -44,10 +44,9 @@ def together(
         outcome = "done", action()
     except ValueError as error:
         outcome = "refused", str(error)
-    except (OSError, RuntimeError) as error:
-        outcome = "failed", str(error)
     except Exception as error:  # whatever it is: a rank that left here would leave the others waiting
-        outcome = "failed", f"{type(error).__name__}: {error}"
+        is_of_the_world = isinstance(error, OSError | RuntimeError)
+        outcome = "failed", str(error) if is_of_the_world else f"{type(error).__name__}: {error}"
     _, world_size = place_in(group)
     outcomes: list[tuple[str, Any]] = [outcome] * world_size
     names = [0]

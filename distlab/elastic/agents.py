@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.comm.checks import check_timeout
 from distlab.comm.launch.forkserver import PR_SET_CHILD_SUBREAPER, children, kill_group, prctl
 from distlab.comm.rendezvous import loopback_store, own_environment
 
@@ -62,7 +61,7 @@ class Agent:
             TimeoutError: it runs on after the limit; it is killed then.
         """
         try:
-            return self.process.wait(check_timeout(limit_s))
+            return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise TimeoutError(

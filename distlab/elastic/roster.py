@@ -7,6 +7,7 @@ and nobody has noted its end. Where two may write, the store compares and sets.
 from __future__ import annotations
 
 import ast
+import contextlib
 import threading
 import time
 from typing import Any, NamedTuple
@@ -62,12 +63,10 @@ class Roster:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the store has gone; the next call of the replica's own says so
             while self._beats.get(f"holder/{self.seat.number}").decode() == self.seat.ticket:
                 self._beats.set(f"beat/{self.seat.number}", str(time.monotonic()))
                 time.sleep(BEAT_S)
-        except RuntimeError:  # the store has gone; the next call of the replica's own says so
-            return
 
     def is_alive(self, number: int) -> bool:
         """Return whether a replica lives; one that has not come yet counts."""

@@ -19,6 +19,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -122,6 +123,8 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
         self.resumed: Resumed | None = None
         self._directory, self._parts, self._saves, self._group = Path(directory), parts, saves, group
         self._rank, self._world_size = place_in(group)
+        what = f"train in {str(self._directory)!r}"
+        self._together = partial(together, group=group, what=what, failure=CheckpointError)
         self._faults = faults or Faults((), self._directory)
         self._asked = threading.Event()  # to end, by SIGTERM
         self._order = SampleOrder(work.num_samples, work.seed)
@@ -161,9 +164,6 @@ class ElasticRun(contextlib.AbstractContextManager["ElasticRun"]):
                 self._save(must=is_over or is_asked)
             if is_asked and not is_over:
                 raise Left(STATUS)
-
-    def _together(self, action: Callable[[], Any]) -> list[Any]:
-        return together(action, self._group, what=f"train in {str(self._directory)!r}", failure=CheckpointError)
 
     def _look_around(self) -> dict[str, tuple[str, int]]:
         """Refuse at the start what could only fail at the first save or at the last step."""

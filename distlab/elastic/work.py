@@ -79,10 +79,6 @@ class BatchRule:
             )
         return self.batch
 
-    def scaled_lr(self, lr: float, world_size: int) -> float:
-        """Return the learning rate, where `lr` is that of `batch`."""
-        return _SCALED[self.lr](lr, self.batch_on(world_size), self.batch)
-
 
 @dataclass(frozen=True)
 class Work:
@@ -138,7 +134,7 @@ class Work:
             return None
         schedule = self.lr
         base = schedule.at(position // self.rule.batch) if isinstance(schedule, LearningRateSchedule) else schedule
-        return self.rule.scaled_lr(base, world_size)
+        return _SCALED[self.rule.lr](base, self.rule.batch_on(world_size), self.rule.batch)
 
     def set_lr(self, parts: Iterable[object], position: int, world_size: int) -> float | None:
         """Give the optimizers among some parts the rate of the step that begins at a position, and return it."""

@@ -60,7 +60,6 @@ def test_half_written_rows_are_left_out(tmp_path):
         file.seek(ROWS_AT + 3 * ROW.itemsize - 8)
         file.write(bytes(8))
     assert [row["n"] for row in reader.rows(reader.header())] == [1]
-    reader.close()
 
 
 def test_texts_of_several_lines_and_other_alphabets_keep_their_numbers(tmp_path):
@@ -69,7 +68,6 @@ def test_texts_of_several_lines_and_other_alphabets_keep_their_numbers(tmp_path)
     reader = RecordReader(tmp_path / "rank0.rec")
     assert reader.read_names() == ["", "a b", "größe.py:1", "c"]
     assert reader.read_names() == ["", "a b", "größe.py:1", "c"]
-    reader.close()
 
 
 def test_trace_has_the_calls_and_the_time_blocked_in_wait(tmp_path):

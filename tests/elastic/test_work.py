@@ -47,7 +47,7 @@ def test_an_epochs_samples_are_a_permutation_of_their_own():
 )
 def test_the_batch_and_the_rate_follow_the_rule(rule, batches, rates):
     assert {ranks: rule.batch_on(ranks) for ranks in batches} == batches
-    assert {ranks: rule.scaled_lr(0.5, ranks) for ranks in rates} == rates
+    assert {ranks: Work(rule, 12, lr=0.5).lr_at(0, ranks) for ranks in rates} == rates
 
 
 def test_a_schedule_is_counted_in_samples_so_it_ends_with_the_data_on_any_number_of_ranks():

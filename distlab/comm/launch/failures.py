@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import re
@@ -22,6 +23,7 @@ PEER_NOISE = re.compile(
     re.IGNORECASE,
 )
 
+_WHY_KILLED = dict(csv.reader(Path(__file__).with_name("signals.csv").read_text("utf-8").splitlines()))
 _FRAME = 'File "'
 MAX_SUMMARY, MAX_TEXT = 5_000, 20_000  # characters of what an error says of a rank, and of its traceback
 LONGEST_LINE = 500  # of what an error repeats of a line
@@ -84,14 +86,7 @@ def describe_exit(exit_code: int) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    reason = {
-        "SIGKILL": " (out of memory? the kernel kills the largest process; or kill -9 was run)",
-        "SIGSEGV": " (segmentation fault: an error in C or C++ code)",
-        "SIGBUS": " (bus error: often a full /dev/shm or a truncated mapped file)",
-        "SIGABRT": " (abort: an error in C or C++ code, whose message is in the output above)",
-        "SIGTERM": " (a different process asked it to end)",
-        "SIGINT": " (interrupt: Ctrl-C, or kill -INT)",
-    }.get(name, "")
+    reason = f" ({_WHY_KILLED[name]})" if name in _WHY_KILLED else ""
     return f"was killed by {name}{reason}"
 
 
@@ -112,12 +107,10 @@ def error_of(
         explanation: what the recorded calls show, if anything.
     """
     ordered = sorted(failures, key=lambda failure: (failure.is_noise, failure.time_ns))  # a cause of its own first
-    root = ordered[0]
+    root, returned = ordered[0], ranks_in_words(finished)
     lines = [f"rank {root.rank} of {world_size} {root.summary}"]
     if root.is_noise and finished:
-        lines += [
-            f"A different rank had gone: {ranks_in_words(finished)} had already returned while rank {root.rank} waited."
-        ]
+        lines.append(f"A different rank had gone: {returned} had already returned while rank {root.rank} waited.")
     if explanation:
         lines += ["", explanation]
     if root.traceback:
@@ -131,7 +124,7 @@ def error_of(
     for rank, stack in sorted(stacks.items()):
         lines.append(f"rank {rank} was still running{_place(stack)}")
     if finished:
-        lines.append(f"{ranks_in_words(finished)} had returned")
+        lines.append(f"{returned} had returned")
     return RankError("\n".join(lines), root.rank, ordered)
 
 

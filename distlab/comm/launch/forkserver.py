@@ -124,7 +124,7 @@ class RankServer:
         wake: readable when a child ends; `waker` is its other end.
         folders: a pattern of the folders to remove at the end.
         clients: who may ask for ranks: the launcher, or those that came to the listener.
-        listener: where more of them come; None: the launcher is the only one.
+        listeners: where more of them come; none: the launcher is the only one.
         ranks: its children by process number.
     """
 
@@ -133,16 +133,16 @@ class RankServer:
     waker: socket.socket
     folders: str
     clients: list[socket.socket] = field(default_factory=list)
-    listener: socket.socket | None = None
+    listeners: list[socket.socket] = field(default_factory=list)
     ranks: dict[int, Child] = field(default_factory=dict)
 
     def loop(self) -> None:
         """Serve until the owner is gone, then take everything down."""
-        heard: list[Any] = [self.wake, *([self.listener] if self.listener else [])]
         try:
             gone = [os.pidfd_open(self.owner)] if hasattr(os, "pidfd_open") else []
-            while self.clients or self.listener:
-                ready, _, _ = select.select([*heard, *self.clients, *gone], [], [], 0.5)
+            while self.clients or self.listeners:
+                heard: list[Any] = [self.wake, *self.listeners, *self.clients, *gone]
+                ready, _, _ = select.select(heard, [], [], 0.5)
                 if not set(gone).isdisjoint(ready):
                     break
                 os.kill(self.owner, 0)  # is it there?
@@ -152,8 +152,7 @@ class RankServer:
                 for client in [client for client in self.clients if client in ready]:
                     received = receive_request(client)
                     self.answer(client, *received) if received is not None else self.part_with(client)
-                if self.listener in ready and self.listener is not None:
-                    self.clients.append(self.listener.accept()[0])
+                self.clients += [listener.accept()[0] for listener in self.listeners if listener in ready]
         except ProcessLookupError:  # the owner
             pass
         finally:
@@ -218,7 +217,7 @@ class RankServer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         close_all((status_fd, *(child.status_fd for child in self.ranks.values())))
-        for end in (self.wake, self.waker, *self.clients, *([self.listener] if self.listener else [])):
+        for end in (self.wake, self.waker, *self.clients, *self.listeners):
             end.close()
 
     def reap(self) -> None:
@@ -310,5 +309,5 @@ def serve(fd: int, owner: int, preload: Sequence[str], folders: str, is_listenin
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
     end = socket.socket(fileno=fd)
-    clients, listener = ([], end) if is_listening else ([end], None)
-    RankServer(owner, wake, waker, folders, clients, listener).loop()
+    clients, listeners = ([], [end]) if is_listening else ([end], [])
+    RankServer(owner, wake, waker, folders, clients, listeners).loop()

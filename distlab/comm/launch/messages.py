@@ -163,13 +163,11 @@ def _sent_by_value(values: Sequence[object]) -> Iterator[None]:
     names = {getattr(value, "__module__", None) for value in values}
     names -= cloudpickle.list_registry_pickle_by_value()
     modules = [sys.modules[name] for name in names if name in sys.modules and not _is_importable(sys.modules[name])]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as undo:
         for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
+            undo.callback(cloudpickle.unregister_pickle_by_value, module)
+        yield
 
 
 def _is_importable(module: types.ModuleType) -> bool:

@@ -229,11 +229,10 @@ class Pool:
 
     def _crash(self, rank: int) -> str:
         """Return the stack that a crash left, or ""."""
-        try:
+        with contextlib.suppress(OSError):
             _, found, text = rank_file(self.folder, rank, "stack").read_text(errors="replace").rpartition(CRASH)
-        except OSError:
-            return ""
-        return format_stack(found + text) if found else ""
+            return format_stack(found + text) if found else ""
+        return ""
 
     def close(self) -> None:
         """Kill every rank with all that it has started, wait until they are gone, and remove the folder."""

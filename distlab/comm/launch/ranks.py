@@ -198,8 +198,7 @@ class Ranks:
     @property
     def output_bytes(self) -> tuple[int, ...]:
         """Bytes that each of the ranks that run now has printed."""
-        pool = self._pool
-        return () if pool is None else tuple(process.output.num_bytes for process in pool.ranks)
+        return () if self._pool is None else tuple(process.output.num_bytes for process in self._pool.ranks)
 
     def interrupt(self) -> None:
         """Stop the call that is running (from a different thread); it raises RankError and the processes are gone."""
@@ -282,7 +281,7 @@ class _Round:
             if self.watchdog is not None and all(failure.is_noise for failure in self.failures):
                 before_ns = min(failure.time_ns for failure in self.failures)
                 self.failures += [Failure(r, what, "", False, before_ns) for r, what in self.watchdog.left().items()]
-            explanation = self._explanation()
+            explanation = "\n".join(self._recorded(lambda dog: [dog.mismatch() or dog.check(self.replies) or ""]))
             raise error_of(self.failures, stacks, sorted(self.replies), self.owner.world_size, explanation)
         if self.waiting:
             raise timeout_of(stacks, self.owner.timeout_s, self.owner.world_size, self._words())
@@ -301,13 +300,10 @@ class _Round:
         return is_settled(records, self.ranks)
 
     def _give_up_at(self) -> float:
-        """When to stop waiting: at the deadline, or a short grace after the first failure with a cause of its own."""
+        """When to stop waiting: at the deadline, or a grace after a failure, short where it has a cause of its own."""
         if not self.failures:
             return self.deadline
-        causes = [failure.time_ns for failure in self.failures if not failure.is_noise]
-        if causes:
-            return min(causes) / 1e9 + GRACE_S
-        return min(failure.time_ns for failure in self.failures) / 1e9 + NOISE_GRACE_S
+        return min(one.time_ns / 1e9 + (NOISE_GRACE_S if one.is_noise else GRACE_S) for one in self.failures)
 
     def _take(self, timeout_s: float) -> None:
         for rank, failure, is_gone in self.pool.poll(timeout_s):
@@ -332,24 +328,17 @@ class _Round:
             heads = [f"rank {rank} of {self.owner.world_size} {what}\n" for rank, what in left.items()]
             raise RankError("\n".join([*heads, message, *standing(self._stacks(), ())]), next(iter(left), None))
 
-    def _explanation(self) -> str:
-        """What the recorded calls add to a failure: a mismatch often shows first as an error in C++."""
-        try:
-            if self.watchdog is None:
-                return ""
-            return self.watchdog.mismatch() or self.watchdog.check(self.replies) or ""
-        except Exception as error:  # the failure itself matters more
-            return f"(the recorded calls could not be read: {error})"
-
     def standing(self) -> list[str]:
         """Lines that say where each unfinished rank stands."""
         return standing(self._stacks(), self._words())
 
     def _words(self) -> list[str]:
-        if self.watchdog is None:
-            return []
+        return self._recorded(lambda _: describe(read_records(self.pool.folder), self.owner.world_size))
+
+    def _recorded(self, words: Callable[[Watchdog], list[str]]) -> list[str]:
+        """What the recorded calls add to a failure: a mismatch often shows first as an error in C++."""
         try:
-            return describe(read_records(self.pool.folder), self.owner.world_size)
+            return [] if self.watchdog is None else words(self.watchdog)
         except Exception as error:  # the failure that is being told must not be lost
             return [f"(the recorded calls could not be read: {error})"]
 

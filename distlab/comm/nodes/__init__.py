@@ -16,6 +16,7 @@ Read `wire` (who sits where, and times) and `group` (what torch gets).
 
 from __future__ import annotations
 
+from distlab.comm import shared_memory
 from distlab.comm.nodes.wire import Nodes as Nodes
 
 NAME = "nodes"
@@ -26,9 +27,6 @@ def register() -> None:
 
     `init_process_group("nodes", pg_options=Nodes(2))` makes the group of all ranks, and says which nodes there are.
     """
-    import torch.distributed as dist
-
     from distlab.comm.nodes.group import make
 
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])
+    shared_memory.register(NAME, make)

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 
 from distlab.comm.nodes.wire import NodePlacement, Nodes, Pace, link_s, sleep_until
 from distlab.comm.shared_memory.group import SharedGroup
-from distlab.comm.shared_memory.meeting import meet
+from distlab.comm.shared_memory.meeting import Meeting
 
 
 class NodeWire:
@@ -70,5 +70,5 @@ def make(options: Any, nodes: Nodes | None) -> SharedGroup:
                 "run(..., nodes=2)"
             )
         wire = NodeWire(members, rank, world.each, world.pace)
-    meeting = meet(options.store, rank, members, options.timeout.total_seconds())
+    meeting = Meeting(options.store, rank, members, options.timeout.total_seconds())
     return SharedGroup(meeting, None if wire.num_nodes == 1 and nodes is None else wire)

@@ -9,6 +9,7 @@ When more calls are made than there are slots, old rows are overwritten; the tot
 
 from __future__ import annotations
 
+import csv
 import mmap
 import os
 import struct
@@ -32,28 +33,8 @@ FINISHED = 4  # a bit of the same number as the header's `aside`
 HEADER = struct.Struct("<8sQQQQqQQQQQ")  # a magic text, then what Header holds
 MAGIC = b"distrec5"
 
-ROW = np.dtype(
-    [
-        ("n", "u8"),  # 1 for the first call that this file ever held; tells a row from the one that it overwrote
-        ("start", "i8"),  # clock of time.monotonic_ns, which all processes of a machine share
-        ("end", "i8"),  # 0 while unknown
-        ("wait", "i8"),  # when wait() was entered, or 0
-        ("seq", "u8"),  # number of the call on its channel, from 1
-        ("bytes", "u8"),  # payload; from here to `op` the same for every call from one line with one shape
-        ("ring", "u8"),  # bytes that the rank would have sent in a ring
-        ("channel", "u8"),  # group, or group, source, destination and tag: calls of one channel meet in order
-        ("fp", "u4"),  # what must agree between the calls that meet
-        ("site", "u4"),  # texts: the learner's line,
-        ("via", "u4"),  # the line of distlab that made the call for it (0: none),
-        ("what", "u4"),  # dtype and shape,
-        ("group", "u4"),  # name and ranks of the group
-        ("peer", "i4"),  # global rank of the root or of the other end, or -1
-        ("parties", "u2"),  # how many calls meet: the group's size, 2 for send and recv, 0 where the source is open
-        ("op", "u2"),
-        ("unused", "u4"),
-        ("state", "u8"),  # written last
-    ]
-)
+_FIELDS = csv.reader(Path(__file__).with_name("row.csv").read_text("utf-8").splitlines())
+ROW = np.dtype([(name, kind) for name, kind, _ in _FIELDS])  # the third says what it is; `state` is written last
 ROW_BYTES = ROW.itemsize
 KNOWN = struct.Struct("<QQQIIIIIiHHI")
 _PACK = struct.Struct(f"<QqqqQ{KNOWN.size}sQ")

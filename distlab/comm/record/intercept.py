@@ -8,6 +8,7 @@ Groups in shared memory are seen by their methods, since no operator tells of th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -49,11 +50,9 @@ class FrontEnd:
         self._over: Any = weakref.WeakKeyDictionary()  # those that were seen to be over before a wait
         self._works: dict[int, Any] = {}  # address of a result -> Work: functional collectives wait for a tensor
         self._addresses: dict[Any, int] = {}
-        self._real_wait = vars(dist.Work)["wait"]
         self._has_gpu = False
         self._collectives: set[Any] = set()  # Works that can be asked, after a wait too, whether they are over
-        self._libraries: list[Any] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()  # puts back what was there
 
     @classmethod
     def install(cls) -> FrontEnd:
@@ -89,11 +88,7 @@ class FrontEnd:
         with cls._guard:
             if cls._active is not None and not cls._active.sinks:
                 front, cls._active = cls._active, None
-                dist.Work.wait = front._real_wait  # type: ignore[method-assign]
-                for library in front._libraries:
-                    library._destroy()
-                for undo in front._undo:
-                    undo()
+                front._undo.close()
 
     @classmethod
     def look(cls) -> None:
@@ -102,7 +97,7 @@ class FrontEnd:
             cls._active._look()
 
     def _install(self) -> None:
-        dist.Work.wait = self.watch_waits(dist.Work.wait)  # type: ignore[method-assign]
+        put(self._undo, dist.Work, "wait", self.watch_waits(dist.Work.wait))
         library = torch.library.Library("c10d", "IMPL")
         for operation in operations.OPERATIONS:
             packet = getattr(torch.ops.c10d, operation.operator, None)
@@ -112,12 +107,10 @@ class FrontEnd:
         functional = torch.library.Library("_c10d_functional", "IMPL")
         kernel = self._wait_tensor(torch.ops._c10d_functional.wait_tensor.default)
         functional.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
-        self._libraries = [library, functional]
-        self._undo = [tap_groups(self._tell_group), tap_shared_memory(self)]
-
-    def _tell_group(self, event: str, what: str = "") -> None:
-        for sink in self.sinks:
-            sink.group(event, what)
+        self._undo.callback(library._destroy)
+        self._undo.callback(functional._destroy)
+        tap_groups(self, self._undo)
+        tap_shared_memory(self, self._undo)
 
     def _operator(self, op: Any, operation: operations.Operation) -> Callable[..., Any]:
         """Make the kernel of one operator: it records the call and passes it on."""
@@ -286,25 +279,22 @@ METHODS = tuple(
 )
 
 
-def tap_shared_memory(front: Any) -> Callable[[], None]:
-    """Report every call of a shared-memory group to the process's one tap, `front`; return what undoes this."""
-    methods = {operation.operator: getattr(SharedGroup, operation.operator) for operation in METHODS}
-    real_wait = SharedWork.wait
+def put(undo: contextlib.ExitStack, place: Any, name: str, value: Any) -> None:
+    """Set an attribute of a class or module until `undo` closes."""
+    undo.callback(setattr, place, name, vars(place)[name])  # as it stands there: C++'s would not bind otherwise
+    setattr(place, name, value)
+
+
+def tap_shared_memory(front: Any, undo: contextlib.ExitStack) -> None:
+    """Report every call of a shared-memory group to the process's one tap, `front`."""
     for operation in METHODS:
-        setattr(SharedGroup, operation.operator, _method(front, operation, methods[operation.operator]))
-    SharedWork.wait = untraced(front.watch_waits(real_wait))  # type: ignore[method-assign]
-
-    def restore() -> None:
-        for name, method in methods.items():
-            setattr(SharedGroup, name, method)
-        SharedWork.wait = real_wait  # type: ignore[method-assign]
-
-    return restore
+        name = operation.operator
+        put(undo, SharedGroup, name, _method(front, operation, getattr(SharedGroup, name)))
+    put(undo, SharedWork, "wait", untraced(front.watch_waits(SharedWork.wait)))
 
 
 def _method(front: Any, operation: operations.Operation, real: Callable[..., Any]) -> Callable[..., Any]:
     is_pair = operation.op in ("send", "recv")
-    main = threading.main_thread().ident
 
     @functools.wraps(real)
     def method(group: SharedGroup, *args: Any, **named: Any) -> Any:
@@ -317,7 +307,7 @@ def _method(front: Any, operation: operations.Operation, real: Callable[..., Any
         is_waiting = not is_pair and not getattr(opts, "asyncOp", True)
         tokens = front.begin(operation, group, args, terms, frame)
         if is_waiting:
-            front.wait(tokens, WAITING if threading.get_ident() == main or blocks_rank() else ASIDE)
+            front.wait(tokens, WAITING if threading.get_ident() == front._main or blocks_rank() else ASIDE)
         try:
             work = real(group, *args)
         except BaseException:
@@ -332,13 +322,13 @@ def _method(front: Any, operation: operations.Operation, real: Callable[..., Any
     return untraced(method)
 
 
-def tap_groups(tell: Callable[..., None]) -> Callable[[], None]:
-    """Tell at which line a group is made or destroyed, as ranks wait for each other there; return what undoes this.
-
-    Args:
-        tell: called with "begun", "made" or "left", and the members and the line.
-    """
+def tap_groups(front: FrontEnd, undo: contextlib.ExitStack) -> None:
+    """Tell recorders of which ranks, and at which line, a group is "begun", "made" or "left": ranks wait there."""
     make, destroy = c10d._new_group_with_tag, c10d.destroy_process_group
+
+    def tell(event: str, what: str = "") -> None:
+        for sink in front.sinks:
+            sink.group(event, what)
 
     def note(event: str, ranks: Any) -> None:
         site = find_site(sys._getframe(2))
@@ -361,9 +351,6 @@ def tap_groups(tell: Callable[..., None]) -> Callable[[], None]:
             note("left", None if is_all else dist.get_process_group_ranks(group))
         return destroy(group)
 
-    def put(new_group: Any, destroy_group: Any) -> None:
-        c10d._new_group_with_tag = new_group
-        c10d.destroy_process_group = dist.destroy_process_group = destroy_group
-
-    put(new, leave)
-    return functools.partial(put, make, destroy)
+    put(undo, c10d, "_new_group_with_tag", new)
+    for place in (c10d, dist):
+        put(undo, place, "destroy_process_group", leave)

@@ -34,6 +34,7 @@ from distlab.comm.record.file import GROUP, OPS, RECV, ROW, RecordHeader
 from distlab.comm.record.read import Records, call_of, group_ranks, is_pair
 
 _BARRIER = OPS.index("barrier")
+_MET = np.dtype([*ROW.descr, ("rank", "i8"), ("line", "i8")])  # a call, whose it is, and a number of its call site
 _KEPT = 64  # forked calls of a group that are remembered
 _FUNCTION = re.compile(r"(async\s+)?def\s")
 _BRANCH = re.compile(r"(if|elif|else|while|try|except|finally|match|case)\b")
@@ -56,46 +57,6 @@ class SourceLine(NamedTuple):
     text: str
     branches: frozenset[int]
     is_inner: bool
-
-
-class Exchanges:
-    """Remember a job's calls that ranks made from different lines, and tell where these are exchanged."""
-
-    def __init__(self) -> None:
-        self._forks: defaultdict[int, dict[int, Calls]] = defaultdict(dict)
-        self._found: Sequence[Calls] = ()
-
-    def add(self, rows: NDArray[Any], ranks: Sequence[int], names: Mapping[int, list[str]]) -> None:
-        """Enter calls that met and agree, made from more than one line."""
-        if rows[0]["op"] == _BARRIER or self._found:  # it carries nothing that could be exchanged
-            return
-        forks, number = self._forks[int(rows[0]["channel"])], int(rows[0]["seq"])
-        forks[number] = dict(zip(ranks, rows, strict=True))
-        # Neighbours: two, two with one between (a list turned round), three (rotated).
-        windows = [(number - 1, number), (number, number + 1), (number - 2, number), (number, number + 2)]
-        for window in (*windows, *((n, n + 1, n + 2) for n in range(number - 2, number + 1))):
-            calls = [forks[n] for n in window if n in forks]
-            if len(calls) == len(window) and _is_exchange(calls, names):
-                self._found = calls
-                return
-        if len(forks) > _KEPT:
-            del forks[min(forks)]
-
-    def explain(self, names: Mapping[int, list[str]]) -> str:
-        """Say which calls are exchanged, with every rank's operation, shape and lines; "" where none are."""
-        if not self._found:
-            return ""
-        ranks = sorted(self._found[0])
-        calls = {rank: [call_of(rank, met[rank], names[rank]) for met in self._found] for rank in ranks}
-        members = list(group_ranks(names[ranks[0]][self._found[0][ranks[0]]["group"]]))
-        numbers = " and ".join(f"#{call.number}" for call in calls[ranks[0]])
-        head = f"the ranks of group {members} make calls that are alike in a different order, calls {numbers}:"
-        lines = [f"  rank {rank}: {', then '.join(map(str, own))}" for rank, own in calls.items()]
-        rule = (
-            "they would combine different tensors: make them in the same order on every rank (if ranks are meant to "
-            "take turns here, choose the line by an if in one function)"
-        )
-        return "\n".join([head, *lines, rule])
 
 
 def _is_exchange(calls: Sequence[Calls], names: Mapping[int, list[str]]) -> bool:
@@ -185,11 +146,10 @@ class CallLedger:
         self.names: dict[int, list[str]] = {}
         self._numbers: defaultdict[int, dict[tuple[int, bool], int]] = defaultdict(dict)
         self._incomplete: set[int] = set()
-        self._rows: NDArray[Any] = np.empty(0, ROW)
-        self._ranks: NDArray[np.int64] = np.empty(0, np.int64)
-        self._sites: NDArray[np.int64] = np.empty(0, np.int64)  # numbers of call sites, alike on all ranks
+        self.open: NDArray[Any] = np.empty(0, _MET)  # after `disagreement`: calls that not all have made who meet there
         self._site_numbers: dict[str, int] = {}
-        self._exchanges = Exchanges()
+        self._forks: defaultdict[int, dict[int, Calls]] = defaultdict(dict)  # made from several lines, by channel
+        self._exchanged: Sequence[Calls] = ()
         self._open_ends: set[tuple[str, int]] = set()
 
     def add(self, rank: int, rows: NDArray[Any], names: list[str], *, dropped: bool = False) -> None:
@@ -210,12 +170,13 @@ class CallLedger:
         self._numbers[rank].update(zip(channels, rows["seq"].tolist(), strict=True))
         for row in rows[is_pair(rows) & (rows["parties"] == 0)]:
             self._open_ends.add((names[row["group"]], rank))
-        meeting = rows["parties"] > 1
-        self._rows = np.concatenate([self._rows, rows[meeting]])
-        self._ranks = np.concatenate([self._ranks, np.full(int(meeting.sum()), rank)])
-        own, inverse = np.unique(rows["site"][meeting], return_inverse=True)
+        rows = rows[rows["parties"] > 1]
+        meeting = np.zeros(len(rows), _MET)
+        meeting[[name for name, *_ in ROW.descr]] = rows
+        own, inverse = np.unique(meeting["site"], return_inverse=True)
         numbers = [self._site_numbers.setdefault(names[site], len(self._site_numbers)) for site in own.tolist()]
-        self._sites = np.concatenate([self._sites, np.array(numbers, np.int64)[inverse]])
+        meeting["rank"], meeting["line"] = rank, np.array(numbers, np.int64)[inverse]
+        self.open = np.concatenate([self.open, meeting])
 
     def has_made(self, rank: int, row: Any, *, receive: bool = False) -> bool:
         """Tell whether a rank has made its part of a call; where rows were lost unread, assume that it has."""
@@ -224,47 +185,69 @@ class CallLedger:
             return rank in self._incomplete
         return number >= int(row["seq"])
 
-    def disagreement(self) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
-        """Return rows and ranks of the earliest calls that meet and do not agree; forget those that all agree.
+    def disagreement(self) -> NDArray[Any] | None:
+        """Return the rows, by rank, of the earliest calls that meet and do not agree; forget those that all agree.
 
         Calls of all_to_all do not agree either where a rank gives more or less than a rank takes.
         """
-        while len(self._rows):
-            keys = self._rows["channel"] * _SPREAD + self._rows["seq"]
+        while len(self.open):
+            keys = self.open["channel"] * _SPREAD + self.open["seq"]
             order = np.argsort(keys, kind="stable")
-            keys, rows, ranks, sites = keys[order], self._rows[order], self._ranks[order], self._sites[order]
+            keys, rows = keys[order], self.open[order]
             starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
             sizes = np.diff(np.r_[starts, len(keys)])
             wrong = rows["fp"] != np.repeat(rows["fp"][starts], sizes)
             if not wrong.any():
                 for key in np.unique(keys[rows["op"] == _ALL_TO_ALL]):
-                    found = _by_rank(rows[keys == key], ranks[keys == key])
-                    if unfit_splits(*found, self.names):
+                    found = np.sort(rows[keys == key], order="rank")
+                    if unfit_splits(found, self.names):
                         return found
                 waiting = np.repeat(sizes, sizes) < rows["parties"]
-                forked = (sites != np.repeat(sites[starts], sizes)) & ~waiting & ~is_pair(rows)
+                forked = (rows["line"] != np.repeat(rows["line"][starts], sizes)) & ~waiting & ~is_pair(rows)
                 for start in starts[np.add.reduceat(forked.astype(np.int64), starts) > 0].tolist():
-                    end = start + int(sizes[np.searchsorted(starts, start)])
-                    self._exchanges.add(rows[start:end], ranks[start:end].tolist(), self.names)
-                self._rows, self._ranks, self._sites = rows[waiting], ranks[waiting], sites[waiting]
+                    self._enter_fork(rows[start : start + int(sizes[np.searchsorted(starts, start)])])
+                self.open = rows[waiting]
                 return None
             first = np.flatnonzero(wrong)[np.argmin(rows["start"][wrong])]
             met = keys == keys[first]
-            row, rank = rows[first], int(ranks[first])
+            row, rank = rows[first], int(rows["rank"][first])
             receiver = rank if row["op"] == RECV else int(row["peer"])  # one that takes from anyone has no known order
             if not is_pair(row) or (self.names[rank][row["group"]], receiver) not in self._open_ends:
-                return _by_rank(rows[met], ranks[met])
-            self._rows, self._ranks, self._sites = rows[~met], ranks[~met], sites[~met]
+                return np.sort(rows[met], order="rank")
+            self.open = rows[~met]
         return None
 
-    @property
-    def num_open(self) -> int:
-        """Calls that `disagreement` has seen, and that not all have made who are to meet there."""
-        return len(self._rows)
+    def _enter_fork(self, rows: NDArray[Any]) -> None:
+        """Remember calls that met and agree, made from more than one line; find those that are exchanged."""
+        if rows[0]["op"] == _BARRIER or self._exchanged:  # it carries nothing that could be exchanged
+            return
+        forks, number = self._forks[int(rows[0]["channel"])], int(rows[0]["seq"])
+        forks[number] = dict(zip(rows["rank"].tolist(), rows, strict=True))
+        # Neighbours: two, two with one between (a list turned round), three (rotated).
+        windows = [(number - 1, number), (number, number + 1), (number - 2, number), (number, number + 2)]
+        for window in (*windows, *((n, n + 1, n + 2) for n in range(number - 2, number + 1))):
+            calls = [forks[n] for n in window if n in forks]
+            if len(calls) == len(window) and _is_exchange(calls, self.names):
+                self._exchanged = calls
+                return
+        if len(forks) > _KEPT:
+            del forks[min(forks)]
 
     def exchange(self) -> str:
-        """Say which calls are alike and made in a different order, as `disagreement` finds on its way; else ""."""
-        return self._exchanges.explain(self.names)
+        """Say which calls `disagreement` has found to be exchanged: every rank's operation, shape and lines; or ""."""
+        if not self._exchanged:
+            return ""
+        ranks, names = sorted(self._exchanged[0]), self.names
+        calls = {rank: [call_of(rank, met[rank], names[rank]) for met in self._exchanged] for rank in ranks}
+        members = list(group_ranks(names[ranks[0]][self._exchanged[0][ranks[0]]["group"]]))
+        numbers = " and ".join(f"#{call.number}" for call in calls[ranks[0]])
+        head = f"the ranks of group {members} make calls that are alike in a different order, calls {numbers}:"
+        lines = [f"  rank {rank}: {', then '.join(map(str, own))}" for rank, own in calls.items()]
+        rule = (
+            "they would combine different tensors: make them in the same order on every rank (if ranks are meant to "
+            "take turns here, choose the line by an if in one function)"
+        )
+        return "\n".join([head, *lines, rule])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -277,9 +260,9 @@ def splits_in(text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return gives, takes
 
 
-def unfit_splits(rows: NDArray[Any], ranks: NDArray[np.int64], names: Mapping[int, list[str]]) -> list[str]:
+def unfit_splits(rows: NDArray[Any], names: Mapping[int, list[str]]) -> list[str]:
     """Say where ranks whose all_to_all calls meet give other amounts than are taken: a line for each pair of ranks."""
-    splits = {rank: splits_in(names[rank][row["what"]]) for rank, row in zip(ranks.tolist(), rows, strict=True)}
+    splits = {r: splits_in(names[r][row["what"]]) for r, row in zip(rows["rank"].tolist(), rows, strict=True)}
     members, wrong = group_ranks(names[next(iter(splits))][rows[0]["group"]]), []
     for source, given in splits.items():
         for destination, taken in splits.items():
@@ -294,25 +277,20 @@ def unfit_splits(rows: NDArray[Any], ranks: NDArray[np.int64], names: Mapping[in
     return wrong
 
 
-def _by_rank(rows: NDArray[Any], ranks: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    order = np.argsort(ranks, kind="stable")
-    return rows[order], ranks[order]
-
-
-def explain(ledger: CallLedger, rows: NDArray[Any], ranks: NDArray[np.int64]) -> str:
+def explain(ledger: CallLedger, rows: NDArray[Any]) -> str:
     """Say which calls meet and do not agree, with every rank's operation, shape and line."""
-    calls = {r: call_of(r, row, ledger.names[r]) for r, row in zip(ranks.tolist(), rows, strict=True)}
+    calls = {r: call_of(r, row, ledger.names[r]) for r, row in zip(rows["rank"].tolist(), rows, strict=True)}
     lines = [f"  rank {rank}: {call}" for rank, call in calls.items()]
     if is_pair(rows[0]):
         head = "a send and the receive that takes it do not fit:"
         rule = "give both the same number of elements and the same dtype"
         return "\n".join([head, *lines, rule])
-    members = group_ranks(ledger.names[int(ranks[0])][rows[0]["group"]])
+    members = group_ranks(ledger.names[next(iter(calls))][rows[0]["group"]])
     missing, number = [rank for rank in members if rank not in calls], int(rows[0]["seq"])
     if len(set(rows["fp"].tolist())) > 1:
         return not_the_same(members, calls | dict.fromkeys(missing), number)
     head = f"the ranks of group {list(members)} give other amounts than are taken, at their call #{number}:"
-    lines = [*unfit_splits(rows, ranks, ledger.names), *lines]
+    lines = [*unfit_splits(rows, ledger.names), *lines]
     lines += [f"  rank {rank} has not called it yet" for rank in missing]
     rule = "let what rank i gives rank j be what rank j takes from rank i: send the counts first where they vary"
     return "\n".join([head, *lines, rule])

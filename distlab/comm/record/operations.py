@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from distlab.comm.nodes.wire import ring_bytes as ring_bytes
 from distlab.comm.p2p import require_sendable
+from distlab.comm.shared_memory.collectives import COMBINE
 from distlab.comm.where.frames import find_site, is_internal
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed") + os.sep
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _REDUCTIONS = {  # torch's own members by identity: to ask one of them for its name takes microseconds
-    id(getattr(dist.ReduceOp, name)): name.lower()
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    id(getattr(dist.ReduceOp, name)): name.lower() for name in COMBINE
 }
 
 

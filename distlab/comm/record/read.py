@@ -211,14 +211,10 @@ class RecordReader:
         with open(path, "rb") as file:
             return file.read(len(layout.MAGIC)) == layout.MAGIC
 
-    def close(self) -> None:
-        """Close the files."""
-        self._file.close()
-        self._names_file.close()
-
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a file that could not be opened
-            self.close()
+            self._file.close()
+            self._names_file.close()
 
     def _read(self, at: int, size: int) -> bytes:
         return os.pread(self._file.fileno(), size, at)
@@ -274,7 +270,6 @@ def read_records(folder: str | Path, rank: int | None = None) -> Records:
         if RecordReader.is_ready(path):
             reader = RecordReader(path)
             records[reader.rank] = read_record(reader)
-            reader.close()
     return Records({rank: records[rank] for rank in sorted(records)})
 
 

@@ -14,19 +14,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from distlab.comm.nodes.wire import Pace, Wire, link_s as link_s, sleep_until
 from distlab.comm.record.file import RecordWriter
-from distlab.comm.record.intercept import FrontEnd, Token
+from distlab.comm.record.intercept import FrontEnd, Token, put
 from distlab.comm.record.operations import Operation, Terms, num_bytes_of, tensors_in
 from distlab.comm.shared_memory.work import SharedWork
 from distlab.comm.where.frames import Site
-
-PAIRS = ("send", "recv")
 
 
 class ThrottledLink:
@@ -43,7 +41,7 @@ class ThrottledLink:
         Raises:
             ValueError: it is a send or a receive: when a message began to travel is the other rank's knowledge.
         """
-        if operation.op in PAIRS:
+        if operation.op in ("send", "recv"):
             raise ValueError(
                 f"rank {dist.get_rank()}: {operation.op} at {site[0]}:{site[1]} inside throttled(), which slows down "
                 "collectives only; use a collective, or slow the network down with the Linux tool tc"
@@ -87,22 +85,18 @@ def throttled(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[None]:
         ValueError: a bandwidth or latency that no link has; a send or receive inside the block.
     """
     link = ThrottledLink(bytes_per_s, latency_s)
-    FrontEnd.add(link)
-    real = {kind: kind.is_completed for kind in (dist.Work, SharedWork)}
+    real: dict[type, Any] = {kind: kind.is_completed for kind in (dist.Work, SharedWork)}
 
     def is_completed(work: dist.Work) -> bool:
         front = FrontEnd._active
         tokens: list[Token] = [] if front is None else front._live.get(work, [])
         ends = [link._ends.get(number, 0.0) for writer, number in tokens if cast(Any, writer) is link]
         is_through = time.monotonic() >= max(ends, default=0.0)
-        own: Any = real[SharedWork if isinstance(work, SharedWork) else dist.Work]
-        return is_through and bool(own(work))
+        return is_through and bool(real[SharedWork if isinstance(work, SharedWork) else dist.Work](work))
 
-    for kind in real:
-        kind.is_completed = is_completed  # type: ignore[assignment, method-assign]
-    try:
+    with ExitStack() as undo:
+        for kind in real:
+            put(undo, kind, "is_completed", is_completed)
+        FrontEnd.add(link)
+        undo.callback(FrontEnd.remove, link)
         yield
-    finally:
-        FrontEnd.remove(link)
-        for kind, own in real.items():
-            kind.is_completed = own  # type: ignore[method-assign]

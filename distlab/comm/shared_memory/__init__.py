@@ -16,7 +16,7 @@ Buckets of `DataParallel`, and shards and gradients of `FullyShard`, lie where a
 
 Limits: ranks of one host, one container and one user; CPU tensors; x86-64; not tuned for more ranks than a machine has
 cores. A process forked from a rank may not call. Where one rank of a job cannot share memory and no backend was named,
-all take gloo (`meeting.meet_if_possible`).
+all take gloo (`distlab.comm.groups.init_group`).
 
 Read `arena` (the memory, and how ranks come to map it) and `meeting` (steps). Then `collectives`
 (and how values are combined), `messages` (sends and receives), `work` (what a call returns, and what runs where) and
@@ -26,14 +26,17 @@ profiler and modes, `dense` takes tensors as blocks of bytes, `futex` talks to t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 NAME = "shared"
 
 
-def register() -> None:
-    """Let torch.distributed know the backend by its name; once more changes nothing."""
+def register(name: str = NAME, make: Callable[..., Any] | None = None) -> None:
+    """Let torch.distributed know the backend, or what `make` makes, by its name; once more changes nothing."""
     import torch.distributed as dist
 
-    from distlab.comm.shared_memory.group import make
+    from distlab.comm.shared_memory import group
 
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, make or group.make, extended_api=True, devices=["cpu"])

@@ -21,7 +21,6 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ class Arena:
         """Say how this rank stands to the group, and let everyone look who waits for it."""
         mine = self.header(self.rank)
         text = reason.encode()[: REASON_BYTES - 8]
-        ctypes.memmove(mine + REASON, len(text).to_bytes(4, "little") + text, 4 + len(text))
+        ctypes.memmove(mine + REASON, len(text).to_bytes(8, "little") + text, 8 + len(text))
         self._states[self.rank].value = state
         if state > PRESENT:
             self.gone.value = 1
@@ -112,22 +111,22 @@ class Arena:
         for rank in range(self.size):
             futex.add(self.header(rank) + BELL)
 
-    def reason(self, rank: int) -> str:
-        """Why a rank failed, in its own words."""
-        head = self.header(rank) + REASON
-        length = int.from_bytes(ctypes.string_at(head, 4), "little")
-        return ctypes.string_at(head + 4, min(length, REASON_BYTES)).decode(errors="replace")
-
     def why_gone(self, rank: int, members: list[int]) -> str:
         """Return why a rank will never come, or "" where it may; begins as gloo's message does."""
         if self.state(rank) > PRESENT:
-            reason = self.reason(rank)
+            reason = text_at(self.header(rank) + REASON, REASON_BYTES - 8)
             what = f"failed before ({reason})" if reason else "has left the group"
         elif start_of(self.pids[rank][0]) != self.pids[rank][1]:
             what = f"(process {self.pids[rank][0]}) has ended"
         else:
             return ""
         return f"connection closed by peer: rank {members[rank]} {what}"
+
+
+def text_at(address: int, most_bytes: int) -> str:
+    """Return a text in shared memory, before which its length stands in 8 bytes."""
+    length = int.from_bytes(ctypes.string_at(address, 8), "little")
+    return ctypes.string_at(address + 8, min(length, most_bytes)).decode(errors="replace")
 
 
 def map_file(file: int, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
@@ -166,7 +165,7 @@ class CannotShare(RuntimeError):
     """The ranks cannot share memory: every rank of the group is told the same line."""
 
 
-def join(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Arena:
+def join(store: Any, rank: int, members: list[int], timeout_s: float) -> Arena:
     """Make the arena of a group, or map it; every member calls this.
 
     Args:
@@ -174,36 +173,34 @@ def join(store: Any, rank: int, members: list[int], timeout_s: float, reason: st
         rank: this process's number among the members.
         members: global rank of each.
         timeout_s: how long to wait for each other rank.
-        reason: why this rank does not want to share memory.
 
     Raises:
         CannotShare: on every rank.
         RuntimeError: one does not come in time, or has ended.
     """
-    reason = reason or futex.why_not_here()
-    store.set(f"place{rank}", json.dumps([reason, _here(), os.getpid(), start_of(os.getpid())]))
-    if rank == 0:
-        return _make(store, members, timeout_s)
-    told = _told(store, "arena", rank, members, 0, timeout_s)
-    if isinstance(told, str):
-        raise CannotShare(told)
+    store.set(f"place{rank}", json.dumps([futex.why_not_here(), _here(), os.getpid(), start_of(os.getpid())]))
+    made = _make(store, members, timeout_s) if rank == 0 else -1
     try:
-        file = os.open(f"/proc/{told['pids'][0][0]}/fd/{told['file']}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            arena = Arena(file, rank, len(members), [tuple(pid) for pid in told["pids"]])
-        finally:
-            os.close(file)
+        told = _told(store, "arena", rank, members, 0, timeout_s)
+        if isinstance(told, str):
+            raise CannotShare(told)
+        place = os.open(f"/proc/{told['pids'][0][0]}/fd/{told['file']}", os.O_RDWR | os.O_CLOEXEC)
+        with os.fdopen(place, "rb", buffering=0) as file:
+            arena = Arena(file.fileno(), rank, len(members), [tuple(pid) for pid in told["pids"]])
+        arena.change_state(PRESENT)
+        _await_all(arena, store, members, timeout_s)
+        return arena
     except OSError as error:
         text = _cannot_map(members[rank], len(members), error)
         store.set("refused", text)
         raise CannotShare(text) from error
-    arena.change_state(PRESENT)
-    _await_all(arena, store, members, timeout_s, (0,))
-    return arena
+    finally:
+        if made >= 0:
+            os.close(made)
 
 
-def _make(store: Any, members: list[int], timeout_s: float) -> Arena:
-    """Make the arena, hand it to the others and wait until all have it."""
+def _make(store: Any, members: list[int], timeout_s: float) -> int:
+    """Make the memory and tell all where it stands, or why they cannot share it; return its file, or -1."""
     size, file, text = len(members), -1, ""
     places = [_told(store, f"place{rank}", 0, members, rank, timeout_s) for rank in range(size)]
     pids = [(pid, start) for _, _, pid, start in places]
@@ -213,21 +210,12 @@ def _make(store: Any, members: list[int], timeout_s: float) -> Arena:
             text = f"backend 'shared' does not work for rank {member}: {reason}; pass backend='gloo'"
     try:
         if not text:
-            try:
-                file = os.memfd_create("distlab", os.MFD_CLOEXEC)
-                os.ftruncate(file, ArenaLayout(size).num_bytes)
-                arena = Arena(file, 0, size, pids)
-            except OSError as error:
-                text = _cannot_map(members[0], size, error)
-        store.set("arena", json.dumps(text or {"file": file, "pids": pids}))
-        if text:
-            raise CannotShare(text)
-        _await_all(arena, store, members, timeout_s, range(1, size))
-    finally:
-        if file >= 0:
-            os.close(file)
-    arena.change_state(PRESENT)
-    return arena
+            file = os.memfd_create("distlab", os.MFD_CLOEXEC)
+            os.ftruncate(file, ArenaLayout(size).num_bytes)
+    except OSError as error:
+        text = _cannot_map(members[0], size, error)
+    store.set("arena", json.dumps(text or {"file": file, "pids": pids}))
+    return file
 
 
 def _here() -> str:
@@ -263,8 +251,8 @@ def _cannot_map(rank: int, size: int, error: OSError) -> str:
     )
 
 
-def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, ranks: Iterable[int]) -> None:
-    """Wait until some ranks have said that they are present.
+def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float) -> None:
+    """Wait until all ranks have said that they are present.
 
     Raises:
         CannotShare: one may not map the memory.
@@ -272,18 +260,14 @@ def _await_all(arena: Arena, store: Any, members: list[int], timeout_s: float, r
     """
     deadline, me, mine = time.monotonic() + timeout_s, members[arena.rank], arena.header(arena.rank) + BELL
     bell = futex.word_at(mine)
-    for rank in ranks:
-        while True:
-            seen = bell.value
-            if arena.state(rank):
-                break
+    for rank in range(arena.size):
+        seen = bell.value
+        while not arena.state(rank):
             futex.wait(mine, seen)
-            if arena.state(rank):
-                break
+            seen, reason = bell.value, arena.why_gone(rank, members)
             if store.check(["refused"]):
                 raise CannotShare(store.get("refused").decode())
-            reason = arena.why_gone(rank, members)
             if time.monotonic() > deadline:
                 reason = f"timed out waiting {timeout_s * 1000:.0f} ms for rank {members[rank]} to join the group"
-            if reason:
+            if reason and not arena.state(rank):
                 raise RuntimeError(f"rank {me}: {reason}")

@@ -59,17 +59,13 @@ class ReduceOperation(NamedTuple):
             out.div_(len(values), rounding_mode=None if has_point else "trunc")
 
 
-_TABLE = {
-    "SUM": ReduceOperation("sum", torch.add),
-    "AVG": ReduceOperation("avg", torch.add, divides=True),
-    "PRODUCT": ReduceOperation("product", torch.mul),
-    "MIN": ReduceOperation("min", torch.minimum),
-    "MAX": ReduceOperation("max", torch.maximum),
-    "BAND": ReduceOperation("band", torch.bitwise_and),
-    "BOR": ReduceOperation("bor", torch.bitwise_or),
-    "BXOR": ReduceOperation("bxor", torch.bitwise_xor),
+COMBINE: dict[str, Callable[..., torch.Tensor]]
+COMBINE = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
+COMBINE |= {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+_BY_OP = {
+    int(getattr(dist.ReduceOp, name)): ReduceOperation(name.lower(), function, divides=name == "AVG")
+    for name, function in COMBINE.items()
 }
-_BY_OP = {int(getattr(dist.ReduceOp, name)): reduction for name, reduction in _TABLE.items()}
 
 
 def reduction_of(op: Any, dtype: torch.dtype, who: str) -> ReduceOperation:
@@ -80,7 +76,7 @@ def reduction_of(op: Any, dtype: torch.dtype, who: str) -> ReduceOperation:
     """
     found = _BY_OP.get(int(op))
     if found is None:
-        raise ValueError(f"{who}: got {op}; pass ReduceOp.{', '.join(_TABLE)}")
+        raise ValueError(f"{who}: got {op}; pass ReduceOp.{', '.join(COMBINE)}")
     if reason := _why_not(found, dtype):
         raise ValueError(
             f"{who}: torch has no ReduceOp.{found.name.upper()} of {dtype} on the CPU ({reason}); convert the tensor "
@@ -148,7 +144,8 @@ class Collectives:
                 self._collect(base, before, itemsize, root)
             self._combine(flat, parts[me], reduction, share)
             if root in (-1, me):
-                copy(base + parts[me][0] * itemsize, self._own(share, itemsize), parts[me][1] * itemsize)
+                own = meeting.open() + me * share * itemsize  # for the next step
+                copy(base + parts[me][0] * itemsize, own, parts[me][1] * itemsize)
             before = parts
         meeting.open()
         meeting.post()
@@ -161,10 +158,6 @@ class Collectives:
         count = max(0, min(each, flats[0].numel() - first))
         combine(flats, first, count, reduction, [flat.data_ptr() + first * itemsize for flat in flats])
         self.barrier()
-
-    def _own(self, share: int, itemsize: int) -> int:
-        """Where this rank leaves the result of its share, for the next step."""
-        return self.meeting.open() + self.rank * share * itemsize
 
     def _combine(self, mine: torch.Tensor, part: tuple[int, int], reduction: ReduceOperation, share: int) -> None:
         """Combine this rank's part of all ranks' data into its place of its next slot."""
@@ -218,7 +211,8 @@ class Collectives:
                 copy(slot + rank * share * itemsize, inputs[rank].data_ptr() + start * itemsize, length * itemsize)
             meeting.post()
             self._combine(inputs[self.rank], (start, length), reduction, share)
-            copy(output.data_ptr() + start * itemsize, self._own(share, itemsize), length * itemsize)
+            own = meeting.open() + self.rank * share * itemsize
+            copy(output.data_ptr() + start * itemsize, own, length * itemsize)
 
     def all_gather(self, places: Sequence[int], source: torch.Tensor) -> None:
         """Copy every rank's tensor to this rank's address of its number; a rank that passes no addresses takes none."""

@@ -85,12 +85,15 @@ def only(tensors: Any, who: str) -> torch.Tensor:
     Raises:
         ValueError: there are several, as in a coalesced call of torch's.
     """
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"{who}: got {len(tensors)} tensors; backend 'shared' takes one a call, so call for each")
-    tensor: torch.Tensor = tensors[0]
-    return tensor
+    found = listed(tensors)
+    if len(found) != 1:
+        raise ValueError(f"{who}: got {len(found)} tensors; backend 'shared' takes one a call, so call for each")
+    return found[0]
+
+
+def listed(tensors: Any) -> list[torch.Tensor]:
+    """Return the tensors of a call, of which a single one may stand in no list."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def only_list(lists: Any) -> list[torch.Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,35 +19,10 @@ from torch.utils import _pytree as pytree
 from distlab.comm.shared_memory import dense
 
 profiler_is_on, num_modes = _autograd._profiler_enabled, torch._C._len_torch_dispatch_stack  # of this thread
-# The methods: how many arguments are data, and of what kind the options are that follow.
-FORMS: dict[str, tuple[int, type | None]] = {
-    "allreduce": (1, c10d.AllreduceOptions),
-    "allreduce_coalesced": (1, c10d.AllreduceCoalescedOptions),
-    "reduce": (1, c10d.ReduceOptions),
-    "broadcast": (1, c10d.BroadcastOptions),
-    "allgather": (2, c10d.AllgatherOptions),
-    "allgather_coalesced": (2, c10d.AllgatherOptions),
-    "all_gather_single": (2, c10d.AllgatherOptions),
-    "all_gather_single_coalesced": (2, c10d.AllgatherOptions),
-    "reduce_scatter": (2, c10d.ReduceScatterOptions),
-    "reduce_scatter_single": (2, c10d.ReduceScatterOptions),
-    "reduce_scatter_single_coalesced": (2, c10d.ReduceScatterOptions),
-    "gather": (2, c10d.GatherOptions),
-    "scatter": (2, c10d.ScatterOptions),
-    "alltoall": (2, c10d.AllToAllOptions),
-    "all_to_all_single": (4, c10d.AllToAllOptions),
-    "barrier": (0, c10d.BarrierOptions),
-    "send": (3, None),
-    "recv": (3, None),
-    "recv_anysource": (2, None),
-}
-OTHER_NAMES = {  # of older versions of torch
-    "_allgather_base": "all_gather_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-}
+# The methods: how many arguments are data, of what kind the options are that follow, and an older name in torch.
+_METHODS = [*csv.reader(Path(__file__).with_suffix(".csv").read_text("utf-8").splitlines())]
+FORMS = {name: (int(count), getattr(c10d, kind) if kind else None) for name, count, kind, _ in _METHODS}
+OTHER_NAMES = {older: name for name, _, _, older in _METHODS if older}
 
 
 def as_torch_calls_it(kind: type) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distlab.comm.shared_memory import dense
 from distlab.comm.shared_memory.collectives import Collectives, ReduceOperation, reduction_of
 from distlab.comm.shared_memory.forms import Shown, as_torch_calls_it, event_of, until
-from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, meet, record_of
+from distlab.comm.shared_memory.meeting import CallRecord, GroupCall, Meeting, record_of
 from distlab.comm.shared_memory.messages import Message, Messages
 from distlab.comm.shared_memory.work import CallQueue, SharedWork, Tensors, keep_untraced
 
@@ -45,7 +45,6 @@ class SharedGroup(dist.ProcessGroup):
         self._meeting, self._members = meeting, meeting.members
         self._collectives, self._messages = Collectives(meeting), Messages(meeting)
         self._queue = CallQueue(f"shared-calls-{meeting.members}")
-        self._num_calls = 0
         self._coalesced: list[SharedWork] | None = None
         self.shown = Shown(self)
         self._who = functools.cache(functools.partial("rank {}: {}".format, meeting.me))  # begins an error's text
@@ -91,10 +90,6 @@ class SharedGroup(dist.ProcessGroup):
         """Set how long a call may wait for a different rank, from the next call on."""
         self._meeting.timeout_s = timeout.total_seconds()
 
-    def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has made."""
-        return self._num_calls
-
     def shutdown(self) -> None:
         """Leave the group; the others learn of it."""
         self._end()
@@ -118,7 +113,6 @@ class SharedGroup(dist.ProcessGroup):
             dense.check(tensor, who)
         for tensor in writes:
             dense.check(tensor, who, written=True)
-        self._num_calls += 1
         record = call.record(self._members)
         if self._meeting.arena.owner != os.getpid() or not self._end.alive:
             self._meeting.require_usable(record.text)  # no thread is here that would make the call
@@ -193,13 +187,10 @@ class SharedGroup(dist.ProcessGroup):
         return self._gather(inputs, [[*its] for its in zip(*output_lists, strict=True)], opts)
 
     def all_gather_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Copy every rank's tensor to its place in one tensor."""
-        who = self._who("all_gather")
-        return self._gather([dense.only(inputs, who)], [dense.only(outputs, who)], opts)
+        """Copy every rank's tensor to its place in one tensor; so with each of several tensors."""
+        return self._gather(dense.listed(inputs), dense.listed(outputs), opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        """As `all_gather_single`, for several tensors."""
-        return self._gather(inputs, outputs, opts)
+    all_gather_single_coalesced = all_gather_single
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         """Copy every rank's tensor to the root's list."""
@@ -232,13 +223,10 @@ class SharedGroup(dist.ProcessGroup):
         return self._scatter_sum([output], [dense.only_list(input_lists)], opts)
 
     def reduce_scatter_single(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Combine a tensor of all ranks; rank r gets the r-th part."""
-        who = self._who("reduce_scatter")
-        return self._scatter_sum([dense.only(outputs, who)], [dense.only(inputs, who)], opts)
+        """Combine a tensor of all ranks, of which rank r gets the r-th part; so with each of several tensors."""
+        return self._scatter_sum(dense.listed(outputs), dense.listed(inputs), opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        """As `reduce_scatter_single`, for several tensors."""
-        return self._scatter_sum(outputs, inputs, opts)
+    reduce_scatter_single_coalesced = reduce_scatter_single
 
     def _scatter_sum(self, outputs: Tensors, inputs: list[Any], opts: Any) -> Any:
         """Combine each input, a tensor or a list of them, into its output."""
@@ -313,11 +301,9 @@ class SharedGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """Send a tensor to a rank of the group."""
-        dense.check(tensors[0], self._who("send"))
-        message = self._message(tensors[0], destination, tag, "send")
+        message = self._message(tensors, destination, tag, "send")
         if self.wire is not None:
             message.until_s, message.arrives_s = self.wire.message(destination, message.num_bytes)
-        message.end.event = event_of("send", tensors)
         self._messages.send(message)
         return self._with(message)
 
@@ -330,13 +316,13 @@ class SharedGroup(dist.ProcessGroup):
         return self._receive(tensors, -1, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> Any:
-        dense.check(tensors[0], self._who("recv"), written=True)
-        message = self._message(tensors[0], source, tag, "recv")
-        message.end.event = event_of("recv", tensors)
+        message = self._message(tensors, source, tag, "recv")
         self._messages.receive(message)
         return self._with(message)
 
-    def _message(self, tensor: torch.Tensor, peer: int, tag: int, op: str) -> Message:
+    def _message(self, tensors: Tensors, peer: int, tag: int, op: str) -> Message:
+        tensor = tensors[0]
+        dense.check(tensor, self._who(op), written=op == "recv")
         if not -1 <= peer < self._meeting.size:
             raise ValueError(f"{self._who(op)}: there is no rank {peer}: the group has ranks 0 to {self.size() - 1}")
         if peer == self._meeting.rank:
@@ -346,7 +332,9 @@ class SharedGroup(dist.ProcessGroup):
         mark = record_of("message", -1, "", ((tensor.numel(),), tensor.dtype)).mark
         text = record_of(op, -1, "", (tensor.shape, tensor.dtype)).text
         with dense.unseen():
-            return Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
+            message = Message(self._messages, tensor, peer=peer, tag=tag, mark=mark, text=text)
+        message.end.event = event_of(op, tensors)
+        return message
 
 
 class AsBackend:
@@ -390,7 +378,7 @@ def make(options: Any, met: Meeting | None) -> SharedGroup:
     """
     if met is None:
         members = list(options.global_ranks_in_group) or list(range(options.group_size))
-        met = meet(options.store, options.group_rank, members, options.timeout.total_seconds())
+        met = Meeting(options.store, options.group_rank, members, options.timeout.total_seconds())
     return SharedGroup(met)
 
 

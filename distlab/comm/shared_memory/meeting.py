@@ -20,14 +20,13 @@ from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 
 from distlab.comm.agree import not_the_same
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, Arena, CannotShare, join
+from distlab.comm.shared_memory.arena import FAILED, LEFT, PRESENT, RECORD_BYTES, STEP, join, text_at
 
 GRACE_S = 0.3  # after a mismatch, the time for the others to arrive, so that the message can name them all
-_HEAD = 16  # of a record: the number that stands for it, and the length of its text
+_MARK_BYTES, _HEAD = 8, 16  # of a record: the number that stands for it; that and the length of its text
 
 
 class CallRecord:
@@ -38,15 +37,9 @@ class CallRecord:
     def __init__(self, text: str) -> None:
         self.text = text
         whole = text.encode()
-        shown, mark = whole[: RECORD_BYTES - _HEAD], hashlib.blake2b(whole, digest_size=8).digest()
+        shown, mark = whole[: RECORD_BYTES - _HEAD], hashlib.blake2b(whole, digest_size=_MARK_BYTES).digest()
         self.data = mark + len(shown).to_bytes(8, "little") + shown
         self.mark = int.from_bytes(mark, "little")
-
-
-def text_at(address: int) -> str:
-    """Return the text of a record in shared memory."""
-    length = int.from_bytes(ctypes.string_at(address + 8, 8), "little")
-    return ctypes.string_at(address + _HEAD, min(length, RECORD_BYTES - _HEAD)).decode(errors="replace")
 
 
 @functools.lru_cache(4096)
@@ -88,9 +81,17 @@ class GroupCall(NamedTuple):
 
 
 class Meeting:
-    """One rank's part in the meetings of its group. Only one thread at a time may use it."""
+    """One rank's part in the meetings of its group. Only one thread at a time may use it.
 
-    def __init__(self, arena: Arena, members: list[int], timeout_s: float) -> None:
+    It makes or maps the memory of the group: every member makes one, with the arguments of `join`.
+
+    Raises:
+        CannotShare: on every rank.
+        RuntimeError: one does not come in time, or has ended.
+    """
+
+    def __init__(self, store: Any, rank: int, members: list[int], timeout_s: float) -> None:
+        arena = join(store, rank, members, timeout_s)
         self.arena, self.members, self.timeout_s = arena, members, timeout_s
         self.rank, self.size = arena.rank, arena.size
         self.me = members[arena.rank]
@@ -209,7 +210,8 @@ class Meeting:
             while self._is_behind(rank) and self.arena.state(rank) == PRESENT and time.monotonic() < limit:
                 futex.wait(self._steps[rank], self._words[rank].value)
             is_here = not self._is_behind(rank)
-            calls[self.members[rank]] = text_at(self._slots[rank][self.parity]) if is_here else None
+            text = self._slots[rank][self.parity] + _MARK_BYTES
+            calls[self.members[rank]] = text_at(text, RECORD_BYTES - _HEAD) if is_here else None
         raise ValueError(not_the_same(self.members, calls))
 
     def _is_behind(self, rank: int) -> bool:
@@ -228,30 +230,3 @@ class Meeting:
             self.failure = "this rank has left it (destroy_process_group)"
             if self.arena.owner == os.getpid():
                 self.arena.change_state(LEFT)
-
-
-def meet(store: Any, rank: int, members: list[int], timeout_s: float, reason: str = "") -> Meeting:
-    """Make or map the memory of a group and meet there; every member calls this, with the arguments of `join`.
-
-    Raises:
-        CannotShare: on every rank.
-        RuntimeError: one does not come in time, or has ended.
-    """
-    return Meeting(join(store, rank, members, timeout_s, reason), members, timeout_s)
-
-
-def meet_if_possible(store: Any, rank: int, world_size: int, timeout_s: float, reason: str = "") -> Meeting | None:
-    """Meet all ranks in shared memory; None on all of them where they cannot, and gloo is to be taken.
-
-    Args:
-        store: through which the ranks find each other.
-        rank: of this process.
-        world_size: number of ranks.
-        timeout_s: how long a call may wait for a different rank.
-        reason: why this rank does not want to; one that has a reason is enough.
-    """
-    part = dist.PrefixStore("shared memory", store)  # type: ignore[attr-defined]
-    try:
-        return meet(part, rank, list(range(world_size)), timeout_s, reason)
-    except CannotShare:
-        return None

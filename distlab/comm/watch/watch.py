@@ -47,7 +47,7 @@ class Watch:
 
     def __init__(self, rank: int, watchdog: Watchdog, board: Path) -> None:
         self.rank, self.watchdog = rank, watchdog
-        self._board = os.open(board, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.board = os.open(board, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def look(self) -> str:
         """Return why the job cannot go on, as this rank or a different one has found it; else ""."""
@@ -60,31 +60,25 @@ class Watch:
 
     def said(self) -> str:
         """Return what a rank has told, or ""."""
-        text, end, _ = os.pread(self._board, os.fstat(self._board).st_size, 0).partition(b"\0")
+        text, end, _ = os.pread(self.board, os.fstat(self.board).st_size, 0).partition(b"\0")
         return text.decode(errors="replace") if end else ""
 
     def tell(self, words: str) -> str:
         """Let the other ranks know; return the words."""
         if words:
             with contextlib.suppress(OSError):  # a full disk: they learn from this rank's end that something is wrong
-                os.write(self._board, words.encode(errors="replace") + b"\0")
+                os.write(self.board, words.encode(errors="replace") + b"\0")
         return words
 
     def why(self, error: Exception) -> str:
         """Return what the records add to an exception of this rank, or ""."""
         deadline = time.monotonic() + (GRACE_S if isinstance(error, RuntimeError) else 0)
-        while not (words := self.said() or self.tell(self.watchdog.mismatch() or "")):
-            if time.monotonic() > deadline:
-                break
+        while not (words := self.said() or self.tell(self.watchdog.mismatch() or "")) and time.monotonic() < deadline:
             time.sleep(0.05)
         if words or PEER_NOISE.search(str(error)) is None:
             return words
         gone = [f"rank {rank} {what}" for rank, what in self.watchdog.left().items()]
         return "\n".join(filter(None, [*gone, self.watchdog.failed(self.rank)]))
-
-    def close(self) -> None:
-        """Close the board."""
-        os.close(self._board)
 
 
 @contextlib.contextmanager
@@ -104,14 +98,11 @@ def watching(address: Address, *, watch: bool, folder: Path | None = None, what:
     with contextlib.ExitStack() as stack:
         if watch and address.world_size > 1 and address.is_on_one_machine:
             recorder, eye = _meet(address, folder)
-            stack.callback(recorder.close)
-            stack.callback(eye.close)
-            stack.enter_context(recorder)
+            stack.callback(os.close, eye.board)
+            stack.enter_context(contextlib.closing(recorder.start()))
             stack.enter_context(_looking(eye, recorder, what))
         elif folder is not None:
-            recorder = Recorder(folder, address.rank)
-            stack.callback(recorder.close)
-            stack.enter_context(recorder)
+            stack.enter_context(contextlib.closing(Recorder(folder, address.rank).start()))
         yield
 
 
@@ -155,7 +146,10 @@ def _look(eye: Watch, done: threading.Event, main: int, what: str) -> None:
         if words and not done.is_set():
             who = what or f"rank {eye.rank} of {len(eye.watchdog.ranks)}"
             kind = RankTimeout if what else RankError
-            end(kind(f"{who} cannot go on: {words}"), stack_of(main), aloud=not what)
+            frames = traceback.extract_stack(main_frame(main))
+            shown = [frame for frame in frames if not is_machinery(frame.filename)]  # not those that only carry calls
+            stack = "".join(traceback.format_list(shown or frames))
+            end(kind(f"{who} cannot go on: {words}"), stack, aloud=not what)
 
 
 def end(error: RankError, stack: str, *, aloud: bool = True) -> NoReturn:
@@ -167,13 +161,6 @@ def end(error: RankError, stack: str, *, aloud: bool = True) -> NoReturn:
         print(f"{error}\n\nIt stands here (innermost call last):\n{stack}", file=sys.stderr, flush=True)
     time.sleep(TELL_S)
     os._exit(1)
-
-
-def stack_of(thread: int) -> str:
-    """Return where a thread is, without the frames that only carry calls."""
-    frames = traceback.extract_stack(main_frame(thread))
-    shown = [frame for frame in frames if not is_machinery(frame.filename)]
-    return "".join(traceback.format_list(shown or frames))
 
 
 def _meet(address: Address, folder: Path | None) -> tuple[Recorder, Watch]:

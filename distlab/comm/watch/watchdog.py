@@ -22,7 +22,6 @@ from distlab.comm.record.read import RankRecord, RecordReader, Records, call_of,
 
 NEED_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 NEVER_S = 5.0  # a call of C++ code that is so old, and that a finished rank never made, will never end
-_ALL_MAKE = "every rank must call new_group, also a rank outside the group"
 
 
 class Wait(NamedTuple):
@@ -160,7 +159,8 @@ def find_deadlock(
             return None
         why = ", ".join(matching.absences(wait.absent, finished, wait.lacks))
         is_group = wait.op == "new_group"
-        lasted, rule = ("", f"; {_ALL_MAKE}") if is_group else (f" for {wait.since_s:.1f} s", "")
+        lasted = "" if is_group else f" for {wait.since_s:.1f} s"
+        rule = "; every rank must call new_group, also a rank outside the group" if is_group else ""
         lines.append(f"  rank {rank} waits in {wait.call}{lasted}: {why}{rule}")
     if not lines:
         return None
@@ -179,7 +179,7 @@ def is_settled(records: Records, ranks: Collection[int]) -> bool:
     for rank, record in zip(ranks, own, strict=True):
         ledger.add(rank, record.rows, record.names)
     is_over = all((record.rows["state"] == DONE).all() for record in own)
-    return is_over and ledger.disagreement() is None and not ledger.num_open
+    return is_over and ledger.disagreement() is None and not len(ledger.open)
 
 
 STABLE_S = 2.0
@@ -277,9 +277,9 @@ class Watchdog:
             return (self.groups() or None) if self._num_groups != before else None
         now = time.monotonic()
         self._mismatch_at = self._mismatch_at or now
-        if patient and len(found[0]) < found[0][0]["parties"] and now - self._mismatch_at < MISMATCH_GRACE_S:
+        if patient and len(found) < found[0]["parties"] and now - self._mismatch_at < MISMATCH_GRACE_S:
             return None
-        return matching.explain(self._ledger, *found)
+        return matching.explain(self._ledger, found)
 
     def groups(self, *, is_over: bool = False) -> str:
         """Return where the ranks do not make the same groups, or ""; `is_over`: no rank will make a further one."""

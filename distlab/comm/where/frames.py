@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
-import linecache
 import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -130,8 +130,5 @@ def threads_in(dump: str) -> list[tuple[str, list[Frame]]]:
 
 def traceback_lines(frames: Sequence[Frame]) -> list[str]:
     """Write frames, of which the first is the innermost, as a traceback does: innermost last, with source lines."""
-    lines = []
-    for file, line, name in reversed(frames):
-        source = linecache.getline(file, line).strip()
-        lines += [f'  File "{file}", line {line}, in {name}', *([f"    {source}"] if source else [])]
-    return lines
+    summaries = [traceback.FrameSummary(*frame) for frame in reversed(frames)]
+    return "".join(traceback.format_list(summaries)).splitlines()

@@ -106,7 +106,7 @@ def sentence(job: RunningJob, records: Records, places: Mapping[int, WhereItStan
     """Say in one sentence what is wrong, and of which ranks that is not known."""
     ledger = ledger_of(records)
     met = ledger.disagreement()
-    if found := ledger.exchange() if met is None else explain(ledger, *met):
+    if found := ledger.exchange() if met is None else explain(ledger, met):
         return found
     recorded = {rank: wait for rank, wait in waits_of(records.by_rank, ledger).items() if wait.is_blocked}
     waits, told = by_stacks(places) | recorded, list[str]()

@@ -229,10 +229,7 @@ def stacks_of(processes: Sequence[JobRank]) -> dict[int, RankStack]:
 
 
 def _stack_of(process: JobRank) -> RankStack:
-    if (spy := find_py_spy()) is None:
-        stack = RankStack((), "py-spy is not installed: pip install 'distlab[labs]'")
-    else:
-        stack = _spied(spy, process.pid)
+    stack = _spied(process.pid)
     if stack.frames or process.stack is None:
         return stack
     text = ""
@@ -248,7 +245,9 @@ def find_py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _spied(spy: str, pid: int) -> RankStack:
+def _spied(pid: int) -> RankStack:
+    if (spy := find_py_spy()) is None:
+        return RankStack((), "py-spy is not installed: pip install 'distlab[labs]'")
     command = [spy, "dump", "--pid", str(pid), "--nonblocking", "--json"]
     why = ""
     for _ in range(_TRIES):

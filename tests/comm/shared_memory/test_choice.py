@@ -9,7 +9,8 @@ import torch.distributed as dist
 from distlab.comm import run
 from distlab.comm.launch.ranks import run_script
 from distlab.comm.shared_memory import futex
-from distlab.comm.shared_memory.meeting import meet_if_possible
+from distlab.comm.shared_memory.arena import CannotShare
+from distlab.comm.shared_memory.meeting import Meeting
 
 
 def raises(*_, **__):
@@ -35,8 +36,10 @@ def met(folder):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == where:
                 hinder(patch)
-            meeting = meet_if_possible(store, dist.get_rank(), 2, 10.0)
-        found.append(meeting is not None)
+            try:
+                found.append(bool(Meeting(store, dist.get_rank(), [0, 1], 10.0)))
+            except CannotShare:
+                found.append(False)
     return found
 
 
