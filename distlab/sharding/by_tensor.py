@@ -27,6 +27,7 @@ from distlab.blocks.replicate import agree_on_build, broadcast_each
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.sharding.checks import parameters_to_shard
 from distlab.sharding.fsdp.hooks import put
+from distlab.sharding.fsdp.step import step_on_pieces
 from distlab.sharding.fsdp.wrapping import ROOT, UnitMembers, assign, automatic_units, chosen_units, dtype_of
 from distlab.sharding.part import as_part, plain
 
@@ -132,7 +133,7 @@ class ByTensor(nn.Module):
 
     Gradients are means over the ranks as soon as backward is over. All ranks run the same units in one order. A tensor
     that no rank used gets a gradient of zeros, if its unit was used. Nothing overlaps. The optimizer must work by
-    element: what takes a norm of a gradient is refused. `recompute_blocks(model.module)` comes after this, not before.
+    element: any other is refused at its first step. `recompute_blocks(model.module)` comes after this, not before.
 
     Args:
         module: the model; the values of the group's first rank are taken.
@@ -159,6 +160,7 @@ class ByTensor(nn.Module):
         eight_bits: bool = False,
     ) -> None:
         super().__init__()
+        step_on_pieces()
         named = parameters_to_shard(module, plain=True)
         names = automatic_units(module) if units is None else chosen_units(module, units)
         agree_on_build(named, group, units=units if units is None else names, eight_bits=eight_bits)
@@ -248,11 +250,8 @@ class ByTensor(nn.Module):
         Cost: an all-gather for each unit.
         """
         state = dict(self.module.state_dict())
-        whole = {
-            id(part): one
-            for unit in self.units
-            for part, one in zip(unit.parts, unit.gather(exactly=True), strict=True)
-        }
+        gathered = (zip(unit.parts, unit.gather(exactly=True), strict=True) for unit in self.units)
+        whole = {id(part): one for unit in gathered for part, one in unit}
         places = {name: id(part) for name, part in self.module.named_parameters(remove_duplicate=False)}
         return state | {name: whole[part] for name, part in places.items() if name in state}
 

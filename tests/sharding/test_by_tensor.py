@@ -57,12 +57,21 @@ class Renormalizes(nn.Module):
         return self.table(x)
 
 
+class OfUnitLength(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for one in self.param_groups[0]["params"]:
+            one.div_(one.norm())  # of a part, and no gradient's
+
+
 def refusals():
     made, x = ByTensor(model()), torch.randn(4, 5, requires_grad=True)
     made(x).sum().backward()
     named = {
         "torch's clipping": message(nn.utils.clip_grad_norm_, made.parameters(), 1.0),
-        "an optimizer that takes norms": message(LAMB, made.parameters(), lr=1e-2),
+        "an optimizer that takes norms": message(LAMB(made.parameters(), lr=1e-2).step),
+        "one of one's own": message(OfUnitLength(made.parameters()).step),
         "without dims": message(ByTensor, with_scalar()),
         "changed in forward": message(ByTensor(Renormalizes()), torch.tensor([1, 2])),
     }
@@ -74,7 +83,8 @@ def refusals():
 
 SAID = {
     "torch's clipping": "a norm of a shard or of its gradient is of this rank's part alone",
-    "an optimizer that takes norms": "LAMB looks at whole tensors, and these are shards; use WholeTensorOptimizer",
+    "an optimizer that takes norms": "LAMB updates a part of a tensor in a different way than the whole",
+    "one of one's own": "OfUnitLength updates a part of a tensor in a different way than the whole",
     "without dims": "ValueError: scale has no dims, so it has no rows to cut; give it the shape [1]",
     "changed in forward": "table.weight was changed in its unit's forward",
     "changed before backward": "was changed between forward and backward",
