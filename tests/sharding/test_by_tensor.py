@@ -1,6 +1,7 @@
 """ByTensor: rows as FSDP2's, one gather for all tensors of a unit, no gradient of frozen ones; what is refused."""
 
 import copy
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -60,21 +61,6 @@ def test_layers_that_tensor_ranks_cut_count_once_in_a_norm_and_are_updated_by_el
     assert "LAMB looks at whole tensors, and tensor parallelism has cut 0.weight" in said
 
 
-def with_scalar():
-    made = model()
-    made.scale = nn.Parameter(torch.tensor(1.0))
-    return made
-
-
-class Renormalizes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(4, 3, max_norm=0.1)
-
-    def forward(self, x):
-        return self.table(x)
-
-
 class OfUnitLength(torch.optim.SGD):
     def step(self, closure=None):
         for one in self.param_groups[0]["params"]:
@@ -83,12 +69,13 @@ class OfUnitLength(torch.optim.SGD):
 
 def refusals():
     made, x = ByTensor(model()), torch.randn(4, 5, requires_grad=True)
+    renormalizes = ByTensor(nn.Sequential(OrderedDict(table=nn.Embedding(4, 3, max_norm=0.1))))
     made(x).sum().backward()
     named = {
         "torch's clipping": message(nn.utils.clip_grad_norm_, made.parameters(), 1.0),
         "an optimizer that takes norms": message(OfUnitLength(made.parameters()).step),
-        "without dims": message(ByTensor, with_scalar()),
-        "changed in forward": message(ByTensor(Renormalizes()), torch.tensor([1, 2])),
+        "without dims": message(ByTensor, nn.ParameterDict({"scale": torch.tensor(1.0)})),
+        "changed in forward": message(renormalizes, torch.tensor([1, 2])),
     }
     loss = made(x).sum()
     with torch.no_grad():
