@@ -27,11 +27,6 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self._check(group)
         for parameter in group["params"]:
-            if getattr(parameter, "is_shard", False):
-                raise ValueError(
-                    f"{type(self).__name__} looks at whole tensors, and these are shards; use WholeTensorOptimizer, "
-                    'ShardedOptimizer(split="tensors"), or an optimizer that works by element'
-                )
             if not parameter.is_floating_point():
                 shape = list(parameter.shape)
                 raise ValueError(

@@ -40,6 +40,10 @@ def join(documents: Sequence[Tensor], context: int | None = None) -> PackedRow:
     inputs, targets = [document[:-1] for document in documents], [document[1:] for document in documents]
     row = [torch.cat(each) for each in (inputs, targets, [torch.arange(len(own)) for own in numbers], numbers)]
     missing = 0 if context is None else context - len(row[0])
+    if missing < 0:
+        raise ValueError(
+            f"{len(row[0])} inputs are more than the context, {context}; join fewer documents, or cut some"
+        )
     return PackedRow(*(pad(each, (0, missing), value=fill) for each, fill in zip(row, (0, -100, 0, -1), strict=True)))
 
 
@@ -70,13 +74,15 @@ class PackedDocuments(Dataset[PackedRow]):
     Error: a document's outputs are those of the document alone, up to the order of sums.
 
     Raises:
-        ValueError: a document is longer than the context.
+        ValueError: a document is longer than the context, or the files were opened with one.
 
     Source: Johnson et al. 1974 (best fit decreasing: at most 11/9 of the fewest rows, where these are many).
     """
 
     def __init__(self, documents: TokenFiles, context: int, *, in_order: bool = False) -> None:
         self._documents, self._context, sizes = documents, context, documents.lengths - 1
+        if documents.context is not None:
+            raise ValueError(f"the files' items are samples of {documents.context} tokens; open them without a context")
         if sizes.max() > context:
             text = f"document {sizes.argmax()} has {sizes.max()} inputs, and a row holds {context}"
             raise ValueError(f"{text}; cut it into documents of at most {context + 1} tokens, or use a larger context")

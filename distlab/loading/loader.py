@@ -47,7 +47,7 @@ class Loader(Iterator[Any]):
     Error: none: each sample is handed out once an epoch, in the batches of one process, over kills and resizes.
 
     Raises:
-        ValueError: fewer samples than ranks, a length missing, or, by `next`, ranks that disagree.
+        ValueError: fewer samples than ranks, a length missing or not above 0, or, by `next`, ranks that disagree.
         RuntimeError: by `next`, on every rank (on GPUs on that one): a worker died, or an item cannot be made.
     """
 
@@ -67,10 +67,11 @@ class Loader(Iterator[Any]):
         self._group, self._is_shared, self._is_balanced = group, self.world_size > 1, lengths is not None
         size: int = len(dataset)  # type: ignore[arg-type]
         self._lengths = np.asarray(np.ones(size) if lengths is None else lengths)
-        if not self.world_size <= batch_size <= size or len(self._lengths) != size:
-            text = f"{size} samples with {len(self._lengths)} lengths, {self.world_size} ranks, a batch of {batch_size}"
+        has_lengths = self._lengths.shape == (size,) and (self._lengths > 0).all()
+        if not has_lengths or not self.world_size <= batch_size <= size:
+            text = f"{size} samples with {self._lengths.size} lengths, {self.world_size} ranks, a batch of {batch_size}"
             raise ValueError(
-                f"{text}; pass a length for each sample, and a batch with at least one for each rank, at most all"
+                f"{text}; pass a length for each, above 0, and a batch with at least one for each rank, at most all"
             )
         self._facts: dict[str, Any] = {"samples": size, "seed": seed, "identity": getattr(dataset, "identity", "")}
         self._torch_loader = partial(DataLoader, dataset, num_workers=num_workers, collate_fn=collate_fn)

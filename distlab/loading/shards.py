@@ -36,8 +36,10 @@ def write_tokens(
         shard_tokens: of each file but the last.
 
     Raises:
-        ValueError: a document is too short or holds something else.
+        ValueError: a document is too short or holds something else, or a shard would hold no token.
     """
+    if shard_tokens < 1 or not 1 <= vocab_size <= 2**32:
+        raise ValueError(f"shard_tokens is {shard_tokens} and vocab_size {vocab_size}; pass 1 or more, at most 2**32")
     directory, kind = Path(directory), np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     directory.mkdir(parents=True)
     files, lengths, row, shard_bytes = list[Any](), list[int](), bytearray(), shard_tokens * kind.itemsize
@@ -76,14 +78,23 @@ class TokenFiles(Dataset[Tensor]):
         identity: the index's checksum: the same for the same tokens in the same shards.
 
     Raises:
-        ValueError: a file is cut short or longer, or there are too few tokens; FileNotFoundError: one is missing.
+        ValueError: a file is cut short or longer, also the index, or there are too few tokens; FileNotFoundError: one
+            is missing.
     """
 
     def __init__(self, directory: str | Path, context: int | None = None) -> None:
         self.directory, self.context = Path(directory), context
-        index = (self.directory / "index.json").read_bytes()
-        self.identity, facts = hashlib.sha256(index).hexdigest(), json.loads(index)
-        self.files = [(self.directory / name, size, digest) for name, size, digest in facts["files"]]
+        index = (path := self.directory / "index.json").read_bytes()
+        self.identity = hashlib.sha256(index).hexdigest()
+        try:
+            facts = json.loads(index)
+            self.files = [(self.directory / name, size, digest) for name, size, digest in facts["files"]]
+            itemsize, num_bytes = np.dtype(facts["dtype"]).itemsize, sum(size for _, size, _ in self.files)
+            is_whole = sum(facts["lengths"]) * itemsize == num_bytes
+        except (ValueError, TypeError, KeyError):  # half a file is no JSON
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"{str(path)!r} was cut short or changed; restore the file, or write the tokens again")
         for path, expected, _ in self.files:
             if (size := path.stat().st_size) != expected:
                 raise ValueError(f"{str(path)!r} has {size} bytes, the index says {expected}; restore the file")
@@ -91,9 +102,9 @@ class TokenFiles(Dataset[Tensor]):
         self._starts = np.cumsum([0, *map(len, self._shards)]).tolist()
         self.lengths, total = np.array(facts["lengths"]), self._starts[-1]
         starts: Any = np.cumsum(self.lengths) - self.lengths
-        self._items = starts if context is None else range(0, total - context, context)
+        self._items = starts if context is None else range(0, total - context if context > 0 else 0, context or 1)
         if not len(self._items):
-            raise ValueError(f"context is {context}, and {str(directory)!r} has {total} tokens; pass less")
+            raise ValueError(f"context is {context}, and {str(directory)!r} has {total} tokens; pass less, from 1 on")
 
     def __len__(self) -> int:
         return len(self._items)

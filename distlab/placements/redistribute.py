@@ -65,8 +65,8 @@ def redistribute(
     Error: exact where nothing is summed; sums are added in the order of the ranks, in the dtype of `local`.
 
     Raises:
-        ValueError: on every rank: on one of them `local` has not the shape that the layout gives it, or ranks want
-            different things.
+        ValueError: on every rank, the first time: on one of them `local` has not the shape that the layout gives it,
+            or ranks want different things. Later the recorder tells that their calls differ.
     """
     its = tuple(dist.group.WORLD if group is None else group for group in groups)
     _agree(tuple(local.shape), str(local.dtype), tuple(shape), tuple(before), tuple(after), its)

@@ -30,6 +30,15 @@ from typing import NamedTuple
 
 from distlab.placements.layout import Layout, Partial, Placement, Replicate, Shard, check_layout, local_shape
 
+NAMES = {  # of what changes one placement to the other
+    (Replicate, Shard): "slice",
+    (Replicate, Partial): "keep on first",
+    (Shard, Partial): "pad with zeros",
+    (Shard, Replicate): "all_gather",
+    (Partial, Shard): "reduce_scatter",
+    (Partial, Replicate): "all_reduce",
+    (Shard, Shard): "all_to_all",
+}
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -108,21 +117,7 @@ def moves_from(shape: Sequence[int], layout: Layout, mesh: Sequence[int], itemsi
                 continue
             after = (*layout[:axis], then, *later)
             elements = _elements_sent(shape, layout, after, mesh, axis)
-            yield Move(_collective(now, then), axis, layout, after, elements * itemsize)
-
-
-def _collective(now: Placement, then: Placement) -> str:
-    """Return what changes one placement to the other."""
-    names = {
-        (Replicate, Shard): "slice",
-        (Replicate, Partial): "keep on first",
-        (Shard, Partial): "pad with zeros",
-        (Shard, Replicate): "all_gather",
-        (Partial, Shard): "reduce_scatter",
-        (Partial, Replicate): "all_reduce",
-        (Shard, Shard): "all_to_all",
-    }
-    return names[type(now), type(then)]
+            yield Move(NAMES[type(now), type(then)], axis, layout, after, elements * itemsize)
 
 
 def _elements_sent(shape: Sequence[int], before: Layout, after: Layout, mesh: Sequence[int], axis: int) -> int:

@@ -141,7 +141,9 @@ def check_program(
                 raise ValueError(f"line {number}, {line!r}: nothing is named {name!r} yet; known are {list(layouts)}")
         try:
             if operation == "redistribute":
-                layouts[result] = layout_of(text.partition(",")[2])
+                before, layouts[result] = layouts[names[0]], layout_of(text.partition(",")[2])
+                if len(before) != len(layouts[result]):
+                    raise ValueError(f"{names[0]} is ({words(before)}); give one placement for each of its mesh axes")
             else:
                 layouts[result] = placement_of(operation, *(layouts[name] for name in names))
         except ValueError as error:

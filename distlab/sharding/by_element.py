@@ -39,6 +39,8 @@ def what_it_needs(optimizer: Optimizer, groups: Sequence[dict[str, Any]] = ()) -
         for shapes, num_steps in ((SMALL, 100), (LARGE, 3)):
             starts = [torch.linspace(-1.5, 2.0 + len(one), math.prod(one)).reshape(one) for one in shapes]
             needs.append(_tried(partial(_updated, optimizer, options, num_steps), starts))
+            if needs[-1] != "elements":
+                break  # a large one shows no more, and may take minutes, as a row of Shampoo's
     return max(needs, key=("elements", "tensors", "all").index)
 
 

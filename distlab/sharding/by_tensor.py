@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from distlab.blocks.clip import Gradient, clip_counted_
 from distlab.blocks.eight_bits import E4M3, agree_on_largest, from_eight, largest_of, scale_of, to_eight
 from distlab.blocks.modules.blocks import Choice
 from distlab.blocks.replicate import agree_on_build, broadcast_each
 from distlab.collectives import DirectGather, DirectScatter
 from distlab.sharding.checks import parameters_to_shard
+from distlab.sharding.cut_layers import CutLayers, clip_shards_
 from distlab.sharding.fsdp.hooks import put
+from distlab.sharding.fsdp.step import step_on_pieces
 from distlab.sharding.fsdp.wrapping import ROOT, UnitMembers, assign, automatic_units, chosen_units, dtype_of
-from distlab.sharding.part import as_part, plain
+from distlab.sharding.part import as_part
 
 
 class TensorUnit:
@@ -132,7 +133,7 @@ class ByTensor(nn.Module):
 
     Gradients are means over the ranks as soon as backward is over. All ranks run the same units in one order. A tensor
     that no rank used gets a gradient of zeros, if its unit was used. Nothing overlaps. The optimizer must work by
-    element: what takes a norm of a gradient is refused. `recompute_blocks(model.module)` comes after this, not before.
+    element: any other is refused at its first step. `recompute_blocks(model.module)` comes after this, not before.
 
     Args:
         module: the model; the values of the group's first rank are taken.
@@ -159,6 +160,7 @@ class ByTensor(nn.Module):
         eight_bits: bool = False,
     ) -> None:
         super().__init__()
+        step_on_pieces()
         named = parameters_to_shard(module, plain=True)
         names = automatic_units(module) if units is None else chosen_units(module, units)
         agree_on_build(named, group, units=units if units is None else names, eight_bits=eight_bits)
@@ -167,7 +169,7 @@ class ByTensor(nn.Module):
                 raise ValueError(f"{name} has no dims, so it has no rows to cut; give it the shape [1]")
         found = assign(module, names, automatic=units is None)
         broadcast_each([one.detach() for one in (*(one for _, one in named), *module.buffers())], group)
-        self.module, self.group = module, group
+        self.module, self.group, self.cut = module, group, CutLayers.of(module)
         self.units: list[TensorUnit] = []
         self._live: dict[int, tuple[TensorUnit, int]] = {}  # whole tensors in use, by where they lie
         self._again: tuple[TensorUnit, list[Tensor]] | None = None  # what backward has gathered last
@@ -236,11 +238,9 @@ class ByTensor(nn.Module):
     def clip_gradients_(self, max_norm: float, *, check_finite: bool = True) -> Tensor:
         """Clip the gradients by the norm of all ranks' parts; return it. Every rank calls this.
 
-        Cost: an all-reduce of 8 bytes.
+        Cost: an all-reduce of 8 bytes, and one over the tensor ranks of a cut model.
         """
-        named = [(name, part.grad) for name, part in self.named_parameters() if part.grad is not None]
-        found = [Gradient(name, plain(gradient), True) for name, gradient in named]
-        return clip_counted_(found, max_norm, (self.group,), check_finite=check_finite)
+        return clip_shards_(self.module.named_parameters(), max_norm, self.group, self.cut, check_finite=check_finite)
 
     def full_state(self) -> dict[str, Tensor]:
         """Return the module's whole state, by its own names; every rank calls this.
@@ -248,11 +248,8 @@ class ByTensor(nn.Module):
         Cost: an all-gather for each unit.
         """
         state = dict(self.module.state_dict())
-        whole = {
-            id(part): one
-            for unit in self.units
-            for part, one in zip(unit.parts, unit.gather(exactly=True), strict=True)
-        }
+        gathered = (zip(unit.parts, unit.gather(exactly=True), strict=True) for unit in self.units)
+        whole = {id(part): one for unit in gathered for part, one in unit}
         places = {name: id(part) for name, part in self.module.named_parameters(remove_duplicate=False)}
         return state | {name: whole[part] for name, part in places.items() if name in state}
 

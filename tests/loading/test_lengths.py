@@ -72,11 +72,13 @@ def test_packed_a_document_gets_what_it_gets_alone(tmp_path, in_order):
     assert attention_work([6, 12], 2).tolist() == [6 * 1.5, 12 * 2.0]
     text = "inputs, and a row holds 5; cut it into documents of at most 6 tokens, or use a larger context"
     assert text in message(PackedDocuments, documents, 5)
+    assert "open them without a context" in message(PackedDocuments, open_tokens(tmp_path / "new", 8), CONTEXT)
+    assert "10 inputs are more than the context, 9" in message(join, [torch.arange(6)] * 2, 9)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 40), st.booleans())
 def test_packing_loses_nothing_and_wastes_little(lengths, context, in_order):
-    documents = SimpleNamespace(lengths=np.array(lengths) + 1, identity="")
+    documents = SimpleNamespace(lengths=np.array(lengths) + 1, identity="", context=None)
     rows = PackedDocuments(documents, context, in_order=in_order).rows
     loads = [sum(lengths[i] for i in row) for row in rows]
     assert sorted(sum(rows, [])) == list(range(len(lengths)))

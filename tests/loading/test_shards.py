@@ -36,19 +36,21 @@ def test_what_was_written_is_read_wherever_it_was_cut(tmp_path_factory, document
     if len(row) <= context:
         assert "pass less" in message(TokenFiles, folder, context)
         return
+    assert "pass less, from 1 on" in message(TokenFiles, folder, 0)
     files = TokenFiles(folder, context)
     windows = row[: len(files) * context + 1].unfold(0, context + 1, context)
     assert torch.equal(torch.stack([files[i] for i in range(len(files))]), windows)
 
 
 def damage(folder, kind):
-    shard, index = folder / "tokens-00001.bin", folder / "index.json"
-    data = shard.read_bytes()
+    path = folder / ("index.json" if "index" in kind else "tokens-00001.bin")
+    data, short = path.read_bytes(), {"empty": b"", "other_index": b"[1]"}
+    short |= {"cut_short": data[:-3], "longer": data + b"\0", "half_an_index": data[: len(data) // 2]}
     if kind in ("missing", "no_index"):
-        (shard if kind == "missing" else index).unlink()
+        path.unlink()
     else:
-        short = {"cut_short": data[:-3], "empty": b"", "longer": data + b"\0"}
-        shard.write_bytes(short.get(kind, bytes([data[0] ^ 1]) + data[1:]))
+        short["shorter_in_index"] = data.replace(b"[100]", b"[99]")
+        path.write_bytes(short.get(kind, bytes([data[0] ^ 1]) + data[1:]))
 
 
 @pytest.mark.on_ranks(2)
@@ -89,4 +91,6 @@ def test_each_file_is_read_once_and_other_files_than_the_checkpoints_or_than_oth
 def test_what_cannot_be_written_is_refused_and_leaves_no_index(documents, text, tmp_path):
     assert text in message(write_tokens, tmp_path / "new", documents, vocab_size=10)
     assert "FileNotFoundError" in message(TokenFiles, tmp_path / "new", 1)
+    for options in ({"vocab_size": 3, "shard_tokens": 0}, {"vocab_size": 2**32 + 1}):  # files without end, wrong tokens
+        assert "pass 1 or more, at most 2**32" in message(write_tokens, tmp_path / "no", [[1, 2]], **options)
     assert "FileExistsError" in message(write_tokens, tmp_path / "new", [[1, 2]], vocab_size=10)

@@ -150,6 +150,9 @@ REFUSED = {
     "on axis 1: the local parts do not belong together; redistribute argument 1 from S(1) to S(0)": (
         *(placement_of, "matmul", layout_of("R, S(1)"), layout_of("R, S(1)")),
     ),
+    "x is (P, P); give one placement for each of its mesh axes": (
+        *(check_program, ["y = redistribute(x, R)"], {"x": layout_of("P, P")}, {}),
+    ),
     "add_bias of P, R": (placement_of, "add_bias", layout_of("P"), layout_of("R")),
 }
 

@@ -62,9 +62,10 @@ def late(self, parameter):
     return 1.0 if count < 30 else self.state[parameter]["average"].pow(2).mean()
 
 
+SIZES = []  # of the tensors that an optimizer was tried on
 SCALES = {  # by tensors; the last four late, for some tensors or at some steps
     "ByHand": lambda self, one: one.detach().pow(2).sum().sqrt(),
-    "ByRows": lambda self, one: len(one.shape),
+    "ByRows": lambda self, one: SIZES.append(one.numel()) or len(one.shape),
     "OfFilters": lambda self, one: 0.5 if one.dim() == 4 else 1.0,
     "OfLarge": lambda self, one: one.pow(2).mean() if one.numel() > 4096 else 1.0,
     "Skips": lambda self, one: (one.grad * self.state[one]["average"]).sum() > 0,
@@ -90,6 +91,7 @@ def test_what_an_optimizer_needs_is_found_by_trying_it():
         assert parameter.tolist() == parameter.grad.tolist() == [[1.0, 1.0]] * 3, "it is untouched"
         assert not any(state for state in optimizer.state.values() if float(state.get("step", 0)))
         assert schedule.last_epoch == 0
+    assert max(SIZES) == 12, "what a few numbers show is not tried on many: Shampoo makes a matrix of a row's length"
 
 
 def test_a_rate_of_zero_hides_nothing_and_what_cannot_be_tried_is_refused_with_the_reason():

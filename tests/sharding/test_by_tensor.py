@@ -1,15 +1,20 @@
 """ByTensor: rows as FSDP2's, one gather for all tensors of a unit, no gradient of frozen ones; what is refused."""
 
+import copy
+from collections import OrderedDict
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-from equal import calls_of
+from equal import calls_of, square
 from refused import message
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from distlab.large_batch import LAMB
-from distlab.sharding import ByTensor
+from distlab.sharding import ByTensor, WholeTensorOptimizer
+from distlab.tensor_parallel import parallelize_module
 
 WIDTHS = (5, 7, 2)  # nothing here is even on 3 ranks, and the last rank has no row of what has 2
 
@@ -42,29 +47,35 @@ def test_a_unit_sends_all_tensors_in_one_call_and_no_gradient_of_what_is_frozen(
     assert [p.shape for p in made.parameters()] == [p.to_local().shape for p in other.parameters()]
 
 
-def with_scalar():
-    made = model()
-    made.scale = nn.Parameter(torch.tensor(1.0))
-    return made
+@pytest.mark.on_ranks(4)
+def test_layers_that_tensor_ranks_cut_count_once_in_a_norm_and_are_updated_by_element():
+    (tensor, data), x = square(), torch.ones(3, 5).double()
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)).double()
+    cut = parallelize_module(copy.deepcopy(alone), {"0": "column", "1": "row"}, tensor, example=(x,))
+    made = ByTensor(cut, data)
+    for one in (alone, made):
+        one(x).sum().backward()
+    torch.testing.assert_close(made.clip_gradients_(1.0), nn.utils.clip_grad_norm_(alone.parameters(), 1.0))
+    said = message(WholeTensorOptimizer, made, partial(LAMB, lr=0.1))
+    assert "LAMB looks at whole tensors, and tensor parallelism has cut 0.weight" in said
 
 
-class Renormalizes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(4, 3, max_norm=0.1)
-
-    def forward(self, x):
-        return self.table(x)
+class OfUnitLength(torch.optim.SGD):
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            one.data.div_(one.data.norm())  # of a part, and no gradient's
 
 
 def refusals():
     made, x = ByTensor(model()), torch.randn(4, 5, requires_grad=True)
+    renormalizes = ByTensor(nn.Sequential(OrderedDict(table=nn.Embedding(4, 3, max_norm=0.1))))
     made(x).sum().backward()
     named = {
         "torch's clipping": message(nn.utils.clip_grad_norm_, made.parameters(), 1.0),
-        "an optimizer that takes norms": message(LAMB, made.parameters(), lr=1e-2),
-        "without dims": message(ByTensor, with_scalar()),
-        "changed in forward": message(ByTensor(Renormalizes()), torch.tensor([1, 2])),
+        "an optimizer that takes norms": message(OfUnitLength(made.parameters()).step),
+        "without dims": message(ByTensor, nn.ParameterDict({"scale": torch.tensor(1.0)})),
+        "changed in forward": message(renormalizes, torch.tensor([1, 2])),
     }
     loss = made(x).sum()
     with torch.no_grad():
@@ -74,7 +85,7 @@ def refusals():
 
 SAID = {
     "torch's clipping": "a norm of a shard or of its gradient is of this rank's part alone",
-    "an optimizer that takes norms": "LAMB looks at whole tensors, and these are shards; use WholeTensorOptimizer",
+    "an optimizer that takes norms": "OfUnitLength updates a part of a tensor in a different way than the whole",
     "without dims": "ValueError: scale has no dims, so it has no rows to cut; give it the shape [1]",
     "changed in forward": "table.weight was changed in its unit's forward",
     "changed before backward": "was changed between forward and backward",

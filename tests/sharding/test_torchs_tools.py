@@ -117,8 +117,8 @@ def tools_on_flat_shards():
         return value
 
     loss()
-    yield "LAMB looks at whole tensors, and these are shards", lambda: LAMB(shards, lr=0.1)
-    yield "LARS looks at whole tensors, and these are shards", lambda: LARS(shards, lr=0.1)
+    yield f"LAMB updates a part of a tensor in a different way than the whole. It takes {NORM}", LAMB(shards, 0.1).step
+    yield f"LARS updates a part of a tensor in a different way than the whole. It takes {NORM}", LARS(shards, 0.1).step
     yield DIMENSIONS, lambda: torch.optim.Muon(shards)  # it takes matrices only
     yield DIMENSIONS, lambda: [p for p in model.parameters() if p.dim() >= 2]
     yield "a norm of a shard or of its gradient is of this rank's part alone", lambda: shards[0].norm()

@@ -28,23 +28,25 @@ Optimizer = torch.optim.Optimizer
 
 @functools.cache  # one pair of hooks for all models, which stays: a different thread may free a model during a step
 def step_on_pieces() -> None:
-    """From now on, a step of an optimizer of shards updates their pieces.
+    """From now on, a step of an optimizer of flat shards updates their pieces.
 
     The step of one that does not work by element, has a group without parameters or takes a closure raises ValueError
-    on every rank, and a step before `synchronize()` RuntimeError. No shard has changed then.
+    on every rank, and a step before `synchronize()` RuntimeError. No shard has changed then. `ByTensor`'s parts of
+    tensors are no flat shards: of their optimizers only the first is asked.
     """
     taken: weakref.WeakKeyDictionary[Optimizer, list[list[Any]]] = weakref.WeakKeyDictionary()
     checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         after(optimizer)  # what a step that an error ended has left
-        shards = [one for group in optimizer.param_groups for one in group["params"] if isinstance(one, FlatShard)]
-        if not shards:
-            return
+        parts = [one for group in optimizer.param_groups for one in group["params"] if getattr(one, "is_shard", False)]
+        shards = [one for one in parts if isinstance(one, FlatShard)]
         refuse_early(shards)
-        if optimizer not in checked:
+        if parts and optimizer not in checked:
             _check(optimizer, shards)
             checked.add(optimizer)
+        if not shards:
+            return
         if any(callable(one) for one in (*args[1:], *kwargs.values())):
             raise ValueError(
                 f"rank {place_in(None)[0]}: step takes no closure on shards: call backward and synchronize() before it"
@@ -79,13 +81,14 @@ def _check(optimizer: Optimizer, shards: list[FlatShard]) -> None:
     """Refuse groups by name, which shards' names tell nothing of, and what does not work by element."""
     rank = f"rank {place_in(None)[0]}"
     empty = [number for number, group in enumerate(optimizer.param_groups) if not group["params"]]
-    if empty:
+    if empty and shards:
         raise ValueError(
             f"{rank}: group {empty[0]} of the optimizer has no parameters. By names or shapes all flat shards "
             "('shards.0') are in one group. Use ShardedOptimizer, whose groups are made of whole parameters; or groups "
             "of whole units, by model.units[i].name and .shard; or leave the empty group out"
         )
-    if what_it_needs(optimizer) != "elements":
+    cut = [group for group in optimizer.param_groups if any(getattr(one, "is_shard", False) for one in group["params"])]
+    if what_it_needs(optimizer, cut) != "elements":
         raise ValueError(
             f"{rank}: {type(optimizer).__name__} updates a part of a tensor in a different way than the whole. It "
             "takes a norm of a shard (Adafactor, LAMB and LARS take one), looks at its shape, or at all parameters "

@@ -23,7 +23,7 @@ from distlab.comm import agree
 from distlab.comm.p2p import started
 from distlab.plan.require import chosen
 from distlab.sharding.by_tensor import ByTensor
-from distlab.sharding.cut_layers import CutLayers, OwnPieces
+from distlab.sharding.cut_layers import OwnPieces
 from distlab.sharding.fsdp.fully_shard import FullyShard
 from distlab.sharding.fsdp.step import on_pieces, refuse_early
 from distlab.sharding.of_pieces import give_pieces, names_and_needs, owners_of
@@ -96,10 +96,9 @@ class WholeTensorOptimizer(SavedInShards):
         flat = model.units if isinstance(model, FullyShard) else []
         self._shards = [unit.shard for unit in flat if unit.shard.requires_grad]
         self._held = [*(held_by(model) if isinstance(model, FullyShard) else held_by_tensor(model))]
-        self._cut = model.cut if isinstance(model, FullyShard) else CutLayers({}, None)
         named = [(one.name, one.whole) for one in self._held]
         self.optimizer = make_optimizer(list(named))
-        names, needs = names_and_needs(self.optimizer, named, self.group, self._cut)
+        names, needs = names_and_needs(self.optimizer, named, self.group, model.cut)
         whole = [pair for pair in named if needs.get(pair[0]) == "tensors" and pair[1].numel()]
         self.owners = owners_of(self.optimizer, needs, whole, len(self._ranks))
         self._rounds = [*self._in_rounds()]
@@ -204,7 +203,7 @@ class WholeTensorOptimizer(SavedInShards):
             elif owner is not None and (owner == rank or self.by == "everywhere"):
                 pieces.append(OwnPiece(one.name, 0, 0, one.whole.numel(), one.whole, one.whole.detach()))
         tensors = {one.name: (tuple(one.whole.shape), one.whole.dtype) for one in self._held}
-        return OwnPieces(pieces, tensors, self._cut, self.group)
+        return OwnPieces(pieces, tensors, self.model.cut, self.group)
 
     def shard_state(self) -> dict[str, Any]:
         """Return this rank's shard, for a checkpoint beside `ShardedState(model)`: views, to save before the next step.
