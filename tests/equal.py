@@ -298,10 +298,10 @@ def assert_stages_equal(own, expected, name=""):
     return state
 
 
-def same_everywhere(vector):
+def same_everywhere(vector, group=None):
     """Whether all ranks hold the same numbers."""
-    gathered = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, vector)
+    gathered = [torch.empty_like(vector) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, vector, group=group)
     return all(torch.equal(one, gathered[0]) for one in gathered)
 
 

@@ -25,12 +25,12 @@ BLOCK = 32
 
 
 def to_eight(tensor: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Multiply by a scale and round to 8 bits; what is larger than the type's largest becomes that.
+    """Multiply by a scale and round to 8 bits; what is past the type's largest becomes that; infinities are NaN.
 
     Shapes: tensor [...], scale [] or [..., blocks]; as the tensor
     """
-    most = torch.finfo(dtype).max
-    return _by_block(tensor.float(), scale).clamp(-most, most).to(dtype)
+    most, tensor = torch.finfo(dtype).max, tensor.float()
+    return torch.where(tensor.isfinite(), _by_block(tensor, scale).clamp(-most, most), torch.nan).to(dtype)
 
 
 def from_eight(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

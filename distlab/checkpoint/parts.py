@@ -9,7 +9,7 @@ A sharded part can do more: shards of other ranks, cut anew, serve a different n
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -139,7 +139,7 @@ def refuse_shards(parts: Parts) -> None:
 
 def require_plain(value: Any, where: str = "") -> None:
     """Refuse what could be saved but not loaded: loading takes plain values and tensors, and never runs code."""
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict, Counter):  # a MultiStepLR counts
         for key, item in value.items():
             require_plain(key, f"a key of {where}")
             require_plain(item, f"{where}[{key!r}]" if where else str(key))

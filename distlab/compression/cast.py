@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.blocks.gradient_hook import GradientBucket, Pending
-from distlab.compression.feedback import FeedbackHook, members_not_finite, refuse_not_finite
+from distlab.compression.feedback import FeedbackHook, members_where, refuse_not_finite
 
 CAST_DTYPES = (torch.float16, torch.bfloat16)
 PART = 1 << 16  # elements
@@ -77,7 +77,7 @@ class _Casting:
             part.copy_(short)
             sums.append(part.sum(dtype=torch.float32))
         if not torch.stack(sums).isfinite().all():
-            refuse_not_finite(self.bucket, self.group, members_not_finite(self.own_sums, self.group))
+            refuse_not_finite(self.bucket, self.group, members_where(~self.own_sums.isfinite().all(), self.group))
 
 
 def _in_cache(vector: Tensor) -> tuple[Tensor, ...]:

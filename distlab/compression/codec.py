@@ -84,13 +84,10 @@ class QuantizeCodec(NamedTuple):
         return Quantized(lows, steps, packed, self.bits, size)
 
 
-class SignCodec(NamedTuple):
+class SignCodec:
     """One scale per block, then one sign bit per element."""
 
-    @property
-    def description(self) -> str:
-        """What ranks must agree on."""
-        return "sign"
+    description = "sign"
 
     def encode(self, vector: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> Tensor:
         """[E] -> [s blocks + ceil(E / 8)] uint8."""

@@ -134,11 +134,6 @@ def check_real(bucket: GradientBucket) -> None:
         )
 
 
-def members_not_finite(vector: Tensor, group: ProcessGroup | None) -> list[int]:
-    """Return the members of the group whose vectors hold NaN or inf; every rank calls this."""
-    return members_where(~vector.isfinite().all(), group)
-
-
 def members_where(flag: Tensor, group: ProcessGroup | None) -> list[int]:
     """Return the members of the group whose flag is true; every rank calls this.
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from distlab.blocks.flat import all_gather_single
 from distlab.blocks.gradient_hook import GradientBucket, Pending
 from distlab.compression.codec import Codec, QuantizeCodec, SignCodec, TopKCodec, average_, is_finite
-from distlab.compression.feedback import FeedbackHook, members_not_finite, refuse_not_finite
+from distlab.compression.feedback import FeedbackHook, members_where, refuse_not_finite
 from distlab.compression.sparse import random_indices
 from distlab.plan.compression import checked, num_kept
 from distlab.rng import generator
@@ -186,7 +186,7 @@ class _Reducing:
         """Remember what this rank did not send; leave the mean in the buffer."""
         self.work.wait()
         if not self.values.isfinite().all():
-            refuse_not_finite(self.bucket, self.group, members_not_finite(self.vector, self.group))
+            refuse_not_finite(self.bucket, self.group, members_where(~self.vector.isfinite().all(), self.group))
         memory = self.hook.memory_of(self.bucket)
         if memory is not None:
             memory.copy_(self.vector).index_fill_(0, self.indices, 0)

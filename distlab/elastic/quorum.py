@@ -81,7 +81,7 @@ def quorum(arrived: Mapping[int, Arrival], alive: Collection[int], last: Quorum)
     if not holders:
         raise RuntimeError(
             f"all replicas that held step {last.step} and later are gone ({', '.join(map(str, last.members))}); "
-            "start the run anew from a checkpoint"
+            "start the run anew from a checkpoint, if it is not over"
         )
     refused = tuple(number for number, one in living.items() if one.facts != living[holders[0]].facts)
     step = max(living[number].step for number in holders)

@@ -29,7 +29,7 @@ from distlab.blocks.clip import NotFiniteError
 from distlab.blocks.data import SampleOrder
 from distlab.blocks.flat import FlatBuffer, same_kind
 from distlab.blocks.replicate import every_parameter
-from distlab.checkpoint.parts import Parts, refuse_shards, shared_state, sums_of, take_up
+from distlab.checkpoint.parts import Parts, refuse_shards, require_plain, shared_state, sums_of, take_up
 from distlab.comm import Nodes, RankError, Ranks
 from distlab.comm.agree import all_gather_bytes
 from distlab.comm.checks import CPU, check_world_size
@@ -82,13 +82,15 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
 
     def __init__(self, seat: Seat, parts: Parts, *, work: Work, backend: str = CPU) -> None:
         refuse_shards(parts)
+        require_plain(shared_state(parts))  # a newcomer takes it
         self.seat, self.work, self.step, self.position = seat, work, 0, 0
         self.history: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         self._parts, self._backend = parts, backend
         modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         named = {p: name for module in modules for name, p in every_parameter(module) if p.requires_grad}
         self._flats = [(same, FlatBuffer(same)) for same in same_kind(named)]
-        facts = repr([work, sums_of(parts), [*named.values()]])
+        groups = [one.state_dict()["param_groups"] for one in parts.values() if isinstance(one, torch.optim.Optimizer)]
+        facts = repr([work, sums_of(parts), [*named.values()], groups])
         self._facts = hashlib.sha256(facts.encode()).hexdigest()
         self._order = SampleOrder(work.num_samples, work.seed)
         self._quorum, self._line = Quorum(-1, tuple(range(seat.num_replicas))), -1
@@ -205,7 +207,7 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
             if settled.refused and (me in settled.refused or settled.epoch == 0):
                 raise ValueError(
                     f"replica {settled.refused[0]} has a different model or different work than replica "
-                    f"{settled.giver} (weights, dtypes, samples, seed or rule); build the same in each replica"
+                    f"{settled.giver} (weights, dtypes, optimizer, samples, seed or rule); build the same in each"
                 )
             if me not in settled.takers:
                 if settled.step > self.step:  # the others have seen that all voted for this step
@@ -240,7 +242,13 @@ class Replicas(contextlib.AbstractContextManager["Replicas"]):
         if me in self._quorum.takers:
             saved = torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True)
             shared, self.step, self.position, self.history = saved
-            take_up(self._parts, {"parts": shared}, ())
+            try:
+                take_up(self._parts, {"parts": shared}, ())
+            except RuntimeError as error:  # of this replica's own: no call failed
+                who, why = self._quorum.giver, " ".join(str(error).split())
+                raise ValueError(
+                    f"replica {me} cannot take the state of replica {who}: {why}; build the same"
+                ) from error
             self._line, self._deal = self._quorum.epoch, ()
 
 

@@ -14,6 +14,7 @@ Symbols: n replicas, Psi bytes of parameters, H steps between two meetings of a 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ from distlab.blocks.gradient_hook import GradientBucket, GradientHook
 from distlab.blocks.gradients.flat_gradients import TimedWork
 from distlab.blocks.gradients.gradient_status import gather_reports
 from distlab.blocks.modules.moved import NotCopied
-from distlab.blocks.replicate import agree_on_build, broadcast_each, broadcast_flat, every_parameter
+from distlab.blocks.replicate import broadcast_each, broadcast_flat, every_parameter, parameter_facts
+from distlab.comm import agree
 from distlab.comm.agree import group_device
 from distlab.plan.require import require, require_count, require_least
 from distlab.trace import SpanWriter
@@ -180,7 +182,9 @@ class DiLoCo(NotCopied):
         self._named = [(name, one) for name, one in every_parameter(module) if one.requires_grad]
         options = {"every": every, "lr": lr, "momentum": momentum, "fragments": fragments, "delay": delay, "keep": keep}
         kinds = {"hook": type(hook).__name__, "inner": type(inner).__name__}
-        agree_on_build(every_parameter(module), group, **options, **kinds)
+        self._build = [parameter_facts(every_parameter(module)), options | kinds]
+        self._unused_hook = {} if hook is None else copy.deepcopy(hook.state_dict())
+        agree(self._build, group, what="parameters and options")
         require_count("DiLoCo", every=every, fragments=fragments)
         require_least("DiLoCo", lr=lr, momentum=momentum, delay=delay, keep=keep)
         fits = f"every is {every}: pass at most {every} fragments, and a delay below it"
@@ -255,11 +259,18 @@ class DiLoCo(NotCopied):
 
         All take the agreed values, momentum and step number of the rank that has come furthest. A rank that was behind
         in a fragment, or is new (built in a group of itself), takes parameters from there too; the others keep what
-        they have learned since. What was under way is dropped.
+        they have learned since. What was under way is dropped, and what a hook remembers: all begin it anew.
 
-        Cost: 2 Psi bytes broadcast, what does not train too if a rank is new; 8 bytes per fragment and rank gathered.
+        Cost: 2 Psi bytes broadcast, what does not train too if a rank is new; 8 bytes per fragment and rank gathered,
+            and 40 per rank.
+
+        Raises:
+            ValueError: on every rank: one was built differently.
         """
+        agree(self._build, group, what="parameters and options")
         self.group = group
+        if self.hook is not None:
+            self.hook.load_state_dict(self._unused_hook)
         mine = torch.tensor([self.num_steps, *(one.rounds for one in self.fragments)], device=group_device(group))
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(rows, mine, group=group)
@@ -273,8 +284,8 @@ class DiLoCo(NotCopied):
                 one.agreed.unpack(one.parameters)
             one.rounds = meetings
         if any(steps == 0 for steps, *_ in places):
-            frozen = [parameter for _, parameter in every_parameter(self.module) if not parameter.requires_grad]
-            rest = [*frozen, *self.module.buffers()]
+            trained = {parameter for _, parameter in self._named}
+            rest = [one for _, one in every_parameter(self.module) if one not in trained] + [*self.module.buffers()]
             sent = [tensor.clone() for tensor in rest]
             broadcast_each(sent, group, source=furthest)
             for tensor, values in zip(rest, sent, strict=True) if is_new else ():

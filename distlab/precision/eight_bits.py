@@ -55,7 +55,7 @@ class DelayedScale(nn.Module):
 
         Shapes: any -> []
         """
-        found, known = largest_of(tensor), self.history.max()
+        found, known = largest_of(tensor), torch.where(self.history.isfinite(), self.history, 0).max()
         self.history.copy_(torch.cat([self.history[1:], found[None]]))
         return scale_of(torch.where(known > 0, known, found), dtype)
 
@@ -80,7 +80,7 @@ class EightBitLinear(nn.Linear):
         flat = input.reshape(-1, self.in_features)
         made: Tensor = EightBitProduct.apply(flat, self.weight, self)  # type: ignore[no-untyped-call]
         rows = made.view(*input.shape[:-1], self.out_features)
-        return rows if self.bias is None else rows + self.bias
+        return rows if self.bias is None else rows + self.bias.to(rows.dtype)
 
     def rounded(self, operand: int, tensor: Tensor) -> Tensor:
         """Return an operand (0 input, 1 weight, 2 gradient) as 8 bits have it, with the sum along its last dim."""
@@ -106,7 +106,7 @@ class EightBitProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         """Round the gradient, and multiply with what forward had."""
-        x, weight = ctx.saved_tensors
+        gradient, x, weight = (one.to(ctx.saved_tensors[1].dtype) for one in (gradient, *ctx.saved_tensors))  # autocast
         if ctx.layer.scaling != "block":
             g = ctx.layer.rounded(2, gradient)
             return g @ weight, g.T @ x, None
@@ -124,7 +124,7 @@ def to_eight_bits(module: nn.Module, scaling: str = "tensor", *, keep: Iterable[
     """
     chosen("scaling", scaling, SCALINGS)
     for path, parent in [*module.named_modules()]:
-        for name, layer in [*parent.named_children()]:
+        for name, layer in [*parent._modules.items()]:  # a layer that is used twice comes twice
             if type(layer) is nn.Linear and f"{path}.{name}".removeprefix(".") not in keep:
                 setattr(parent, name, EightBitLinear(layer, scaling))
     return module
@@ -136,8 +136,8 @@ def agree_on_scales(module: nn.Module, group: ProcessGroup | None = None) -> Non
 
     Cost: one all-reduce of 12 bytes for each layer of delayed scaling.
     """
-    found = [one for one in module.modules() if isinstance(one, DelayedScale)]
+    found = {name: one.history for name, one in module.named_modules() if isinstance(one, DelayedScale)}
     if found:
-        newest = agree_on_largest(torch.stack([one.history[-1] for one in found]), group)
-        for one, value in zip(found, newest, strict=True):
-            one.history[-1] = value
+        newest = torch.cat(last := [history[-1:] for history in found.values()])
+        torch._foreach_zero_(last)  # should this step be skipped on all ranks
+        torch._foreach_copy_(last, agree_on_largest(newest, group, [*found]).split(1))

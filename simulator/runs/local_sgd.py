@@ -68,6 +68,8 @@ def local_sgd_round(
     alone = simulate(workload, cluster, inner or Plan(1))
     step_ns, size = to_ns(alone.duration_s), alone.plan.world_size
     ranks = range(0, num_replicas * size, size)
+    few = f"{num_replicas} replicas of {size} ranks do not fit into {cluster.name}, which has {cluster.num_devices}"
+    require(ranks.stop <= cluster.num_devices, f"{few}; pass fewer, or more devices")
     num_bytes = workload.gradient_bytes / fragments
     sent_ns = group_of(cluster, ranks).exchange_ns("all_reduce", num_bytes) if num_replicas > 1 else 0
     passes = [Work(memory_bytes=count * num_bytes) for count in (PASSES_BEFORE, PASSES_AFTER)]

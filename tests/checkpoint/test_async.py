@@ -41,7 +41,7 @@ def training(sharded, seed=0):
     torch.manual_seed(seed)
     model = FullyShard(Net()) if sharded else Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)
 
     def step(number):
         optimizer.zero_grad()

@@ -130,7 +130,7 @@ def train(directory, name, num_steps=6):
     rank = dist.get_rank()
     seed_rank(3, rank)
     made, noise = make(name, rank), generator(3, rank, "noise")
-    schedule = torch.optim.lr_scheduler.StepLR(made.scheduled, 4, 0.8)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(made.scheduled, [4], 0.8)
 
     def one_step(step):
         weight = 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand((), generator=noise).item()

@@ -5,7 +5,7 @@ A plan is a list of (moment, number, step): what happens once, to the replica wi
 - "step": it is killed when the step begins. "reduced", "voted": killed with the sum, and with the vote's result.
 - "forming", "formed": killed before and after it makes its part of a new group. "giving": when it gives its state.
 - "sum lost", "vote lost": it fails as if a connection broke when it has the result, and lives.
-- "stop": it is stopped for 1.8 s. "raise": it raises. "nan": its gradient is NaN.
+- "stop": it is stopped for 1.8 s. "raise": it raises. "nan": its gradient is NaN. "grow": its model gets a buffer.
 - "kill store": it kills the process that serves the store.
 - A number in place of a name: it is killed so many seconds after the step's begin.
 """
@@ -117,6 +117,8 @@ def train(
             loss_of(model, step.samples).backward()
             if trouble.is_due("nan"):
                 model[0].weight.grad[0, 0] = float("nan")
+            if trouble.is_due("grow"):
+                model.register_buffer("seen", torch.zeros(1))
             replicas.commit(update.step)
             times.append(time.monotonic())
     changes = [*replicas.history, (replicas.step, (), ())]

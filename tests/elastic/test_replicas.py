@@ -13,7 +13,7 @@ from replicas_job import GROWING, WORK, calls_of, in_words, told, train
 
 from distlab.comm import recorded, run
 from distlab.comm.launch.fork_client import fork_server
-from distlab.elastic import plain_average, replicas, run_replicas
+from distlab.elastic import Replicas, Seat, plain_average, replicas, run_replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore:replica")
 
@@ -128,13 +128,25 @@ def test_a_replica_that_comes_twice_is_refused_and_the_earlier_one_goes_on(tmp_p
     assert len(next(history for history in said.values() if isinstance(history, list))) == 15
 
 
-@pytest.mark.parametrize("different", [{"width": 17}, {"seed": 1}], ids=["shapes", "weights"])
+@pytest.mark.parametrize("different", [{"width": 17}, {"seed": 1}, {"optimizer": "sgd"}], ids=str)
 def test_a_replica_with_a_different_model_is_refused_on_every_replica_at_the_start(tmp_path, different):
     said = words_of(tmp_path, [], different=different)
     assert {*said.values()} == {
-        "ValueError: replica 1 has a different model or different work than replica 0 (weights, dtypes, samples, seed "
-        "or rule); build the same in each replica"
+        "ValueError: replica 1 has a different model or different work than replica 0 (weights, dtypes, "
+        "optimizer, samples, seed or rule); build the same in each"
     }
+
+
+def test_a_newcomer_whose_model_cannot_take_the_state_says_so_and_the_others_go_on(tmp_path):
+    with pytest.warns(UserWarning, match="replica 2 raised ValueError: .* cannot take the state of replica 0: .*seen"):
+        found = run_replicas(train, 3, args=(tmp_path, [("grow", 0, 2), ("grow", 1, 2), ("step", 2, 4)]), timeout_s=60)
+    assert {number: len(history) for number, (_, history, _) in found.items()} == {0: 15, 1: 15}
+
+
+def test_a_state_that_no_newcomer_could_take_is_refused_at_once():
+    odd = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "rule": print}], lr=0.1)
+    with pytest.raises(ValueError, match=r"optimizer\['param_groups'\]\[0\]\['rule'\] is a builtin_function"):
+        Replicas(Seat(0, 1, 0, "0.0"), {"optimizer": odd}, work=WORK)
 
 
 SERVE = """import time; from distlab.comm.rendezvous import loopback_store

@@ -12,7 +12,7 @@ from refused import message
 from distlab.blocks.data import rank_slice
 from distlab.blocks.replicate import broadcast_flat
 from distlab.checkpoint import load, save
-from distlab.compression import Quantize, RandomK
+from distlab.compression import PowerSGD, Quantize, RandomK
 from distlab.data_parallel import DataParallel, train_step
 from distlab.local_sgd import DiLoCo, PlainDiLoCo
 
@@ -170,7 +170,7 @@ def overflow(model, optimizer):
 
 @pytest.mark.on_ranks(2)
 def test_a_fault_of_one_rank_is_named_on_every_rank_and_the_agreed_values_stand():
-    for hook in (None, RandomK(0.3, 0), Quantize(8)):
+    for hook in (None, RandomK(0.3, 0), Quantize(8), PowerSGD(2)):
         for act, words in (
             (spoil, ["NotFiniteError", "step 2: 1 parameters are not finite (head.bias)", "(rank 1)", "learning rate"]),
             (overflow, ["NotFiniteError", "mean of the ranks' changes is not finite"]),
@@ -201,6 +201,8 @@ def test_what_cannot_be_is_refused_on_every_rank():
     for options, words in REFUSED:
         assert words in message(DiLoCo, model, adamw(model), **options)
     assert "every" in message(DiLoCo, model, adamw(model), every=3 + dist.get_rank())
+    alone = [dist.new_group([one]) for one in range(2)][dist.get_rank()]
+    assert "every" in message(DiLoCo(model, adamw(model), alone, every=3 + dist.get_rank()).regroup, None)
     frozen = net(0).requires_grad_(False)
     assert "nothing to agree on" in message(DiLoCo, frozen, adamw(model), every=2)
     assert "shard_state()" in message(copy.copy, DiLoCo(model, adamw(model), every=2))
@@ -237,11 +239,11 @@ def fresh():
     return DiLoCo(model, adamw(model), every=4, fragments=2, delay=3, hook=Quantize(8))
 
 
-def leave_and_come():
+def leave_and_come(hook):
     """Rank 3 of 4 leaves in a meeting whose end rank 0 alone has seen, and comes back as a new one."""
     rank, groups = dist.get_rank(), [dist.new_group([0, 1, 2]), *(dist.new_group([one]) for one in range(4))]
     model = net(0, rare=False)
-    optimizer = DiLoCo(model, adamw(model), every=3)
+    optimizer = DiLoCo(model, adamw(model), every=3, hook=copy.deepcopy(hook))
     train(model, optimizer, range(4), rank, 4)
     own = [one.detach().clone() for one in model.parameters()]
     if rank == 0:  # its meeting is over, and the others' failed
@@ -250,15 +252,15 @@ def leave_and_come():
         optimizer.fragments[0].rounds += 1
     if rank < 3:
         told = calls_of(partial(optimizer.regroup, groups[0]))
-        assert told == [("all_gather", 16), *[("broadcast", one.nbytes) for one in held_by(optimizer)]]
-        agreed = optimizer.fragments[0].agreed.buffer
-        assert same_everywhere_in(agreed, groups[0])
+        assert told[:2] == [("all_gather", 40), ("all_gather", 16)]
+        assert told[2:] == [("broadcast", one.nbytes) for one in held_by(optimizer)]
+        assert same_everywhere(optimizer.fragments[0].agreed.buffer, groups[0])
         kept = all(map(torch.equal, model.parameters(), own))
         assert kept == (rank == 0), "who was behind takes the agreed values"
         train(model, optimizer, range(4, 6), rank, 3)
     else:
         model = net(9, rare=False)
-        optimizer = DiLoCo(model, adamw(model), groups[4], every=3)
+        optimizer = DiLoCo(model, adamw(model), groups[4], every=3, hook=hook)
     optimizer.regroup(None)
     assert (optimizer.num_steps, optimizer.fragments[0].rounds) == (6, 3)
     train(model, optimizer, range(6, 9), rank, 4)
@@ -269,13 +271,8 @@ def held_by(optimizer):
     return [tensor for one in optimizer.fragments for tensor in (one.agreed.buffer, one.momentum)]
 
 
-def same_everywhere_in(tensor, group):
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, tensor, group=group)
-    return all(torch.equal(one, tensor) for one in gathered)
-
-
-def test_replicas_leave_and_come(ranks):
-    results = ranks(4).run(leave_and_come)
+@pytest.mark.parametrize("hook", [None, Quantize(4), RandomK(0.3), PowerSGD(2)], ids=lambda one: type(one).__name__)
+def test_replicas_leave_and_come(ranks, hook):
+    results = ranks(4).run(leave_and_come, hook)
     for found in results[1:]:
         assert all(map(torch.equal, found, results[0])), "a meeting makes them equal"

@@ -21,7 +21,7 @@ from distlab.blocks.eight_bits import (
     to_eight,
 )
 from distlab.blocks.models import GPT, GPTConfig
-from distlab.precision import DelayedScale, EightBitLinear, agree_on_scales, to_eight_bits
+from distlab.precision import DelayedScale, EightBitLinear, agree_on_scales, autocast, to_eight_bits
 from distlab.sharding import ByTensor
 
 
@@ -53,6 +53,9 @@ def test_what_a_type_has_comes_back_exactly_and_zeros_stay():
     assert torch.equal(cast(grid, E4M3, torch.tensor(1.0)), grid)
     blocks = torch.cat([grid, torch.zeros(70)])  # 3 blocks of zeros, the last one short
     assert torch.equal(cast(blocks, E4M3, block_scales(blocks, E4M3))[-70:], torch.zeros(70))
+    for bad in (math.nan, math.inf, -math.inf):
+        spoilt = torch.cat([blocks, torch.tensor([bad])])
+        assert all(cast(spoilt, E4M3, one)[-1].isnan() for one in (torch.tensor(1.0), block_scales(spoilt, E4M3)))
     assert block_scales(blocks, E4M3).log2().remainder(1).eq(0).all()
     for empty in (torch.zeros(3, 4), torch.zeros(0, 4)):
         assert cast(empty, E4M3, scale_of(largest_of(empty), E4M3)).eq(0).all()
@@ -83,12 +86,18 @@ def test_a_layer_multiplies_rounded_operands_forward_and_back(scaling):
     torch.testing.assert_close(x.grad.reshape(18, 40), to_x)
     torch.testing.assert_close(plain.weight.grad, to_w)
     assert 0 < (x.grad.reshape(18, 40) - g @ w).norm() / (g @ w).norm() < 0.1
+    plain.weight.grad = None
+    with autocast("bfloat16"):
+        made = layer(x)
+    made.backward(wanted_gradient.to(torch.bfloat16))
+    assert made.dtype == torch.bfloat16
+    assert (plain.weight.grad - to_w).norm() / to_w.norm() < 0.05
 
 
 def test_a_delayed_scale_is_of_earlier_steps_and_what_grows_saturates():
     scale = DelayedScale(length=2)
-    found = [float(448 / scale(torch.tensor([-value, 0.5]), E4M3)) for value in (2.0, 1.0, 8.0, 1.0, 1.0)]
-    assert found == pytest.approx([2.0, 2.0, 2.0, 8.0, 8.0])
+    found = [float(448 / scale(torch.tensor([-value, 0.5]), E4M3)) for value in (2, 1, 8, 1, 1, math.inf, 1)]
+    assert found == pytest.approx([2.0, 2.0, 2.0, 8.0, 8.0, 1.0, 1.0])
     layer = EightBitLinear(nn.Linear(4, 2), "delayed")
     layer(torch.ones(1, 4))
     assert torch.equal(layer.rounded(0, 10 * torch.ones(1, 4)), torch.ones(1, 4))
@@ -101,6 +110,8 @@ def test_a_model_is_converted_but_for_its_head():
     assert len(kinds) == 8
     assert set(kinds.values()) == {EightBitLinear}
     assert "tensor, delayed, block" in message(to_eight_bits, model, "row")
+    twice = nn.Sequential(*[nn.Linear(4, 4)] * 2)
+    assert [type(one) for one in to_eight_bits(twice)] == [EightBitLinear] * 2
 
 
 @pytest.mark.on_ranks(3)
@@ -110,8 +121,12 @@ def test_ranks_agree_on_scales_and_hear_of_nan():
     layers(torch.ones(2, 4) * (rank + 1)).sum().backward()
     told = calls_of(lambda: agree_on_scales(layers))
     assert told == [("all_reduce", 4 * 3 * 2)]
-    assert layers[0].scales[0].history[-1] == 3
-    assert same_everywhere(torch.stack([one.history for one in layers.modules() if isinstance(one, DelayedScale)]))
+    histories = [one.history for one in layers.modules() if isinstance(one, DelayedScale)]
+    assert histories[0][-1] == 3
+    assert same_everywhere(torch.stack(histories))
+    histories[1][-1] = math.inf if rank == 1 else rank
+    assert "infinite on some rank: 0.scales.1;" in message(agree_on_scales, layers)
+    assert same_everywhere(torch.stack(histories)), "also if the step is skipped"
     for bad in (math.nan, math.inf):
         text = message(agree_on_largest, torch.tensor([1.0, bad if rank == 1 else 2.0]), None, ["first", "second"])
         assert text.startswith(f"NotFiniteError: rank {rank}: NaN or infinite on some rank: second;"), text

@@ -50,6 +50,8 @@ def test_replicas_of_several_ranks_meet_across_nodes():
     assert one.inner_s == simulate(MODEL, nodes, inner).duration_s
     assert one.exposed_s == pytest.approx(all_reduce_s(MODEL.gradient_bytes, 2, nodes.inter_node), rel=1e-3)
     assert one.trace.ranks == tuple(range(16))
+    with pytest.raises(ValueError, match="3 replicas of 8 ranks do not fit into nodes, which has 16"):
+        local_sgd_round(MODEL, nodes, 3, every=10, inner=inner)
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"every": 4, "fragments": 5}, {"every": 4, "delay": 4}])

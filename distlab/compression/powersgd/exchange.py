@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distlab.blocks.clip import NotFiniteError
 from distlab.blocks.gradient_hook import GradientBucket
 from distlab.compression.feedback import members_where
 from distlab.compression.powersgd.factors import orthogonalize, unit_columns
@@ -65,7 +66,7 @@ class WholeExchange:
         """Look at the mean, which has come.
 
         Raises:
-            RuntimeError: on every rank: it is not finite.
+            NotFiniteError: on every rank: it is not finite.
         """
         if not is_finite(self.bucket.buffer):
             self.blame(self.finite)
@@ -81,12 +82,12 @@ class WholeExchange:
         """Finish: the bucket holds the mean.
 
         Raises:
-            RuntimeError: on every rank: a bucket of this step has gradients that are not finite.
+            NotFiniteError: on every rank: a bucket of this step has gradients that are not finite.
         """
         if not self.advanced:
             self.advance()
         if not self.advanced:
-            raise RuntimeError(
+            raise NotFiniteError(
                 f"rank {dist.get_rank(self.group)}: bucket {self.bucket.index} belongs to a step that failed; start it "
                 "again"
             )
@@ -107,7 +108,7 @@ class WholeExchange:
         is_sound = torch.tensor(finite, device=self.bucket.buffer.device)
         ranks = [str(rank) for rank in members_where(~is_sound, self.group)]
         found = f"NaN or infinite gradients on rank {', '.join(ranks)}" if ranks else "a sum too large for its dtype"
-        raise RuntimeError(
+        raise NotFiniteError(
             f"rank {dist.get_rank(self.group)}: {found} in bucket {self.bucket.index} at step {self.memory.steps}; "
             "skip the step or lower the learning rate (PowerSGD's memory is as it was before the step)"
         )
@@ -136,7 +137,7 @@ class LowRankExchange(WholeExchange):
         """Look at the first answer, which has come; a number that is not finite on any rank has reached it.
 
         Raises:
-            RuntimeError: on every rank: it is not finite.
+            NotFiniteError: on every rank: it is not finite.
         """
         if not is_finite(self.memory.first):
             self.blame(is_finite(self.bucket.buffer))
