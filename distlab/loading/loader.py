@@ -80,17 +80,14 @@ class Loader(Iterator[Any]):
     def batches(self) -> tuple[Iterator[Any], deque[float]]:
         """Return this rank's batches from the position on, which stays, and weights of those that were begun."""
         order, weights = SampleOrder(self._facts["samples"], self._facts["seed"]), deque[float]()
+        size, rank, n, lengths = self.batch_size, self.rank, self.world_size, self._lengths
+        is_balanced, positions, (start, stop) = self._is_balanced, count(self.position, size), rank_slice(size, rank, n)
 
-        def samples() -> Iterator[list[int]]:
-            start, stop = rank_slice(self.batch_size, self.rank, self.world_size)
-            weight = (stop - start) * self.world_size / self.batch_size
-            for position in count(self.position, self.batch_size):
-                batch = order.samples(position, position + self.batch_size)
-                own = batch[start:stop]
-                if self._is_balanced:
-                    own = batch[balance(self._lengths[batch], self.world_size)[self.rank]]
-                    weight = float(self._lengths[own].sum() * self.world_size / self._lengths[batch].sum())
-                weights.append(weight)
+        def samples() -> Iterator[list[int]]:  # without self: in a cycle with it, torch's workers would end 5 s late
+            for position in positions:
+                batch = order.samples(position, position + size)
+                own = batch[balance(lengths[batch], n)[rank]] if is_balanced else batch[start:stop]
+                weights.append(float(lengths[own].sum() * n / lengths[batch].sum()))
                 yield own.tolist()
 
         # A generator of its own: torch's draws from the process's, so that dropout would differ after a resume.

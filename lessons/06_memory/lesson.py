@@ -678,13 +678,13 @@ show_bars(shown, "%", "What 8 bits lose: much without a scale, and little with o
 # %% [markdown]
 # With a scale each number is wrong by up to 1/16, in the mean of squares by some 2.6 %<!--out-->: 8 bits have no more
 # digits. (Scales of blocks are powers of two, so they lose a little more.) Without a scale most of a small tensor is
-# gone. And an outlier must be *ten thousand* times as large as the rest before it takes digits from the others. These
-# are floating numbers, and between 448 and the smallest normal one lies a factor of 28,672. (With 8-bit *integers*, as
-# in lesson 5, an outlier of a hundred times is enough.)
+# gone. And an outlier must be *ten thousand* times as large as the rest before it takes digits from the others. In this
+# floating-point type a factor of 28,672 lies between 448 and the smallest normal number. (With 8-bit *integers*, as in
+# lesson 5, an outlier of a hundred times is enough.)
 #
 # Does a model learn with that? `to_eight_bits` replaces linear layers: inputs, weights and gradients of each of their
 # three products are rounded to 8 bits, and the product is summed in float32, as tensor cores do it. (On this CPU
-# the *values* are right. Speed is not to be had: 8-bit numbers are turned into float32 and multiplied.) Embeddings,
+# the *values* are right, and the speed is not: 8-bit numbers are turned into float32 and multiplied.) Embeddings,
 # norms and the head stay as they are, as in published recipes. Again the ranks divide the trainings between them. Say
 # by how much the loss of one scale per tensor will be above that of bfloat16.
 
@@ -720,7 +720,7 @@ for kind in SCALINGS:
 print(guess_8.compare(100 * (ends["tensor"] / ends["bfloat16"] - 1)))
 
 # %% [markdown]
-# The losses differ in the third digit, and in no order: so much for a small model that is young. In long trainings of
+# The losses differ in the fourth digit. That holds for a small model, early in its training. In long trainings of
 # large models outliers grow, and recipes differ in how they meet them: blocks (MX, and DeepSeek-V3's 128 numbers), some
 # layers kept in 16 bits, gradients too in e4m3fn. "delayed" takes the scale from the largest magnitude of the last 16
 # steps: it is known before the tensor is, which saves a pass over it. What grows past it becomes 448.

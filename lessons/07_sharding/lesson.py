@@ -981,7 +981,7 @@ for by in ("everywhere", "owners"):
     print(f"{by:13} state {max(state) / 1e6:.2f} MB, sent {sum(sent) / 4e6:.2f} MB; as one process: {gap < 1e-5}")
 
 # %% [markdown]
-# The losses are those of one process, and owners keep a quarter of the state each. Now the GPT of the question:
+# Losses are those of one process; owners keep a quarter of the state each. The question's GPT, now at 795 TFLOP/s:
 
 # %%
 from simulator.models.optimizers import with_optimizer

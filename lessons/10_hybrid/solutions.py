@@ -130,8 +130,8 @@ def redistribute_axis(local: Tensor, before: Placement, after: Placement, group:
 def missing_sum(program: list[tuple[str, ...]], layouts: dict[str, Placement]) -> tuple[int, str] | None:
     """Return the first line that takes a Partial for the whole, and the name to sum before it; None if there is none.
 
-    A line is (result, operation, names): ("y", "matmul", "x", "w"). Lines count from 0. `layouts` says how each input
-    lies on one axis. Operands are matrices. Nothing is wrong with a program but sums that are missing:
+    A line is (result, operation, names): ("y", "matmul", "x", "w"). Lines count from 0; of two names, the left one.
+    Operands are matrices; `layouts` says how each input lies on one axis. Nothing is wrong but sums that are missing:
 
     - "matmul": where columns of the left one and rows of the right one are cut, each rank has a summand. Else what is
       cut stays cut: rows of the left one, or columns of the right one.

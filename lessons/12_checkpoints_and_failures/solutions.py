@@ -164,7 +164,7 @@ def who_goes_on(
     that live; one may have died after it had asked. `last` is the quorum before: its `epoch` and its `members`.
 
     - The *holders* live, have asked, and come from `last.epoch`: they have the newest state.
-    - Wait (None) for a holder, for each member of `last` that lives and has not asked, and for `min_replicas` members.
+    - Return None until there is a holder, all living members of `last` have asked, and `min_replicas` can go on.
     - All go on from the step of the holder that is ahead: holders that are behind make that update themselves.
     - If a holder is inside that step, the holders finish it among themselves, where they are at least `min_replicas`.
       Else all that live and have asked go on, and those that are no holders take a holder's state.

@@ -356,7 +356,7 @@ show_bars(shown, "%", "The sick run waits for a rank that computes, not for the 
 # ## Data that arrives in time
 #
 # A rank takes b samples a step from a loader that makes r a second. Then no step is shorter than b / r, however fast
-# its GPU. Text is cheap to *read*: a token has 2 bytes, so 64 GPUs at 10,000 tokens a second read 1.3 MB/s. *Making*
+# its GPU. Text is cheap to *read*: a token has 2 bytes, and 64 GPUs, each at 10,000 a second, read 1.3 MB/s. *Making*
 # samples is what costs: a tokenizer, a decoder of images, a disk behind a network. So make tokens once, before
 # training. The next cell writes Python's documentation as *shards*: files of tokens, and an index with their sizes and
 # checksums. (A token is a byte here, a document a paragraph of at most 1,025 bytes.)
@@ -459,8 +459,8 @@ for count, rate in rates.items():
     print(f"num_workers={count}: {rate.samples_per_s:4.0f} samples/s ({rate.low:.0f} to {rate.high:.0f})")
 
 # %% [markdown]
-# One worker makes no more than none: it needs 10 ms as well. But it works *while* the rank computes. A step takes 8
-# samples and computes for 50 ms. How long is it with one worker, once what was made ahead is used up?
+# (Two workers' batches come in pairs: hence the wide range.) One worker makes no more than none, but it works *while*
+# the rank computes. A step takes 8 samples and computes for 50 ms. How long is it, once what was made ahead is used up?
 
 # %%
 guess_3 = predict("How long is a step with one worker?", unit="ms")

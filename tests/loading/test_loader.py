@@ -6,6 +6,7 @@ import re
 import signal
 import time
 import tomllib
+import weakref
 from collections import Counter
 from functools import partial
 from itertools import chain, islice
@@ -107,6 +108,14 @@ def test_the_plain_loader_has_the_same_samples_as_a_file_without_shards(tmp_path
     again = PlainLoader(path, 8, 12)
     again.position = plain[0].position
     assert torch.equal(next(again), torch.cat([next(loader) for loader in plain]))
+
+
+def test_a_loader_is_in_no_cycle_since_collected_later_its_workers_would_end_5_s_late():
+    loader = Loader(torch.arange(200), 10, num_workers=1)
+    next(loader)
+    seen = weakref.ref(loader)
+    del loader
+    assert seen() is None
 
 
 class Items(list):

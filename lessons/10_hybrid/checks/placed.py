@@ -110,6 +110,7 @@ _TO_ALL = (
     "dist.all_to_all_single(arrived, leaving, group=group)\n"
 )
 _ARRIVED, _OWN = "return torch.cat(arrived.chunk(n), before.dim)", "local.chunk(n, after.dim)[rank]"
+_SEND = "dist.scatter(own, pieces if rank == 0 else None, group=group, group_src=0)\nreturn own"
 _SUM = "total = local.clone()\ndist.all_reduce(total, group=group)\nreturn total"
 
 WRONG_REDISTRIBUTE = (
@@ -147,6 +148,12 @@ WRONG_REDISTRIBUTE = (
         "R -> S(d) sums: copies are no summands, and the part is here already",
         2,
     ).edit(f"return {_OWN}", f"{_PIECES}{_SCATTER}"),
+    Mutant(
+        "sent to each",
+        "sent to each",
+        "R -> S(d) by a scatter, or by a broadcast: nothing needs to be sent, each rank cuts its part of what it has",
+        2,
+    ).edit(f"return {_OWN}", f"{_PIECES}own = pieces[rank].clone()\n{_SEND}"),
     Mutant(
         "a mean", "summands averaged", "a Partial is the sum over the ranks, not the mean: do not divide", 2, 9
     ).edit("return total", "return total / n"),

@@ -32,8 +32,8 @@ SITUATIONS = {
 }
 
 
-def _use(fn: Callable[..., Any], *situation: Any) -> Any:
-    found = fn(*situation)
+def _use(fn: Callable[..., Any], arrived: Any, alive: set[int], last: Quorum, min_replicas: int) -> Any:
+    found = fn(arrived, alive, last, min_replicas)
     if not isinstance(found, tuple | list) or len(found) != 3:
         return found
     members, takers, step = found
@@ -113,6 +113,9 @@ WRONG_QUORUM = (
     Mutant(
         "all take", "all take", "holders take a state, too; only those take one that do not hold the newest", 1
     ).edit("[number for number in members if number not in holders]", "[*members]"),
+    Mutant("behind takes", "behind takes", "one that is behind takes no state: it makes that update itself", 1).edit(
+        "if number not in holders]", "if number not in holders or arrived[number].step < step]"
+    ),
     Mutant("nobody has it", "no holder", "nobody that lives has the newest state: wait for one", 1)
     .edit("not holders or ", "")
     .edit(

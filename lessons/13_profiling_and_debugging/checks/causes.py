@@ -68,7 +68,7 @@ WRONG_LIMIT = (
     Mutant("mean sync", "mean sync", "the mean of sync has the waiting of all others in it", 1).edit(
         _WIRE, '"wire": sum(rank["sync"][0][1] - rank["sync"][0][0] for rank in ranks) / len(ranks)'
     ),
-    Mutant("rank 0", "rank 0", "rank 0 may wait: look at the rank that comes last", 1).edit(_LAST, "ranks[0]"),
+    Mutant("rank 0", "rank 0", "it waits: look at the rank whose sync begins last", 1).edit(_LAST, "ranks[0]"),
     Mutant("slowest loader", "longest load", "the rank that loads longest may come early", 1).edit(
         _LOADER, 'max(covered(rank["load"]) for rank in ranks)'
     ),

@@ -69,7 +69,7 @@ WRONG_RESUME = (
         "(ends[-1] - 1) // context", "ends[-1] // context"
     ),
     Mutant("samples of each file", "cut at files", "a sample may end in the next file: one long row", 1)
-    .edit("list(accumulate(files))", "list(accumulate(files := [tokens // context * context for tokens in files]))")
+    .edit("list(accumulate(files))", "list(accumulate(files := [max(0, t - 1) // context * context for t in files]))")
     .edit("(ends[-1] - 1)", "ends[-1]"),
     Mutant("past the end", "past the end", "the last step takes what is left", 1)
     .edit("min(batch, (ends[-1] - 1) // context - position)", "batch")
@@ -117,9 +117,9 @@ def use_balance(fn: Callable[..., Any], lengths: list[int], n: int, same_count: 
         max(lengths or [0]),
     )
     if same_count:
-        most, words = min(tokens) + longest - min(lengths or [0]), "longest less shortest apart"
+        most, words = min(tokens) + longest - min(lengths or [0]), "apart by at most the longest less the shortest"
     else:
-        most, words = max(sum(lengths) / n, longest) * 4 / 3, "within 4/3 of the best"
+        most, words = max(sum(lengths) / n, longest) * 4 / 3, "at most 4/3 of the best"
     return found | {"tokens of the ranks": words if tokens[0] <= most else tokens}
 
 
