@@ -159,7 +159,8 @@ def _name(multiples: Tensor, wanted: Tensor, what: str, rank: int | None) -> Fau
         often = {round(ratios[r] / base) for r in counted}
         words = "twice" if often == {2} else f"{max(often)} times"
         return Fault("counted twice", f"{what} holds {_whose(counted)} {words}{scale}")
-    texts = [apart(float(got), float(want), digits=4) for got, want in zip(multiples, wanted, strict=True)]
+    exact = zip(multiples.round(decimals=5).tolist(), wanted.round(decimals=5).tolist(), strict=True)
+    texts = [apart(got + 0.0, want + 0.0, digits=4) for got, want in exact]  # + 0.0: no -0
     listed = ", ".join(f"rank {r}'s tensor {got} times" for r, (got, _) in enumerate(texts))
     return Fault("wrong weights", f"{what} holds {listed}; expected {', '.join(want for _, want in texts)}")
 

@@ -275,7 +275,7 @@ def said(value: Any) -> str:
         return "{" + ", ".join(f"{key!r}: {said(item)}" for key, item in list(value.items())[:5]) + "}"
     if isinstance(value, dist.ProcessGroup):
         return f"the group of ranks {dist.get_process_group_ranks(value)}"
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int | str | set):
         return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         chosen = [item.name for item in dataclasses.fields(value) if getattr(value, item.name) != item.default]
