@@ -5,26 +5,16 @@ import hashlib
 import io
 import json
 import os
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
 from distlab.comm import Ranks
 from distlab.comm.launch.fork_client import preload
 from distlab.comm.launch.ranks import _run_here
 
-QUICK = {
-    "01": "--sizes 8,4096,262144 --rounds 2 --repeats 1 --laps 3",
-    "02": "--sizes 4096,65536 --blocks 1",
-    "03": "--steps 1 --hidden 16 --layers 1 --bucket-bytes 4000",
-    "04": "--batch 64 --epochs 1",
-    "05": "--updates 5 --hidden 8 --samples 2",
-    "06": "--updates 5 --hidden 8 --samples 4 --layers 2 --context 16",
-    "07": "--updates 3 --hidden 16 --layers 2 --width 24 --units 2",
-    "08": "--updates 3 --hidden 24 --heads 12 --layers 4 --context 24",
-    "09": "--updates 3 --hidden 16 --layers 6 --microbatches 4",
-    "10": "--updates 3",
-    "11": "--updates 3 --length 48",
-    "14": "--updates 6 --away-s 0",
-}
+KEPT = tomllib.loads(Path(__file__).with_name("labs.toml").read_text())
+QUICK, FACTS = KEPT["quick"], KEPT["facts"]
 LIMIT_S = 110
 KERNEL_S, FLOPS_PER_S = 20e-6, 1e10  # of a machine that no time is taken of
 

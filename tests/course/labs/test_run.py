@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab_on_ranks import LIMIT_S, QUICK, Ended, facts
+from lab_on_ranks import FACTS, LIMIT_S, QUICK, Ended, facts
 
 from distlab.cli import main
 from distlab.cli.course import find_lab
@@ -35,24 +35,6 @@ def written(tmp_path: Path, text: str) -> str:
     path = tmp_path / "mine.py"
     path.write_text("import os, sys, time\nimport torch\nimport torch.distributed as dist\n\n" + text)
     return str(path)
-
-
-FACTS = {
-    "01": {"token after 3 laps": 9},
-    "02": {"ring: most bytes sent by a rank, of 6,720": 6720 * 2 * 2 // 3},
-    "03": {
-        "flat: all-reduces a step": 1,
-        "DataParallel: equal to one process after 10 updates": True,
-        "DataParallel: all-reduces a step": 1,  # the flag
-    },
-    "05": {  # of 3,192 elements of 4 bytes
-        "whole: bytes sent per rank in an update": 12_768,
-        "top-k: bytes sent per rank in an update": 31 * (4 + 4),
-        "signs: bytes sent per rank in an update": 3192 // 8 + 4,
-    },
-    "06": {"7B: bytes of states, mixed precision and Adam": 112_000_000_000},
-    "14": {"your work: once per node": 1, "your rendezvous: world size": 1},
-}
 
 
 @pytest.mark.parametrize(("number", "num_ranks"), CASES)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import nbformat
 import pytest
+from lab_on_ranks import KEPT
 
 from distlab.cli.course import find_lab, load_settings, read_flags
 from distlab.course.grading import load_lesson
@@ -49,21 +50,8 @@ def test_every_type_is_read():
     assert what_is_run(Settings()) != what_is_run(Settings(rate=0.25)), "of what changes a number"
 
 
-MISTAKES = [
-    ("--sizes 8,x", "is not a size such as 65536, 64KiB or 1MB"),
-    ("--sizes 8,1.5XB", "is not a size such as 65536, 64KiB or 1MB"),
-    ("--sizes 0,8", "cannot be used; pass 1 or more"),
-    ("--sizes 8", "--sizes has 1 sizes; pass two or more"),
-    ("--rate nan", "nan cannot be used; pass 0 to 1"),
-    ("--kind two", "invalid choice: 'two'"),
-    ("--limit-s 0", "0 cannot be used; pass 1 to 1000000"),
-    ("--frob 3", "unrecognized arguments: --frob 3"),
-    ("--rat 1", "unrecognized arguments: --rat 1"),
-]
-
-
 def test_a_mistake_is_one_line_and_exit_status_2_and_the_help_is_the_docstring(capsys):
-    for line, message in MISTAKES:
+    for line, message in KEPT["mistakes"].items():
         with pytest.raises(SystemExit) as left:
             parse(Settings, line.split(), "lab 03")
         told = capsys.readouterr().err
