@@ -215,14 +215,19 @@ def sum_and_divide(parameters: list[nn.Parameter], groups: Sequence[ProcessGroup
 
     Cost: per dtype and group one all-reduce of the parameters' elements, and of one flag per parameter.
     """
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    if not groups:  # nothing travels, and nothing is copied
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        return
     for same in same_kind(parameters):
         flat = torch.cat(
             [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in same]
             + [same[0].new_tensor([float(p.grad is not None) for p in same])]
         )
         for group in groups:
-            if dist.get_world_size(group) > 1:
-                all_reduce_in_float32(flat, group)
+            all_reduce_in_float32(flat, group)
         *parts, present = flat.split([*(p.numel() for p in same), len(same)])
         for parameter, part, ranks in zip(same, parts, present.tolist(), strict=True):
             if ranks:
