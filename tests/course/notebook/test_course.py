@@ -30,7 +30,7 @@ def lessons(tmp_path):
 
 
 def test_what_is_passed_and_what_is_to_come(lessons):
-    progress = {"01.a": Entry(1, "2026-01-01", "2026-01-01"), "01.b": Entry(3), "09.z": Entry(1, "2026-01-01")}
+    progress = {"01.a": Entry(1, "2026-01-01"), "01.b": Entry(3), "09.z": Entry(1, "2026-01-01")}
     first, second = rows(lessons, progress)
     assert (first.title, first.minutes, first.passed, first.progress) == ("First", 45, 1, "1 of 3")
     assert (second.title, second.ready, second.progress) == ("Second one", False, "to come")
@@ -44,7 +44,7 @@ def test_what_is_passed_and_what_is_to_come(lessons):
 
 def test_the_command_line_reads_progress_from_the_work_folder(lessons, tmp_path):
     assert "0 of 3 exercises passed" in str(course_map(lessons, tmp_path / "none"))
-    entry = asdict(Entry(1, "x", "x"))
+    entry = asdict(Entry(1, "x"))
     assert "1 of 3 exercises passed" in str(course_map(lessons, work_with(tmp_path, {"01.c": entry})))
     entry |= {"first_passed": "", "solution_seen": "x"}
     assert "0 of 3; solution seen: 01.c" in str(course_map(lessons, work_with(tmp_path, {"01.c": entry})))
@@ -61,7 +61,7 @@ ROWS = [
     CourseRow("01", "01_first", "First <steps>", "go", ready=True, exercises=("01.a", "01.b"), passed=1),
     CourseRow("02", "02_second", "Second", "go on", ready=True, exercises=("02.a",)),
 ]
-PASSED = Entry(3, "2026-01-02T03:04:05+00:00", "2026-01-02T03:04:05+00:00", ("8 bytes < 9", "2 steps"), 1.0, 2, 1)
+PASSED = Entry(3, "2026-01-02T03:04:05+00:00", ("8 bytes < 9", "2 steps"), failed=2, hints=1)
 
 
 def work_with(tmp_path, entries):
@@ -90,7 +90,7 @@ def test_the_page_is_written_anew_by_the_command_and_by_start_and_nothing_outsid
     work = work_with(tmp_path, {})
     assert f'href="{PAGE}"' in progress_page()._repr_html_()
     before = (work / PAGE).read_text()
-    work_with(tmp_path, {"01.shift": asdict(Entry(1, "2026-01-02", "2026-01-02"))})
+    work_with(tmp_path, {"01.shift": asdict(Entry(1, "2026-01-02"))})
     assert main(["lesson", "page", "--work", str(work)]) == 0
     assert PAGE in capsys.readouterr().out
     assert "01.shift" not in before
