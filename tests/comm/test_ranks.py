@@ -45,22 +45,27 @@ def test_every_rank_takes_part_and_records_are_those_of_the_last_run(ranks):
     assert pool.records().ops(1) == ("all_reduce",)
 
 
-def test_a_second_call_meanwhile_is_refused_and_an_interrupt_ends_the_first():
+def test_a_second_call_meanwhile_is_refused_and_an_interrupt_ends_the_first(tmp_path):
     said = []
 
+    def sleep():
+        (tmp_path / str(dist.get_rank())).touch()
+        time.sleep(60)
+
     def meanwhile():
+        while len(list(tmp_path.iterdir())) < 2:  # both ranks are in the call
+            time.sleep(0.02)
         with pytest.raises(RuntimeError, match="busy with a different call"):
             pool.run(os.getpid)
         said.append("refused")
         pool.interrupt()
 
     with Ranks(2) as pool:
-        pool.run(int)  # they are up before the timer runs
-        timer = threading.Timer(0.5, meanwhile)
-        timer.start()
+        other = threading.Thread(target=meanwhile, daemon=True)
+        other.start()
         with pytest.raises(RankError, match="the call was interrupted") as caught:
-            pool.run(time.sleep, 60)
-        timer.join()
+            pool.run(sleep)
+        other.join()
         assert said == ["refused"]
         assert "rank 1 stands here" in str(caught.value)
         assert pool.run(dist.get_rank) == [0, 1]
