@@ -102,7 +102,7 @@ class TokenFiles(Dataset[Tensor]):
         self._starts = np.cumsum([0, *map(len, self._shards)]).tolist()
         self.lengths, total = np.array(facts["lengths"]), self._starts[-1]
         starts: Any = np.cumsum(self.lengths) - self.lengths
-        self._items = starts if context is None else range(0, total - context if context > 0 else 0, context or 1)
+        self._items = starts if context is None else range(0, total - context, context) if context > 0 else ()
         if not len(self._items):
             raise ValueError(f"context is {context}, and {str(directory)!r} has {total} tokens; pass less, from 1 on")
 

@@ -20,8 +20,8 @@ all take gloo (`distlab.comm.groups.init_group`).
 
 Read `arena` (the memory, and how ranks come to map it) and `meeting` (steps). Then `collectives`
 (and how values are combined), `messages` (sends and receives), `work` (what a call returns, and what runs where) and
-`group` (what torch sees). `forms` takes the options of a call in all ways that torch knows and shows calls to its
-profiler and modes, `dense` takes tensors as blocks of bytes, `futex` talks to the kernel.
+`group` (what torch sees). `forms` takes the options of a call in all ways that torch knows, and shows calls to its
+profiler and modes. `dense` takes tensors as blocks of bytes, `futex` talks to the kernel.
 """
 
 from __future__ import annotations

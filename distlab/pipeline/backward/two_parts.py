@@ -172,7 +172,7 @@ class SplitBackward:
         return True
 
 
-prepare_split = SplitBackward
+prepare_split = SplitBackward  # by the name of what it does to a module
 
 
 def full_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
