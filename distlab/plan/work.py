@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,7 +214,7 @@ def kinds_of(layers: Sequence[Layer]) -> tuple[int, ...]:
     by_values: dict[tuple[object, ...], int] = {}
     found = []
     for layer in layers:
-        values = tuple([getattr(layer, name) for name in _BUT_NAME])
+        values = _but_name(vars(layer))
         parts = tuple(map(id, values))
         if parts not in by_parts:
             by_parts[parts] = by_values.setdefault(values, len(by_values))
@@ -221,4 +222,4 @@ def kinds_of(layers: Sequence[Layer]) -> tuple[int, ...]:
     return tuple(found)
 
 
-_BUT_NAME = tuple(field.name for field in fields(Layer) if field.name != "name")
+_but_name = itemgetter(*(field.name for field in fields(Layer) if field.name != "name"))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
+from distlab.plan.require import changed
 from simulator.models.parts import (
     PASSES,
     Mixture,
@@ -58,7 +59,7 @@ def gpt_workload(
     if h % num_heads:
         raise ValueError(f"GPT: {num_heads} heads do not divide hidden_size {h}; use a divisor of {h}")
     block = _block(h, s, batch, num_heads)
-    blocks = tuple(replace(block, name=f"block {index}") for index in range(num_layers))
+    blocks = tuple(changed(block, name=f"block {index}") for index in range(num_layers))
     layers = (_embedding(h, s, batch, vocab_size), *blocks, head_layer((batch * s, vocab_size, h), None))
     return trained_by_adam(_name(layers), layers, batch, bytes_per_parameter)
 
@@ -79,7 +80,7 @@ def mix_experts(workload: Workload, num_experts: int, *, top_k: int = 1) -> Work
     if not found or first != replace(_block(h, found.num_positions, batch, found.num_heads), name=first.name):
         raise ValueError(f"{workload.name} has no feed-forward part to replace; pass a workload of gpt_workload")
     block = _block(h, found.num_positions, batch, found.num_heads, Mixture(num_experts, top_k))
-    blocks = [replace(block, name=each.name) for each in (first, *rest[:-1])]
+    blocks = [changed(block, name=each.name) for each in (first, *rest[:-1])]
     return _with_layers(workload, (embedding, *blocks, rest[-1]))
 
 

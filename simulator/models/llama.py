@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from distlab.plan import Attention, Layer, Product, Region, Work, Workload
+from distlab.plan.require import changed
 from simulator.models.parts import (
     PASSES,
     Mixture,
@@ -148,7 +149,7 @@ def llama_workload(
     require_sizes("Llama", sequence_length=sequence_length, microbatch_size=microbatch_size)
     kinds = [_kind(sizes, layer) for layer in range(sizes.num_layers)]
     made = {kind: _make(sizes, sequence_length, microbatch_size, kind) for kind in dict.fromkeys(kinds)}
-    blocks = tuple(replace(made[kind], name=f"block {index}") for index, kind in enumerate(kinds))
+    blocks = tuple(changed(made[kind], name=f"block {index}") for index, kind in enumerate(kinds))
     tokens = sequence_length * microbatch_size
     width, vocabulary = sizes.hidden_size, sizes.vocab_size
     head = head_layer(

@@ -14,6 +14,7 @@ from numbers import Integral
 from typing import Any
 
 from distlab.plan import Experts, Layer, Product, Region, Work, Workload
+from distlab.plan.require import changed
 
 PASSES = ("forward", "input_gradient", "weight_gradient")
 ADAM_BYTES = 28  # read gradient, parameter and two moments in fp32, write all but the gradient
@@ -146,7 +147,7 @@ def change_layers(workload: Workload, change: Callable[[Layer], Layer | None]) -
     kinds = dict(zip(workload.kinds, workload.layers, strict=True))  # one of those that differ in their name alone
     made = {kind: new for kind, layer in kinds.items() if (new := change(layer)) is not None}
     return tuple(
-        replace(made[kind], name=layer.name) if kind in made else layer
+        changed(made[kind], name=layer.name) if kind in made else layer
         for kind, layer in zip(workload.kinds, workload.layers, strict=True)
     )
 
