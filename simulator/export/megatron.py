@@ -6,7 +6,9 @@ Source: megatron/training/arguments.py of NVIDIA/Megatron-LM at commit 000c4ac24
 from __future__ import annotations
 
 from simulator.export.parts import Exported, Options, notes, order_is_usual, refuse, types_of
+from simulator.hardware.presets import given
 from simulator.models.by_name import ALIBI, GPT, LLAMA
+from simulator.models.description import ModelDescription
 from simulator.models.llama import LlamaSizes
 from simulator.models.parts import tokens_of
 from simulator.plan_file import PlanFile
@@ -20,6 +22,11 @@ FORMATS = {
 }
 CONTEXT_KINDS = {"ring": "p2p", "all_to_all": "a2a", "all_gather": "all_gather"}
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+SAID = (  # sizes that a flag says
+    *("hidden_size", "num_layers", "num_heads", "num_key_value_heads", "head_size", "feed_forward_size", "is_gated"),
+    *("vocab_size", "ties_embedding", "attention_biases", "head_norms", "mixture", "num_experts", "top_k"),
+    "expert_size",
+)
 
 
 def megatron_flags(said: PlanFile, options: Options) -> Exported:
@@ -71,16 +78,23 @@ def _refuse(said: PlanFile) -> None:
     wide = [axis for axis in said.order if getattr(plan, axis) > 1]
     is_slow = wide == [axis for axis in SLOW_DATA if axis in wide]
     layers, stages = len(said.workload.workload().layers) - 2, plan.pipeline * plan.stages_per_rank
+    sizes = _sizes(said.workload)
+    found = (given(sizes) | given(sizes.mixture or sizes)) if sizes else {}
+    unsaid = [field for field in found if field not in SAID]
     has = {
         "a config.json": said.workload.config is not None,
         "ALiBi": name in GPT and GPT[name][-1] == ALIBI,
-        "latent attention": name in LLAMA and LLAMA[name].latent is not None,
+        "sizes that no flag says": bool(unsaid),
         "no such schedule": plan.schedule not in SCHEDULES,
         "unequal stages": layers % stages > 0 and (layers + 2) % stages > 0,
         "neither the usual order nor slow data": not (order_is_usual(said) or is_slow),
     }
-    words = {"model": name, "schedules": ", ".join(SCHEDULES), "layers": layers, "stages": stages}
-    refuse("megatron", "Megatron-LM", said, has, **words)
+    words = {"model": name or "these sizes", "unsaid": ", ".join(unsaid), "schedules": ", ".join(SCHEDULES)}
+    refuse("megatron", "Megatron-LM", said, has, layers=layers, stages=stages, **words)
+
+
+def _sizes(own: ModelDescription) -> LlamaSizes | None:
+    return LLAMA.get(own.model or "") or own.llama_sizes()
 
 
 def _model(said: PlanFile) -> list[str]:
@@ -88,7 +102,7 @@ def _model(said: PlanFile) -> list[str]:
     workload = own.workload()
     length = tokens_of(workload)
     name = own.model or ""
-    sizes = LLAMA[name] if name in LLAMA else own.llama_sizes()
+    sizes = _sizes(own)
     if name in GPT:
         hidden, depth, heads, _, vocabulary, _ = GPT[name]
     elif sizes is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from difflib import get_close_matches
 from importlib import resources
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +16,6 @@ from simulator.models.llama import LatentSizes, LlamaSizes, llama_workload
 from simulator.models.parts import Mixture
 
 TRAINED_ON, OF_LLAMA_3 = 4096, 8192  # positions of a sequence
-FLASH_FROM_THE_START = ("llama-3", "qwen", "mixtral", "deepseek")  # published with fused attention
 ALIBI = 0  # positions without parameters
 _TABLES = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 
@@ -28,6 +29,9 @@ def _llama(name: str) -> LlamaSizes:
             key: tuple(value) if isinstance(value, list) else value for key, value in own["mixture"].items()
         }
         own["mixture"] = Mixture(**fields)
+    if "windows" in own:  # of the first layers, which repeat
+        pattern, layers = own["windows"], _TABLES["llama"][name][1]
+        own["windows"] = tuple(pattern[layer % len(pattern)] or None for layer in range(layers))
     return LlamaSizes(*_TABLES["llama"][name], **own)
 
 
@@ -35,6 +39,19 @@ LLAMA = MappingProxyType({name: _llama(name) for name in _TABLES["llama"]})
 # hidden, layers, heads, sequence, vocabulary; learned positions as released, None: of the sequence, as in the source
 GPT = MappingProxyType({name: (*row, None)[:6] for name, row in _TABLES["gpt"].items()})
 MODELS = (*LLAMA, *GPT)
+
+
+def _letters(name: str) -> str:
+    """Return what tells names apart: letters and digits, without who made a model and for what it was tuned."""
+    return re.sub(r"^meta|instruct|chat|base|hf|v0\.\d|[^a-z0-9]", "", name.rpartition("/")[2].lower())
+
+
+_KNOWN = {_letters(name): name for name in MODELS} | {_letters(name): same for name, same in _TABLES["same"].items()}
+
+
+def known_model(name: str) -> str:
+    """Return the name here of a model that others write differently, such as meta-llama/Llama-3.1-8B; else the same."""
+    return name if name in MODELS else _KNOWN.get(_letters(name), name)
 
 
 def model_by_name(
@@ -48,7 +65,7 @@ def model_by_name(
 ) -> Workload:
     """Return the workload of a published model, at its own sequence length unless told.
 
-    `attention` is "plain" or "flash"; unless told flash for models that were published with it (from Llama 3 on).
+    `attention` is "plain" or "flash"; unless told plain for GPTs and Llama 2, and flash for what came later.
     `document_length`: see `fuse_attention`.
 
     Raises:
@@ -56,6 +73,7 @@ def model_by_name(
             neither.
     """
     own: dict[str, Any] = {"microbatch_size": microbatch_size, "bytes_per_parameter": bytes_per_parameter}
+    name = known_model(name)
     if name in LLAMA:
         sequence = OF_LLAMA_3 if name.startswith("llama-3") else TRAINED_ON
         length = sequence if sequence_length is None else sequence_length
@@ -67,6 +85,7 @@ def model_by_name(
         plain = gpt_workload(**sizes_of_gpt, sequence_length=length, **own)
         plain = plain if learned is None else as_released(plain, learned)
     else:
-        raise ValueError(f"no model {name!r}; choose one of {', '.join(MODELS)}")
-    kernel = attention or ("flash" if name.startswith(FLASH_FROM_THE_START) else "plain")
+        near = "".join(f"; did you mean {like}?" for like in get_close_matches(name, MODELS, 1))
+        raise ValueError(f"no model {name!r}; choose one of {', '.join(MODELS)}, or pass its config.json{near}")
+    kernel = attention or ("plain" if name in GPT or name.startswith("llama-2") else "flash")
     return with_kernel(plain, kernel, document_length)

@@ -10,7 +10,7 @@ from distlab.plan.require import chosen
 from simulator.hardware.presets import given
 from simulator.models.adapters import LORA_MODULES, WEIGHTS, with_adapters
 from simulator.models.attention_kernel import with_kernel
-from simulator.models.by_name import model_by_name
+from simulator.models.by_name import known_model, model_by_name
 from simulator.models.gpt import gpt_workload, mix_experts
 from simulator.models.hugging_face.config import workload_from_config
 from simulator.models.llama import LlamaSizes, llama_workload
@@ -105,6 +105,7 @@ class ModelDescription:
 
     def __post_init__(self) -> None:
         require_sizes("sizes", **{name: getattr(self, name) for name in COUNTS})
+        object.__setattr__(self, "model", self.model and known_model(self.model))
         if (every := self.full_attention_every) and not self.sliding_window:
             raise ValueError(f"full_attention_every is {every} and no layer has a window; add sliding_window")
         self._check_training()

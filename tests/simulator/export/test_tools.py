@@ -90,7 +90,8 @@ OWN = [
     ("torchtitan", said(Plan(2, 2, 2), order=DATA_FIRST), "order = ['data'"),
     ("torchtitan", said(Plan(1, context=2), sharding=Sharding(3, replicas=2)), "2 replicas do not divide 1 ranks"),
     ("megatron", said(model=ModelDescription("bloom-7.1b")), "ALiBi"),
-    ("megatron", said(model=ModelDescription("deepseek-v3")), "the latent attention of deepseek-v3"),
+    ("megatron", said(model=ModelDescription("deepseek-v3")), "latent, shared_size, dense_layers"),
+    ("megatron", said(model=ModelDescription(sliding_window=64)), "windows of these sizes"),
     ("megatron", said(Plan(2, 2, 2, tensor=2), order=TENSOR_FIRST), "order = ['tensor'"),
     ("accelerate", said(SHARDED, data=2, tensor=2, order=TENSOR_FIRST), "order"),
     ("slurm", said(Plan(12)), "12 ranks on nodes of 8"),
@@ -98,7 +99,7 @@ OWN = [
     ("deepspeed", said(precision=Precision("float64")), "DeepSpeed has no float64 (precision.compute)"),
     ("horovod", said(), "no export to 'horovod'"),
 ]
-OF_FILES = ("no configuration of the model", "an order of its own", "a config.json", "ALiBi", "latent attention")
+OF_FILES = ("no configuration of the model", "an order of its own", "a config.json", "ALiBi", "sizes that no flag says")
 OF_FILES += ("neither the usual order nor slow data", "any plan", "a norm without DeepSpeed")
 LIMITS = list(csv.DictReader((Path(simulator.__file__).parent / "export/limits.csv").read_text().splitlines()))
 
