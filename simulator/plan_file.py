@@ -77,11 +77,6 @@ class PlanFile:
             fix = f"for example data = {more}" if wanted % rest == 0 < wanted else f"or use a multiple of {rest}"
             differs = f"[plan] has {degrees} = {ranks} ranks and [cluster] num_devices = {shown(wanted)}"
             raise ValueError(f"{differs}: make them equal, {fix}")
-        if self.workload.weights == "nf4" and self.plan.sharding.stage == 3:
-            raise ValueError(
-                "[workload] weights is 'nf4' and [plan] sharding has stage 3, which gathers flat units of 16 bits; use "
-                "stage 2, since adapters alone have gradients and states, or leave weights out"
-            )
         check_order(self.order)
 
     def simulate(self) -> Step:

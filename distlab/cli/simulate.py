@@ -168,7 +168,7 @@ def _rows(plan: Plan, step: Step | None, found: dict[str, Any], why_no_time: str
     else:
         rows += _rows_of(step, found["error_of_time"])
     told = found["verdict"] if found["verdict"] == "fits" else found["verdict"].upper()
-    told += f"; reserved, with fragments: {' to '.join(map(format_bytes, found['reserved_bytes']))}"
+    told += f"; reserved, with fragments and context: {' to '.join(map(format_bytes, found['reserved_bytes']))}"
     rows += [("memory, fullest rank", f"{used}: {told}"), ("error of the memory", found["error_of_memory"])]
     by_kind = sorted(found["memory_bytes_by_kind"].items(), key=lambda pair: -pair[1])
     rows += [(f"  {kind}", format_bytes(size)) for kind, size in by_kind if size]

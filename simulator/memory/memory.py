@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # segments 20 to 36 % more by FSDP (pytorch/torchtitan, pull 165, 2024), and a peak of 58.8 GB failed on a device of 80
 # by fragments alone (NVIDIA-NeMo/Megatron-Bridge@304786df, skills/perf-memory-tuning, 2026).
 RESERVED = (1.03, 1.19, 1.36)
+CONTEXT_BYTES = 1.3e9  # and kernels, beside all tensors: huggingface/transformers, model_memory_anatomy.md, V100, 2022
 WAITS = np.array([0, 0, 1, -1])  # of what has had its I and not its W
 
 
@@ -235,8 +236,8 @@ class Memory:
 
     @property
     def reserved_bytes(self) -> tuple[int, int]:
-        """What torch's allocator reserves for that, fragments included: least and most of published logs."""
-        return int(self.max_bytes * RESERVED[0]), int(self.max_bytes * RESERVED[2])
+        """What torch reserves for that with its fragments, in published logs: the least; the most, with a context."""
+        return int(self.max_bytes * RESERVED[0]), int(self.max_bytes * RESERVED[2] + CONTEXT_BYTES)
 
     @property
     def fullest_stage(self) -> int:

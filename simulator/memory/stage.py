@@ -135,7 +135,7 @@ def count_stage(workload: Workload, plan: Plan, cut: tuple[int, int], *, softwar
     full = recomputed(workload, plan, cut)
     kept, again = _kept(_with_parts(table, workload, cut, plan, software), plan, widths.activations, full, software)
     forward, backward = np.zeros((2, len(layers), len(KINDS)))
-    base = _add_unpacked(layers, plan, forward, backward)
+    base = _add_unpacked(layers, plan, forward, backward, software)
     _add_temporary(table, plan, widths, again, (forward, backward), software)
     between = np.zeros(len(KINDS))
     kept_on_host = _offload(kept, table["input_bytes"] > 0, plan, forward, backward)
@@ -229,7 +229,7 @@ def kept_and_beside(workload: Workload, plan: Plan, software: Software) -> tuple
     widths, full = widths_of(workload, plan), recomputed(workload, plan, whole)
     kept, again = _kept(table, plan, widths.activations, full, software)
     forward, backward = np.zeros((2, len(workload.layers), len(KINDS)))
-    _add_unpacked(workload.layers, plan, forward, backward)
+    _add_unpacked(workload.layers, plan, forward, backward, software)
     _add_temporary(table, plan, widths, again, (forward, backward), software, are_first=True)
     _add_context(workload.layers, plan, widths, forward, backward)
     return np.asarray(kept.sum(axis=1), np.float64), np.asarray(backward.sum(axis=1), np.float64)
@@ -283,11 +283,13 @@ def _offload(kept: Floats, blocks: Bools, plan: Plan, forward: Floats, backward:
     return float(moved.sum())
 
 
-def _add_unpacked(layers: Sequence[Layer], plan: Plan, forward: Floats, backward: Floats) -> Floats:
+def _add_unpacked(layers: Sequence[Layer], plan: Plan, forward: Floats, backward: Floats, software: Software) -> Floats:
     """Add a layer's largest weight of 4 bits, unpacked while a pass runs; return bytes of frozen bases [L]."""
+    unpacked = np.array([sum(layer.base_bytes[3:]) / plan.tensor for layer in layers])
     for passes in (forward, backward):
-        passes[:, TEMPORARY] += [sum(layer.base_bytes[3:]) / plan.tensor for layer in layers]
-    return np.array([base_on_a_rank(layer, plan) for layer in layers])
+        passes[:, TEMPORARY] += unpacked
+    widens = software.widens_rest and plan.sharding.stage < 3 and unpacked.any()
+    return np.array([base_on_a_rank(layer, plan) for layer in layers]) * np.where(widens & (unpacked == 0), 2.0, 1.0)
 
 
 def _until_weights(layers: Sequence[Layer], table: dict[str, Floats], plan: Plan, kept: Floats) -> Floats:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 import simulator as sim
-from distlab.plan import Plan, Precision, Sharding
+from distlab.plan import PLAIN, Plan, Precision, Sharding, Software
 from simulator.memory.memory import KINDS
 from simulator.models.adapters import NF4_BYTES
 
 PURE = Precision("bfloat16", master=False, reduce="bfloat16", gradients="bfloat16")
-NF4 = {"lora_rank": 16, "weights": "nf4"}
+NF4, WIDE = {"lora_rank": 16, "weights": "nf4"}, Software(widens_rest=True)
 
 
 def model(name="llama-3-8b", **said):
@@ -56,6 +56,10 @@ def test_a_base_is_divided_as_its_weights_are():
     gathered, scattered = (step.trace.num_bytes[rows].sum() / 8 for rows in sent.values())  # of 8 ranks
     assert scattered == pytest.approx(2 * made.num_parameters, rel=0.01)
     assert gathered == pytest.approx(2 * alone, rel=0.15)  # forward and backward; the root once
+    packed, plans = model(**NF4), [Plan(2, precision=PURE, sharding=Sharding(stage)) for stage in (0, 3)]
+    stacks = [[sim.memory_of(packed, plan, software=each).of("parameters") for plan in plans] for each in (PLAIN, WIDE)]
+    assert stacks[0][1] == stacks[1][1] == pytest.approx(stacks[0][0] / 2, rel=1e-6), "a base of 4 bits has shards too"
+    assert stacks[1][0] - stacks[0][0] == 2 * 4096 * (2 * 128256 + 1)  # embedding, head and its norm
     mixed = sim.ModelDescription("mixtral-8x7b", **NF4).workload()
     experts = 32 * 8 * 3 * 4096 * 14336 * NF4_BYTES
     both = [held(mixed, Plan(expert=ranks))["parameters"] for ranks in (1, 2)]
