@@ -140,6 +140,7 @@ class Software:
         hosts_gradients: offload "optimizer" keeps shards of gradients in the host's memory too, as DeepSpeed does.
         host_thread_bytes_per_s: of an update on the host, what a rank's one thread streams; None: it has more of them.
         norm_bytes: of an element that goes into a norm of a block, what eager norms keep besides: 32 bits and a copy.
+        packs_units: stage 3 gathers a base in 4 bits as it is (FSDP-QLoRA), where it has one; else that is refused.
         widens_rest: outside of stage 3, embedding and head of a base in 4 bits have 32 and not 16, as PEFT makes them.
         fused_gate: one kernel makes a gate, its activation and an expert's weight, and keeps only what goes into it.
     """
@@ -170,6 +171,7 @@ class Software:
     pools_gradients: bool = False
     hosts_gradients: bool = False
     norm_bytes: float = 0.0
+    packs_units: bool = False
     widens_rest: bool = False
     fused_gate: bool = False
     host_thread_bytes_per_s: float | None = None

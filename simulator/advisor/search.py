@@ -142,7 +142,8 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
         most = min(MOST_PER_RANK, num_layers // pipeline) if pipeline > 1 and count % pipeline == 0 else 1
         copies = data * shape.expert * shape.context
         numbers = [v for v in range(1, most + 1) if question.fixed.cut == "time" or is_even(workload, pipeline * v)]
-        units = pipeline == shape.expert == 1
+        packed = question.model.weights == "nf4" and not question.cluster.software.packs_units
+        units = pipeline == shape.expert == 1 and not packed
         stages = {0, 1} | ({2} if count == 1 else set()) | ({3} if units else set())
         holding = {"none": {0, 1, 2, 3} if copies > 1 else {0}, "optimizer": {1, 2, 3}, "all": {3}}  # what it says
         ways = [(stage, OFFLOADS.index(name)) for name in offloads for stage in sorted(stages & own & holding[name])]
