@@ -77,7 +77,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     found |= {"fits": memory.fits(cluster.device), "verdict": memory.verdict(cluster.device)}
     found["why_not"] = "" if found["fits"] else _why_not(said, workload, cluster, arguments.file)
     found["notes"] = [*filter(None, [sheet_note(cluster.device)]), *_notes(workload, plan, found)]
-    found |= words_on_step(workload, plan, cluster, memory.max_bytes) | {"reserved_bytes": memory.reserved_bytes}
+    found |= words_on_step(workload, cluster, memory.max_bytes) | {"reserved_bytes": memory.reserved_bytes}
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:

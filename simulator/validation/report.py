@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from simulator.hardware.presets import Stack, stack
 from simulator.units import GIB
 from simulator.validation.case import Case
-from simulator.validation.confidence import errors_from, like_of, text_of
+from simulator.validation.confidence import Like, errors_from, like_of, text_of
 from simulator.validation.exact import EXACT, Derived
 from simulator.validation.plan_rows import SEEN, plan_cases
 from simulator.validation.refit import CONSTANTS, FITS, Constant, fit_stack, leave_out
@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 # MODES: the colour of each in the picture, and what it is.
 FITTED, BARS, MODES = FITS["fitted"], FITS["bars"], FITS["modes"]
 FITTED_ON = ("dgx-a100", "jean-zay", "a100-4-cards")  # clusters of the generation of most constants
-RATES = ("zero-bubble Table 5",)
+RATES, COMPUTED = ("zero-bubble Table 5",), "vTrain, 1 node"  # whose source computed it, from profiled layers
 SEARCHED = ("ZB-1p", "ZB-2p")
 MIN_ALTERNATIVES = 2
 
@@ -178,17 +178,17 @@ def validate(progress: Callable[[str], None] = lambda _: None) -> list[RowFamily
 
 def text_of_errors(families: Sequence[RowFamily]) -> str:
     """Return the text of `errors.csv`: what answers say of their error, for all sets of steps that are alike."""
+
+    def row(case: Case, predicted: float, measured: float) -> tuple[Like, float, str]:
+        return like_of(case.workload, case.machine()), predicted / measured - 1, case.family
+
     times = [
-        (like_of(case.workload, case.plan, case.machine()), predicted / case.measured_s - 1)
+        row(case, predicted, case.measured_s)
         for family in families
-        if family.blind != "calibrated"
+        if family.blind != "calibrated" and family.name != COMPUTED
         for case, predicted in zip(family.cases, family.predicted[family.blind], strict=True)
     ]
-    memory = [
-        (like_of(case.workload, case.plan, case.machine()), case.step().memory.max_bytes / GIB / case.memory_gib - 1)
-        for case in all_cases()
-        if case.memory_gib
-    ]
+    memory = [row(case, case.step().memory.max_bytes / GIB, case.memory_gib) for case in all_cases() if case.memory_gib]
     return text_of([*errors_from("time", times), *errors_from("memory", memory)])
 
 
