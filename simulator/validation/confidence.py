@@ -117,8 +117,10 @@ def error_of(quantity: str, workload: Workload, plan: Plan, cluster: Cluster) ->
 
 def words_of_error(quantity: str, workload: Workload, plan: Plan, cluster: Cluster) -> str:
     """Return the same in words."""
-    found = error_of(quantity, workload, plan, cluster)
-    return str(found) if found else f"not known: no published row is like this one ({like_of(workload, plan, cluster)})"
+    found, like = error_of(quantity, workload, plan, cluster), like_of(workload, plan, cluster)
+    sets = [each.most for (of, other), each in known_errors().items() if (of, other.kind) == (quantity, like.kind)]
+    others = f"; 9 in 10 of {like.kind} ones are within {min(sets):.0%} to {max(sets):.0%} by set" if sets else ""
+    return str(found) if found else f"not known: no published row is like this one ({like}){others}"
 
 
 def words_on_step(workload: Workload, plan: Plan, cluster: Cluster, held_bytes: float) -> dict[str, str]:
@@ -137,10 +139,8 @@ def words_on_plans(steps: Sequence[Step]) -> str:
     words = words_of_error("time", first.workload, first.plan, first.cluster)
     if found is None:
         return words
-    equal = 1
-    for step in steps[1:]:
-        if step.cluster.name != first.cluster.name or step.steady_s > first.steady_s * (1 + found.mean):
-            break
-        equal += 1
+    name, longest_s = first.cluster.name, first.steady_s * (1 + found.mean)
+    within = [step.cluster.name == name and step.steady_s <= longest_s for step in steps]
+    equal = [*within, False].index(False)
     more = f"; plans 1 to {equal} are within {found.mean:.1%}: equal as far as known"
     return words + more * (equal > 1)

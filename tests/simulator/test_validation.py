@@ -15,7 +15,7 @@ from distlab.cli import main
 from simulator import stack
 from simulator.validation import report
 from simulator.validation.case import read_table
-from simulator.validation.confidence import Like, error_of, errors_from, like_of, words_on_plans
+from simulator.validation.confidence import Like, error_of, errors_from, like_of, words_of_error, words_on_plans
 from simulator.validation.exact import Derived
 from simulator.validation.plan_rows import PLAN_FAMILIES, plan_cases
 from simulator.validation.refit import CONSTANTS, fit_stack, leave_out, measure_slopes
@@ -186,7 +186,7 @@ def test_a_step_is_told_the_error_of_its_like_and_plans_within_it_are_equal():
     slow = next(plan_cases("NeMo, Grok-1")).step()
     assert "equal" not in words_on_plans([step, slow])
     bare = replace(slow.cluster, device=replace(slow.cluster.device, peak_flops_per_s=1e15))
-    assert error_of("time", slow.workload, slow.plan, bare) is None
+    assert "9 in 10 of mixture ones are within" in words_of_error("time", slow.workload, slow.plan, bare)
     assert like_of(slow.workload, slow.plan, bare)[:2] == ("mixture", "own device")
 
 
