@@ -353,7 +353,8 @@ def _failure_rows(said: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("goodput", f"{said['useful']:.1%} of the time{f': {parts}' if parts else ''}")]
     if said["mtbf_s"] is None:
         return [*rows, ("failures", said["source"])]
-    rows.append(("", "{:.1%} to {:.1%} by published failures and stores of such clusters".format(*said["range"])))
+    within = "{:.1%} to {:.1%} by published failures and stores, with restarts in {}; by hand they take hours"
+    rows.append(("", within.format(*said["range"], format_span(said["restart_s"]))))
     best = ", ".join(f"{name} {format_span(each)}" for name, each in said["best_interval_s"].items())
     drawn = said["drawn_days"]
     return [

@@ -135,6 +135,7 @@ class Software:
         gathers_once: beside a pipeline, stage 3 keeps a stage's parameters whole in all micro-batches, as torchtitan.
         loss_copies: of 32-bit logits, those kept for backward, and beside them in forward, backward, divided backward.
         keeps_gathered: a block keeps what tensor ranks gathered for its products, in 8 bits where these are.
+        repeats_heads: keys and values are repeated for all heads before context ranks exchange them, as in torchtitan.
         keeps_messages: a pipeline keeps all micro-batches' outputs to a step's end, and room for all their gradients.
         pools_gradients: stage 3 makes shards of gradients on a stream of its own, whose memory no other tensor uses.
         hosts_gradients: offload "optimizer" keeps shards of gradients in the host's memory too, as DeepSpeed does.
@@ -167,6 +168,7 @@ class Software:
     gathers_once: bool = False
     loss_copies: tuple[float, ...] = (1.0, 1.0, 2.0, 2.0)
     keeps_gathered: bool = False
+    repeats_heads: bool = False
     keeps_messages: bool = False
     pools_gradients: bool = False
     hosts_gradients: bool = False

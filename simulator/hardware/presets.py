@@ -225,19 +225,16 @@ def _presets() -> dict[str, dict[str, dict[str, Any]]]:
 
 def _known(table: str, name: str) -> str:
     """Return a preset's name; a word that one stack's software alone has, such as torchtitan, stands for its name."""
-    rows = _presets()[table]
+    rows, word = _presets()[table], name.lower()
     if name in rows:
         return name
-    like = [known for known, row in rows.items() if name.lower() in re.split(r"[ ,;()]+", _software(row))]
+    software = {known: str(row.get("software", "")).lower() for known, row in rows.items()}
+    like = [known for known, text in software.items() if word in re.split(r"[ ,;()]+", text)]
     if len(like) == 1:
         return like[0]
-    like = [known for known, row in rows.items() if name.lower() in _software(row)] or get_close_matches(name, rows, 1)
+    like = [known for known, text in software.items() if word in text] or get_close_matches(name, rows, 1)
     near = f"; did you mean {like[-1]}?" if like else ""
     raise ValueError(f"no preset {name!r} among the {table}; choose one of {', '.join(rows)}{near}")
-
-
-def _software(row: Mapping[str, Any]) -> str:
-    return str(row.get("software", "")).lower()
 
 
 def _row(table: str, name: str) -> dict[str, Any]:

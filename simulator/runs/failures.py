@@ -225,8 +225,8 @@ class Failures:
     def goodput_range(self, workload: Workload, plan: Plan) -> tuple[float, float]:
         """Return the least and the largest goodput by published rates, its store and those of clusters of its size.
 
-        From an early cluster that saves to the slowest store to the best rate and the fastest. What is said as a
-        number, and a rate of "none", is not varied. The least is 0 where failures leave almost no time.
+        From an early cluster with the slowest store to the best rate and the fastest. Numbers, a rate of "none" and
+        restarts, which by hand take hours, are not varied. The least is 0 where failures leave almost no time.
         """
         fails = isinstance(self.rate, str) and self.rate != "none"
         rates = [name for name, rate in RATES.items() if rate.per_device_hour] if fails else [self.rate]

@@ -292,6 +292,10 @@ def attend(attention: Attention, timeline: PassTimeline, shares: Shares, *, back
     """
     n, width, work = shares.positions, timeline.costs.width, attention.backward if backward else attention.forward
     kind = timeline.costs.plan.context_kind
+    if n > 1 and timeline.costs.groups["context"][0].cluster.software.repeats_heads:
+        copies = attention.num_heads // attention.num_key_value_heads
+        forth, back = copies * attention.key_value_bytes, copies * attention.key_value_gradient_bytes
+        attention = replace(attention, key_value_bytes=forth, key_value_gradient_bytes=back)
     if n > 1 and kind == "all_gather":
         whole = attention.key_value_bytes * width * n / shares.inside
         timeline.call("context", "keys and values", "all_gather", whole)

@@ -73,15 +73,20 @@ def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
     ranks = 4
     stage = step_of(Plan(context=ranks), link=link).stages[0]
     attention = BLOCK.regions[0].attention
-    part = sim.compute_s(attention.forward.times(1 / ranks**2), DEVICE)
-    hop = sim.message_s(2 * STATES / ranks, link)
+    part, hop = sim.compute_s(attention.forward.times(1 / ranks**2), DEVICE), sim.message_s(2 * STATES / ranks, link)
     expected = [*[max(part, hop)] * (ranks - 1), part]
     rest = BLOCK.forward.without(attention.forward).times(1 / ranks)
     assert near(stage.forward_ns[1], sim.compute_s(rest, DEVICE) + sum(expected))
     hops = [piece for piece in stage.calls[0][1] if piece.axis == "context"]
     assert [piece.num_bytes for piece in hops] == [2 * STATES // ranks] * (ranks - 1)
-    back = [piece.num_bytes for piece in stage.calls[1][1]]
-    assert sorted(back) == [2 * STATES // ranks] * (ranks - 1) + [4 * STATES // ranks] * (ranks - 1)
+    back = sorted(piece.num_bytes for piece in stage.calls[1][1])
+    assert back == [2 * STATES // ranks] * (ranks - 1) + [4 * STATES // ranks] * (ranks - 1)
+
+
+def test_software_that_repeats_keys_and_values_for_all_heads_sends_them_so():
+    machines = [sim.cluster("dgx-h100", 4, stack=name) for name in ("eager-fsdp", "compiled-fsdp")]
+    steps = [sim.simulate(sim.model_by_name("llama-3-8b"), each, Plan(context=4)) for each in machines]
+    assert steps[1].sent_bytes_by_axis["context"] == NEAR(32 / 8 * steps[0].sent_bytes_by_axis["context"])
 
 
 def test_all_to_alls_trade_positions_for_heads_before_and_after_attention():
