@@ -33,7 +33,7 @@ class Like(NamedTuple):
 
     def __str__(self) -> str:
         """Return it in words."""
-        return ", ".join(filter(None, (self.kind, self.device, f"stack {self.stack}", self.where)))
+        return ", ".join(filter(None, (self.kind, self.device, f"stack {self.stack}" * bool(self.stack), self.where)))
 
 
 class PublishedError(NamedTuple):
