@@ -138,9 +138,13 @@ def cluster_table(path: Path | str, flags: Mapping[str, Any]) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     with told_of(path):
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig")).get("cluster")
+        table = _tables(path).get("cluster")
         if not isinstance(table, dict):
             raise ValueError("there is no table [cluster]; write one, with keys as in a plan file's")
+        if "num_devices" in table:
+            raise ValueError(
+                f"[cluster] num_devices is {table['num_devices']!r}; leave it out here: flags say how many"
+            )
         plan_of_tables({"cluster": {**table, **flags}}).cluster.cluster(1)
     return {**table, **flags}
 
@@ -153,24 +157,29 @@ def read_plan_file(path: Path | str) -> PlanFile:
         OSError: it cannot be read.
     """
     with told_of(path):
-        try:
-            return plan_of_text(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors begin with a mark
-        except UnicodeDecodeError:
-            raise ValueError("this is not text in UTF-8; save it as UTF-8") from None
-        except RecursionError:
-            raise ValueError("tables or lists are nested too deeply; a plan file has two levels") from None
+        return plan_of_tables(_tables(path))
+
+
+def _tables(path: Path | str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # Windows' editors begin with a mark
+    except UnicodeDecodeError:
+        raise ValueError("this is not text in UTF-8; save it as UTF-8") from None
+    except RecursionError:
+        raise ValueError("tables or lists are nested too deeply; a plan file has two levels") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"this is not TOML: {error}; write key = value, each key once, below its [table]") from None
 
 
 def plan_of_text(text: str) -> PlanFile:
     """Return what the text of a plan file says; see `read_plan_file`."""
-    tables = tomllib.loads(text)
-    if not tables:
-        raise ValueError("the file is empty; write [workload], [cluster] and [plan], each with its keys below it")
-    return plan_of_tables(tables)
+    return plan_of_tables(tomllib.loads(text))
 
 
 def plan_of_tables(tables: Mapping[str, Any]) -> PlanFile:
     """Return what tables of a plan file say; see `read_plan_file`."""
+    if not tables:
+        raise ValueError("the file is empty; write [workload], [cluster] and [plan], each with its keys below it")
     for name, table in tables.items():
         if name not in TABLES or not isinstance(table, dict):
             raise ValueError(f"{name} is not a table of a plan file; write [workload], [cluster], [plan] and [run]")

@@ -175,7 +175,10 @@ def cluster_of(said: ClusterDescription, num_ranks: int) -> Cluster:
     if said.name in (*known, OWN):
         return said.cluster(num_ranks)
     if not Path(said.name).exists():
-        raise ValueError(f"{said.name!r} is neither a preset nor a file; presets: {', '.join(known)}")
+        own = (
+            "for other hardware, write a .toml: [cluster], name = the nearest preset, device = { memory_bytes = 48e9 }"
+        )
+        raise ValueError(f"{said.name!r} is neither a preset nor a file; presets: {', '.join(known)}; {own}")
     if said.stack:
         raise ValueError(f"--stack {said.stack}: {said.name} has what its machine reached; leave --stack out")
     from distlab.measure import load_calibration

@@ -37,6 +37,7 @@ FAILED = "failures of a device in an hour: llama-3, llama-3-all, b200-504, opt-1
 FAILURES = flag("--failures", type=_rate, metavar="RATE", help=FAILED)
 CLUSTERS = "a preset or a TOML file with [cluster], and dollars for a device and an hour; give the flag again for more"
 FIXED = ("float8", "precision.compute", "precision.master", "cut", "context_kind", "offload_activations")
+WISH = "what the best plan is; cheapest without prices: of the fewest device-hours"
 WHOLE = "leave out recompute per operator and of some blocks, which Megatron-LM and DeepSpeed do not run"
 
 
@@ -49,7 +50,7 @@ def _priced(text: str) -> tuple[str, float | None]:
 @flag("--stack", metavar="NAME", help="what its software reaches (distlab simulate --list)")
 @flag("--gpus", type=counts_of_devices, default=(8,), metavar="N[,N...]", help="devices")
 @flag("--batch", type=number(least=1), default=256, metavar="N", help="samples of a step")
-@flag("--wish", choices=("fastest", "cheapest"), default="fastest", help="what the best plan is")
+@flag("--wish", choices=("fastest", "cheapest"), default="fastest", help=WISH)
 @flag("--tokens", type=positive_number, metavar="N", help="tokens of the run, such as 1e12: days and dollars")
 @FAILURES
 @flag("--days", type=positive_number, metavar="N", help="leave out plans whose run takes longer")
@@ -69,13 +70,15 @@ def plan(arguments: argparse.Namespace) -> int:
     the best so far.
     """
     from simulator import Failures, Run, bill, search
+    from simulator.plan_file import told_of
 
     for name in ("curve", "days"):
         if getattr(arguments, name) and not arguments.tokens:
             raise ValueError(f"--{name} needs the run's length; add --tokens, such as --tokens 1e12")
     check_output("--save", arguments.save)
     check_output("--curve", arguments.curve, picture=True)
-    failures = None if arguments.failures is None else Failures(arguments.failures)
+    with told_of("--failures"):
+        failures = None if arguments.failures is None else Failures(arguments.failures)
     found: list[tuple[Search, list[Bill]]] = []
     left_out: dict[str, float] = {}  # days of the shortest run
     asked = _questions(arguments)
@@ -272,12 +275,14 @@ def cost(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, said: PlanFile) -> Run:
     from simulator import Failures, Run
+    from simulator.plan_file import told_of
 
     if said.run is None and arguments.tokens is None:
         raise ValueError(f"{arguments.file} has no [run] with num_tokens; add it, or --tokens such as 1e12")
     run = said.run or Run(arguments.tokens)
-    rate = arguments.failures
-    failures = run.failures if rate is None else replace(run.failures or Failures(), rate=rate)
+    with told_of("--failures"):
+        rate = arguments.failures
+        failures = run.failures if rate is None else replace(run.failures or Failures(), rate=rate)
     return Run(arguments.tokens or run.num_tokens, arguments.price or run.price, failures)
 
 

@@ -107,9 +107,8 @@ def bounds_s(question: Question, shape: Shape, cost: Costs, rows: Ints) -> Float
     update = update + update_s(question, cost, experts.sum() / p, 0, few, offload > 0)
     packs = np.where((copies > 1) & (stage < 3), pack_s(question, widths.reduce * own.sum() / p, tensors), 0.0)
     once = wire_s(question, shape, copies, width * own.sum() / p)
-    gathered = np.where(
-        (stage > 0) & (stage < 3) & (not question.cluster.software.gathers_ahead), once, 0.0
-    )  # after the update
+    late = (stage > 0) & (stage < 3) & (not question.cluster.software.gathers_ahead)
+    gathered = np.where(late, once, 0.0)  # after the update
     sums = np.where(stage > 0, 1, 2) * (v == 1) * once
     work = m * total / p + packs + update + gathered
     wire = (m * total - cost.backward.sum()) / p + sums + update + gathered

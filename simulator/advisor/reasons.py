@@ -53,7 +53,7 @@ def reasons(search: Search, best: Choice) -> list[Reason]:
         return [Reason("one device", "", RULES["alone"])]
     plain = {"recompute": "none", "sequence_parallel": False, "sharding": 0, "offload": "none"}
     has = {name: getattr(plan, name) for name in RULES if hasattr(plan, name)}
-    has |= {"sharding": plan.sharding.stage, "offload": plan.sharding.offload}
+    has |= {"sharding": plan.sharding.stage * (plan.world_size > 1), "offload": plan.sharding.offload}
     found, like = [], (search.found.offload == 0) | (plan.sharding.offload != "none")
     for name, rule in RULES.items():
         without = plain.get(name, 1)
@@ -103,10 +103,10 @@ def near_fit(search: Search) -> str:
     row = min((row for row in needs if free < needs[row] <= 2 * free), key=lambda row: needs[row], default=None)
     if row is None:  # none is near
         return ""
+    words = words_of(found.plan(row), found.workload(row).samples)
+    lacks = f"{format_bytes(free)} that a device has for it, {needs[row] / free - 1:.1%} too much"
     return (
-        f"{words_of(found.plan(row), found.workload(row).samples)} needs {format_bytes(needs[row])} of the "
-        f"{format_bytes(free)} that a device has for it, {needs[row] / free - 1:.1%} too much; it could take "
-        f"{format_s(float(found.bound_s[row]))}"
+        f"{words} needs {format_bytes(needs[row])} of the {lacks}; it could take {format_s(float(found.bound_s[row]))}"
     )
 
 

@@ -110,15 +110,13 @@ def _bases(question: Question) -> Iterator[tuple[Shape, Workload]]:
     positions = attention.num_positions if attention else 1
     experts = max((layer.experts.num_experts for layer in one.layers if layer.experts), default=1)
     has = question.axes
+    most, longest = experts if "expert" in has else 1, MOST_CONTEXT if "context" in has else 1
     for microbatch in (size for size in divisors(batch) if size <= MOST_MICROBATCH):
         workload = one if microbatch == 1 else question.model.with_microbatch(microbatch).workload()
         for tensor in (t for t in divisors(num) if t == 1 or ("tensor" in has and heads % t == 0)):
             for context in (
-                c
-                for c in divisors(num // tensor)
-                if c == 1 or ("context" in has and c <= MOST_CONTEXT and positions % (2 * c) == 0)
+                c for c in divisors(num // tensor) if c == 1 or (c <= longest and positions % (2 * c) == 0)
             ):
-                most = experts if "expert" in has else 1
                 for expert in (e for e in divisors(num // tensor // context) if most % e == 0):
                     split = (False, True) if tensor > 1 and positions // context % tensor == 0 else (False,)
                     for along in split:
@@ -246,9 +244,7 @@ class Search:
         An interrupt ends the search: what was simulated by then is returned, and `is_complete` is False.
         """
         rows = np.arange(len(self.found)) if among is None else np.flatnonzero(among)
-        heap = [
-            (bound, ROUGH, row) for row, bound in zip(rows.tolist(), self.found.bound_s[rows].tolist(), strict=True)
-        ]
+        heap = [*zip(self.found.bound_s[rows].tolist(), [ROUGH] * len(rows), rows.tolist(), strict=True)]
         heapq.heapify(heap)
         chosen: dict[object, int] = {}
         last, looked = None if most is None else self.num_simulated + most, 0
@@ -271,7 +267,7 @@ class Search:
             self.is_complete = False
         done = sorted((entry for entry in heap if entry[1] == EXACT), key=lambda entry: (entry[0], entry[2]))
         best = [*chosen.values(), *(row for _, _, row in done[: count - len(chosen)])]
-        return [self._choice(row) for row in best]
+        return [choice for row in best if (choice := self._exact[row])]
 
     def advised(self, count: int, tell: Callable[[int, int], None] | None = None) -> list[Choice]:
         """Return the best plans without offload, whose times are surer, and where none fits the best with it.
@@ -289,11 +285,6 @@ class Search:
     def _but_stages(self, row: int) -> tuple[int, ...]:
         names = ("shape", "pipeline", "data", "sharding", "offload")
         return tuple(int(getattr(self.found, name)[row]) for name in names)
-
-    def _choice(self, row: int) -> Choice:
-        choice = self._exact[row]
-        assert choice is not None, "only rows that fit are kept"
-        return choice
 
     def exact(self, row: int) -> Choice | None:
         """Simulate a row; None where it does not fit, which its memory tells first and much sooner."""

@@ -29,6 +29,9 @@ OWN = "own"  # name of a cluster that has nothing of a preset
 DEVICE_NEEDS = ("matmul_flops_per_s", "memory_bytes_per_s", "memory_bytes")
 HOST = ("host_memory_bytes", "host_link_bytes_per_s", "host_memory_bytes_per_s")
 CLUSTER_NEEDS = ("stack", "devices_per_node", "intra_node", "inter_node")
+# The least and the most of a figure by the end of its name; below 1e6 rates and sizes were written in G or T.
+LIMITS = {"samples_per_s": (1.0, 1e24), "_per_s": (1e6, 1e24), "host_memory_bytes": (0.0, 1e18)}
+LIMITS |= {"_bytes": (1e6, 1e18), "_s": (0.0, 1e4)}
 # Of an operation of 16 bits, over one of 8 or 4 bits (assumed): where power bounds them, those are so much faster.
 ENERGY_OF_16_BITS = {"float8_flops_per_s": 2, "float4_flops_per_s": 4}
 
@@ -258,7 +261,7 @@ class _Figures:
 
     def __post_init__(self) -> None:
         for name, value in given(self).items():
-            least, most = (1.0, 1e24) if name.endswith("_per_s") else (0.0, 1e18 if name.endswith("_bytes") else 1e4)
+            least, most = next(limits for end, limits in LIMITS.items() if name.endswith(end))
             if not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}; write a number from {least:g} to {most:g}")
 
@@ -293,7 +296,7 @@ class ClusterDescription:
     """A cluster in a few words: a preset, and what differs from it.
 
     Attributes:
-        name: a preset; `distlab simulate --list` prints them; or own: the figures below are all there is.
+        name: a preset; `distlab simulate --list` prints them; or own: a file has all of its figures.
         num_devices: as many as the plan has ranks; None: whole nodes that hold them.
         stack: what its software reaches: one that --list prints, or best-case; None: the preset's own.
         devices_per_node: neighbours that `intra_node` links.

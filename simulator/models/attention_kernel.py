@@ -108,6 +108,8 @@ def _fused_region(region: Region, samples: int, document_length: int | None) -> 
     old = region.attention
     if old is None:
         return region
+    if document_length and document_length > old.num_positions:
+        raise ValueError(f"document_length is {document_length}; write at most the sequence's {old.num_positions}")
     pairs = old.forward.matmul_flops * causal_share(old, document_length)
     new = replace(old, forward=Work(0.0, 0.0, 1, pairs), backward=Work(0.0, 0.0, 2, FLASH_BACKWARD * pairs))
     return replace(
