@@ -141,10 +141,8 @@ def cluster_table(path: Path | str, flags: Mapping[str, Any]) -> dict[str, Any]:
         table = _tables(path).get("cluster")
         if not isinstance(table, dict):
             raise ValueError("there is no table [cluster]; write one, with keys as in a plan file's")
-        if "num_devices" in table:
-            raise ValueError(
-                f"[cluster] num_devices is {table['num_devices']!r}; leave it out here: flags say how many"
-            )
+        if (count := table.get("num_devices")) is not None:
+            raise ValueError(f"[cluster] num_devices is {count!r}; leave it out here: flags say how many")
         plan_of_tables({"cluster": {**table, **flags}}).cluster.cluster(1)
     return {**table, **flags}
 

@@ -128,7 +128,7 @@ def _bases(question: Question) -> Iterator[tuple[Shape, Workload]]:
 def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
     """Return pipeline, stages per rank, data, micro-batches, sharding and offload of a shape's plans, one per row."""
     rest = question.cluster.num_devices // (shape.tensor * shape.context * shape.expert)
-    rows = []
+    rows, is_packed = [], question.model.weights == "nf4" and not question.cluster.software.packs_units
     own, on_host = {*question.stages}, question.cluster.device.host_memory_bytes
     offloads = [name for name in question.offloads if on_host is not None or name == OFFLOADS[0]]
     for pipeline in divisors(rest) if "pipeline" in question.axes else (1,):
@@ -140,8 +140,7 @@ def _rows(question: Question, shape: Shape, workload: Workload) -> Ints:
         most = min(MOST_PER_RANK, num_layers // pipeline) if pipeline > 1 and count % pipeline == 0 else 1
         copies = data * shape.expert * shape.context
         numbers = [v for v in range(1, most + 1) if question.fixed.cut == "time" or is_even(workload, pipeline * v)]
-        packed = question.model.weights == "nf4" and not question.cluster.software.packs_units
-        units = pipeline == shape.expert == 1 and not packed
+        units = pipeline == shape.expert == 1 and not is_packed
         stages = {0, 1} | ({2} if count == 1 else set()) | ({3} if units else set())
         holding = {"none": {0, 1, 2, 3} if copies > 1 else {0}, "optimizer": {1, 2, 3}, "all": {3}}  # what it says
         ways = [(stage, OFFLOADS.index(name)) for name in offloads for stage in sorted(stages & own & holding[name])]

@@ -21,18 +21,14 @@ _TABLES = tomllib.loads(resources.files(__package__).joinpath("models.toml").rea
 
 
 def _llama(name: str) -> LlamaSizes:
-    own: dict[str, Any] = dict(_TABLES["own"].get(name, {}))
+    row, own = _TABLES["llama"][name], dict(_TABLES["own"].get(name, {}))
     if "latent" in own:
         own["latent"] = LatentSizes(*own["latent"])
-    if "mixture" in own:
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in own["mixture"].items()
-        }
-        own["mixture"] = Mixture(**fields)
-    if "windows" in own:  # of the first layers, which repeat
-        pattern, layers = own["windows"], _TABLES["llama"][name][1]
-        own["windows"] = tuple(pattern[layer % len(pattern)] or None for layer in range(layers))
-    return LlamaSizes(*_TABLES["llama"][name], **own)
+    if mixture := own.get("mixture"):
+        own["mixture"] = Mixture(**mixture | {"most_groups": tuple(mixture.get("most_groups", ())) or None})
+    if pattern := own.get("windows"):  # of the first layers, which repeat
+        own["windows"] = tuple(width or None for width in pattern * (row[1] // len(pattern)))
+    return LlamaSizes(*row, **own)
 
 
 LLAMA = MappingProxyType({name: _llama(name) for name in _TABLES["llama"]})

@@ -186,7 +186,6 @@ def test_a_description_is_a_name_a_file_or_sizes(tmp_path):
     assert mixed.workload().num_parameters == RELEASED["Mixtral-8x7B"]["parameters"]
     assert mixed.with_microbatch(4).workload().samples == 4
     assert sim.ModelDescription(num_key_value_heads=4, is_gated=False).workload().layers[1].num_parameters < 50_400_000
-    # a configuration has a length and a kernel of its own
     assert sim.workload_from_config(path).layers == sim.model_by_name("llama-3-8b", sequence_length=4096).layers
     assert sim.workload_from_config(GPT2).layers == sim.model_by_name("gpt-2-124m").layers
     assert sim.workload_from_config(GPT2, attention="flash").layers[1].score_bytes == 0

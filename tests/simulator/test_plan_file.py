@@ -23,11 +23,9 @@ from simulator.hardware.presets import OwnDevice, OwnLink
 from simulator.models.adapters import LORA_MODULES, WEIGHTS
 from simulator.models.optimizers import OPTIMIZERS
 
-MOST_RANKS_DRAWN = 64
-LONGEST_S = 60.0  # for one configuration: more counts as hanging
-NUMBER = (1e-9, 1e6, 1e8, 1e10, 1e12, 1e15)
-# What is drawn from: a field's values, the likelier ones several times.
-MODEL = {
+MOST_RANKS_DRAWN, LONGEST_S = 64, 60.0  # for one configuration: more counts as hanging
+NUMBER = (1e6, 1e8, 1e10, 1e12, 1e15)
+MODEL = {  # values of each field to draw from, the likelier ones several times
     "hidden_size": (64, 128, 96, 256, 256, 100),
     "num_heads": (1, 3, 4, 8, 8, 16),
     "num_layers": (1, 2, 5, 8, 12, 16, 24),
@@ -44,15 +42,14 @@ LIKE_LLAMA = {"num_key_value_heads": (8, 8, 1, 2), "feed_forward_size": (1, 200,
 LIKE_LLAMA |= dict.fromkeys(("ties_embedding", "is_gated", "head_norms"), (True, False))
 MIXED = {"num_experts": (2, 4, 6), "top_k": (1, 2, 3), "expert_load": (1.0, 1.5)}
 DEVICE = {
-    "matmul_flops_per_s": (None, *NUMBER[1:], 1e18),
-    "memory_bytes_per_s": (None, *NUMBER[1:]),
-    "memory_bytes": (None, *NUMBER[1:]),
+    "matmul_flops_per_s": (None, *NUMBER, 1e18),
+    **dict.fromkeys(("memory_bytes_per_s", "memory_bytes"), (None, *NUMBER)),
     "launch_s": (None, None, 0.0, 1e-6, 0.1),
     "host_memory_bytes": (None, None, 0.0, 1e12),
     "host_link_bytes_per_s": (None, 1e9),
     "loader_samples_per_s": (None, None, 1.0, 1e6),
 }
-WIRE = {"latency_s": (0.0, 1e-9, 1e-5, 1.0), "bytes_per_s": NUMBER[1:]}
+WIRE = {"latency_s": (0.0, 1e-9, 1e-5, 1.0), "bytes_per_s": NUMBER}
 CLUSTER = {"name": presets.names("clusters"), "stack": (None, *presets.names("stacks"))}
 CLUSTER |= {"devices_per_node": (None, 1, 2, 3, 8)}
 DEGREES = (1, 1, 1, 2, 2, 2, 3, 4, 8)
@@ -86,7 +83,7 @@ def drawn(random, table, often=1.0):
 
 
 def random_file(random):
-    """Make a plan file, or raise as its records do: degrees may not divide, wires have 1 byte per second."""
+    """Make a plan file, or raise as its records do: degrees may not divide, wires have 1 MB per second."""
     model = drawn(random, MODEL) | drawn(random, LIKE_LLAMA, 0.4) | drawn(random, MIXED, 0.15)
     model |= drawn(random, TRAINED, 0.2) | drawn(random, WINDOWED, 0.03)
     machine, plan = drawn(random, CLUSTER), drawn(random, PLAN)

@@ -84,8 +84,8 @@ def test_a_ring_hides_each_hop_behind_a_step_of_attention(link):
 
 
 def test_software_that_repeats_keys_and_values_for_all_heads_sends_them_so():
-    machines = [sim.cluster("dgx-h100", 4, stack=name) for name in ("eager-fsdp", "compiled-fsdp")]
-    steps = [sim.simulate(sim.model_by_name("llama-3-8b"), each, Plan(context=4)) for each in machines]
+    model, stacks = sim.model_by_name("llama-3-8b"), ("eager-fsdp", "compiled-fsdp")
+    steps = [sim.simulate(model, sim.cluster("dgx-h100", 4, stack=name), Plan(context=4)) for name in stacks]
     assert steps[1].sent_bytes_by_axis["context"] == NEAR(32 / 8 * steps[0].sent_bytes_by_axis["context"])
 
 
