@@ -8,7 +8,6 @@ from __future__ import annotations
 from simulator.export.parts import Exported, Options, notes, order_is_usual, refuse, types_of
 from simulator.hardware.presets import given
 from simulator.models.by_name import ALIBI, GPT, LLAMA
-from simulator.models.description import ModelDescription
 from simulator.models.llama import LlamaSizes
 from simulator.models.parts import tokens_of
 from simulator.plan_file import PlanFile
@@ -78,7 +77,7 @@ def _refuse(said: PlanFile) -> None:
     wide = [axis for axis in said.order if getattr(plan, axis) > 1]
     is_slow = wide == [axis for axis in SLOW_DATA if axis in wide]
     layers, stages = len(said.workload.workload().layers) - 2, plan.pipeline * plan.stages_per_rank
-    sizes = _sizes(said.workload)
+    sizes = LLAMA.get(name) or said.workload.llama_sizes()
     found = (given(sizes) | given(sizes.mixture or sizes)) if sizes else {}
     unsaid = [field for field in found if field not in SAID]
     has = {
@@ -93,16 +92,12 @@ def _refuse(said: PlanFile) -> None:
     refuse("megatron", "Megatron-LM", said, has, layers=layers, stages=stages, **words)
 
 
-def _sizes(own: ModelDescription) -> LlamaSizes | None:
-    return LLAMA.get(own.model or "") or own.llama_sizes()
-
-
 def _model(said: PlanFile) -> list[str]:
     own = said.workload
     workload = own.workload()
     length = tokens_of(workload)
     name = own.model or ""
-    sizes = _sizes(own)
+    sizes = LLAMA.get(name) or own.llama_sizes()
     if name in GPT:
         hidden, depth, heads, _, vocabulary, _ = GPT[name]
     elif sizes is not None:

@@ -1,9 +1,9 @@
 """How far published steps like one's own were from their predictions: `errors.csv`, which `distlab validate` writes.
 
-Steps are alike that ran on the same device and stack, dense models or mixtures of experts. Rows of one table err
-together, so tables are counted: where fewer than FEW ran so, those of all devices count together, then those of all
-stacks, which a step like no published one has too. Predictions are those that saw least of the rows: their structure
-left out, or never fitted to.
+Steps are alike that ran on the same device and stack, dense models or mixtures of experts. Where fewer than LEAST rows
+are so, all devices count together, then all stacks; since rows of one table err together, there tables are counted, and
+their range stands beside that of fewer rows. Predictions are those that saw least of the rows: their structure left
+out, or never fitted to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distlab.plan import Cluster, Workload
 from simulator.hardware.presets import device
 from simulator.step.result import Step
 
-FEW = 9  # tables of which nine in ten can be within some error
+LEAST, FEW = 3, 9  # rows that are alike; tables, of which nine in ten can be within some error
 OFTEN = 0.65  # of the rows: "more often than"
 
 
@@ -50,7 +50,7 @@ class PublishedError(NamedTuple):
         like: what they share.
         rows: published figures.
         mean: of |predicted / published - 1|, each table counted once.
-        most: all rows of a new table are within that, nine times in ten (Vovk et al. 2005, conformal prediction).
+        most: a new row, or all rows of a new table, are within that nine times in ten (Vovk et al. 2005, conformal).
         above: part of the rows whose prediction is too large, each table counted once.
     """
 
@@ -67,7 +67,8 @@ class PublishedError(NamedTuple):
         side = size[0] if self.above >= OFTEN else size[1] if self.above <= 1 - OFTEN else ""
         often = f", {side} more often than {size[side == size[0]]}" if side else ""
         many = f"{self.rows} published {'steps' if self.quantity == 'time' else 'figures'} like it ({self.like})"
-        return f"{self.mean:.1%} on average, 9 in 10 tables within {self.most:.0%}{often}: {many}"
+        tables = " tables" * (not self.like.device)
+        return f"{self.mean:.1%} on average, 9 in 10{tables} within {self.most:.0%}{often}: {many}"
 
 
 def like_of(workload: Workload, cluster: Cluster) -> Like:
@@ -89,11 +90,13 @@ def errors_from(quantity: str, rows: Sequence[tuple[Like, float, str]]) -> Itera
         for each in like.wider():
             pools.setdefault(each, {}).setdefault(table, []).append(error)
     for like, tables in sorted(pools.items()):
-        if len(tables) >= FEW and like.device != "own device":
-            found = [np.array(own) for own in tables.values()]
+        found = [np.array(own) for own in tables.values()]
+        found = [*np.concatenate(found)[:, None]] if like.device else found
+        if len(found) >= (LEAST if like.device else FEW) and like.device != "own device":
             mean, above = np.mean([(abs(own).mean(), (own > 0).mean()) for own in found], axis=0)
-            most = sorted(float(abs(own).max()) for own in found)[math.ceil(0.9 * (len(found) + 1)) - 1]
-            yield PublishedError(quantity, like, sum(map(len, found)), float(mean), most, float(above))
+            worst, place = sorted(float(abs(own).max()) for own in found), math.ceil(0.9 * (len(found) + 1))
+            figures = (float(mean), worst[min(len(found), place) - 1], float(above))
+            yield PublishedError(quantity, like, sum(map(len, found)), *figures)
 
 
 def text_of(errors: Sequence[PublishedError]) -> str:
@@ -120,8 +123,10 @@ def error_of(quantity: str, workload: Workload, cluster: Cluster) -> PublishedEr
 
 def words_of_error(quantity: str, workload: Workload, cluster: Cluster) -> str:
     """Return the same in words."""
-    found = error_of(quantity, workload, cluster)
-    return str(found) if found else f"not known: no published row is like this one ({like_of(workload, cluster)})"
+    found, like = error_of(quantity, workload, cluster), like_of(workload, cluster)
+    wide = known_errors().get((quantity, like.wider()[2]))
+    more = f"; 9 in 10 tables of all {wide.like.kind} steps: {wide.most:.0%}" if wide and found != wide else ""
+    return f"{found}{more}" if found else f"not known: no published row is like this one ({like})"
 
 
 def words_on_step(workload: Workload, cluster: Cluster, held_bytes: float) -> dict[str, str]:
