@@ -95,7 +95,7 @@ def simulate(
         raise ValueError(why)
     packed = any(sum(layer.base_bytes[3:]) for layer in workload.layers)
     if packed and plan.sharding.stage == 3 and not cluster.software.packs_units:
-        fix = "use stage 2, since adapters alone have gradients and states, or stack hugging-face, as PEFT does"
+        fix = "use stage 2, since adapters alone have gradients and states, or stack hugging-face, which gathers 4 bits"
         raise ValueError(f"weights is 'nf4' and sharding has stage 3, whose units gather 16 bits in this stack; {fix}")
     layout = RankLayout(cluster, plan, tuple(order), measured.links)
     stages = make_stages(workload, layout, rank_of_stage, codec=measured.codec)

@@ -125,7 +125,7 @@ def words_of_error(quantity: str, workload: Workload, cluster: Cluster) -> str:
     """Return the same in words."""
     found, like = error_of(quantity, workload, cluster), like_of(workload, cluster)
     wide = known_errors().get((quantity, like.wider()[2]))
-    more = f"; 9 in 10 tables of all {wide.like.kind} steps: {wide.most:.0%}" if wide and found != wide else ""
+    more = f"; of all {wide.like.kind} steps, 9 in 10 tables within {wide.most:.0%}" if wide and found != wide else ""
     return f"{found}{more}" if found else f"not known: no published row is like this one ({like})"
 
 
