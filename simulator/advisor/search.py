@@ -266,6 +266,7 @@ class Search:
             self.is_complete = False
         done = sorted((entry for entry in heap if entry[1] == EXACT), key=lambda entry: (entry[0], entry[2]))
         best = [*chosen.values(), *(row for _, _, row in done[: count - len(chosen)])]
+        assert all(self._exact[row] for row in best), "only rows that fit are kept"
         return [choice for row in best if (choice := self._exact[row])]
 
     def advised(self, count: int, tell: Callable[[int, int], None] | None = None) -> list[Choice]:

@@ -147,5 +147,4 @@ def words_on_plans(steps: Sequence[Step]) -> str:
         return words
     longest, name = first.steady_s * (1 + found.mean), first.cluster.name
     equal = len(list(takewhile(lambda step: step.cluster.name == name and step.steady_s <= longest, steps)))
-    more = f"; plans 1 to {equal} are within {found.mean:.1%}: equal as far as known"
-    return words + more * (equal > 1)
+    return words + f"; plans 1 to {equal} are within {found.mean:.1%}: equal as far as known" * (equal > 1)
